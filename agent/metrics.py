@@ -7,9 +7,8 @@ node_exporter or dcgm-exporter are not repeated; the scraper adds `node` and `in
 
 from __future__ import annotations
 
-import gzip
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,38 +62,19 @@ Values = list[tuple[tuple[str, ...], float]]
 More = Iterable[tuple[str, Values]]  # families that do not belong to a view, by name
 
 
-def exposition(view: View, accept: str, more: More = (), *, zipped: bool = False) -> tuple[bytes, str]:
+def exposition(view: View, accept: str, more: More = ()) -> tuple[bytes, str]:
     """Return the exposition and its content type, negotiated by the Accept header. Pure: valid as long as the view."""
     encoder, content_type = choose_encoder(accept)
     registry: Any = SimpleNamespace(collect=lambda: families(view, more))  # all that an encoder needs of a registry
-    body: bytes = encoder(registry)
-    return gzip.compress(body, compresslevel=6, mtime=0) if zipped else body, content_type
+    return encoder(registry), content_type
 
 
-class Rendered:
-    """Expositions of one view, each format rendered once, because scrapes are more frequent than scans."""
-
-    def __init__(self, more: Callable[[], More] = tuple) -> None:
-        self._more = more  # called once per rendering
-        self._made: tuple[View | None, dict[tuple[str, bool], bytes]] = None, {}
-        self._asked: dict[tuple[str, bool], str] = {}  # formats requested since the last scan, with their Accept header
-
-    def __call__(self, view: View, accept: str, *, zipped: bool = False) -> tuple[bytes, str]:
-        """Return the result of `exposition`, gzipped on request; a new view clears the cache."""
-        of, cache = self._made
-        if view is not of:
-            self._made = of, cache = view, {}
-        key = choose_encoder(accept)[1], zipped
-        self._asked[key] = accept
-        if key not in cache:
-            cache[key] = exposition(view, accept, self._more(), zipped=zipped)[0]
-        return cache[key], key[0]
-
-    def prepare(self, view: View) -> None:
-        """Render a new view, in the thread that created it, in the formats requested for the last view."""
-        formats, self._asked = self._asked, {}
-        made = {key: exposition(view, accept, self._more(), zipped=key[1])[0] for key, accept in formats.items()}
-        self._made = view, made
+def tally_samples(tally: Mapping[tuple[str, ...], float]) -> More:
+    """Return the families that a thread counts, by name and labels."""
+    found: dict[str, Values] = {}
+    for (family, *labels), value in sorted(dict(tally).items()):  # a copy, because the thread goes on counting
+        found.setdefault(family, []).append((tuple(labels), value))
+    return found.items()
 
 
 def families(view: View, more: More = ()) -> Iterator[Samples]:

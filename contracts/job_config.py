@@ -8,6 +8,7 @@ sharding, recomputation and offloading options are stored only as fields of the 
 from __future__ import annotations
 
 import functools
+import itertools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from contracts import bounded, trl
-from contracts.layout import Layout
+from contracts.layout import Layout, LayoutError
 from contracts.trl import ConfigError as ConfigError
 from contracts.trl import EndedError as EndedError
 
@@ -209,30 +210,27 @@ def parse_config(
         except ConfigError as error:
             refused[str(error)] = None
 
-    whole = {str(key): value for key, value in raw.items()}
-    raw = {key: value for key, value in whole.items() if key != "model_init_kwargs"}
-    attempt(trl.model_words, whole, raw, own_note)
+    flat = trl.flatten({str(key): value for key, value in raw.items()}, refused.setdefault)
     values: dict[str, Any] = {}
-    layout: dict[str, Any] = attempt(_parse_layout, raw.get("layout")) or {}
+    layout: dict[str, Any] = attempt(_parse_layout, flat.get("layout"), "layout") or {}
     known = known_settings()
-    if unknown := [name for name in raw if name not in known]:
+    if unknown := [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]:
         methods = trl.option_names().of_trl["methods"]
-        if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw[n]}") if word in methods}:
+        if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
             raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {what}")
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
-    today = _rename_options({name: raw[name] for name in raw if name in known}, note, refused.setdefault)
+    today = _rename_options({name: flat[name] for name in flat if name not in unknown}, note, refused.setdefault)
     for name, (label, value) in today.items():
         attempt(_read, name, value, label, values, layout, own_note)
-    attempt(trl.precision, raw, layout)
-    attempt(trl.checkpointing, raw, layout)
-    attempt(trl.parallelism, raw, layout, note)  # FSDP options set the degrees that this leaves open
-    attempt(trl.fsdp, raw, layout, note)
-    attempt(trl.deepspeed, raw, values, layout, note)
+    attempt(trl.precision, flat, layout)
+    attempt(trl.checkpointing, flat, layout)
+    attempt(trl.fsdp, flat, layout, note)  # sets the degrees that the options before it leave open
+    attempt(trl.deepspeed, flat, values, layout, note)
     if layout:
-        values["layout"] = attempt(_parse_layout, layout) or {}
+        values["layout"] = attempt(_parse_layout, layout, "layout") or {}
     config = attempt(lambda: JobConfig(**values))
     if refused:
         raise ConfigError("; ".join(refused))
@@ -244,54 +242,57 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
     names = trl.option_names()
     if name in names.read_apart or trl.without_effect(name, value, note):
         return
-    if name not in names.in_layout:
+    if name in names.in_layout:
+        if value is not None:
+            member = names.in_layout[name]
+            trl.put(layout, member, _parse_member(member, value, label), label)
+    elif name in _types():
         _store_setting(values, name, value, note, label)
-    elif value is not None:
-        member = names.in_layout[name]
-        trl.put(layout, member, _parse_member(member, value, label), label)
+    else:
+        raise trl.OnlyTrlError(f"unknown setting {name!r}: only TRL passes it on to the model")
 
 
 def _rename_options(raw: Mapping[str, Any], note: trl.Note, refuse: trl.Note) -> dict[str, tuple[str, Any]]:
     """Return (name in the file, value) of each setting by its current name, with transformers' special values."""
-    found: dict[str, Any] = {}
-    labels: dict[str, str] = {}
+    names = trl.option_names()
+    found: dict[str, tuple[str, Any]] = {}
     for name, value in raw.items():
-        new = trl.option_names().renamed.get(name, name)
+        new = names.renamed.get(name, name)
         if new != name:
-            if raw.get(new) is not None and value is not None and new != "activation_checkpointing":
+            if raw.get(new) not in (None, value) and value is not None:
                 refuse(f"{name} is the old name of {new}: both are set")
             if raw.get(new) is not None:
                 continue
             note(f"{name} is now {new}")
-        found[new], labels[new] = value, name
-    if found.get("max_steps") in (-1, "-1"):
-        del found["max_steps"]  # default of transformers: num_train_epochs determines the steps
-    if found.get("eval_steps") == 0:
-        found["eval_steps"] = None  # as transformers interprets it
-    if (ratio := found.pop("warmup_ratio", None)) and not found.get("warmup_steps"):
+        found[new] = name, value
+    ratio, (_, steps) = found.pop("warmup_ratio", None), found.get("warmup_steps", ("", None))
+    if ratio and ratio[1] and not steps:
         note("warmup_ratio is now warmup_steps, below 1")
-        found["warmup_steps"], labels["warmup_steps"] = ratio, "warmup_ratio"
-    if (by_length := trl.truth(found.pop("group_by_length", None))) is not None:
-        note("group_by_length is now train_sampling_strategy")
-        labels.setdefault("train_sampling_strategy", "group_by_length")
-        words = {True: "group_by_length", False: "random"}
-        found.setdefault("train_sampling_strategy", words[by_length] if isinstance(by_length, bool) else by_length)
-    if found.get("lora_target_modules") in ("all-linear", ["all-linear"]):
-        note("lora_target_modules: all-linear is every projection of a layer")
-        del found["lora_target_modules"]
-    if found.get("report_to") in ("all", ["all"]):
-        note("report_to: all is tensorboard")
-        found["report_to"] = ["tensorboard"]
-    if "data_seed" in found and (seed := found.pop("data_seed")) not in (None, found.get("seed", _get_default("seed"))):
-        refuse(f"data_seed={seed!r}: only seed's own value is allowed: one seed decides")
-    return {name: (labels[name], value) for name, value in found.items()}
+        found["warmup_steps"] = ratio
+    for row in names.values:
+        label, value = found.get(row["name"], ("", None))
+        value = trl.truth(value) if isinstance(row["found"][0], bool) else value
+        if any(value == one and type(value) is type(one) for one in row["found"]):
+            if "means" in row:
+                found[row["name"]] = label, row["means"]
+            else:
+                del found[row["name"]]
+    return found
 
 
-def _parse_layout(settings: Any) -> dict[str, Any]:
-    """Return the fields of `layout:`, converted to their types."""
+def _parse_layout(settings: Any, where: str) -> dict[str, Any]:
+    """Return layout fields, converted to their types; `where` names the mapping in a message."""
     if not isinstance(settings, dict | None):
-        raise ConfigError(f"layout={settings!r}: must be a mapping")
-    return {str(name): _parse_member(str(name), value, f"layout.{name}") for name, value in (settings or {}).items()}
+        raise ConfigError(f"{where}={settings!r}: must be a mapping")
+    return {str(name): _parse_member(str(name), value, f"{where}.{name}") for name, value in (settings or {}).items()}
+
+
+def parse_layout(settings: Any, where: str) -> Layout:
+    """Convert a mapping to a Layout. Raises ConfigError, which names the field."""
+    try:
+        return Layout(**_parse_layout(settings, where))
+    except (LayoutError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _parse_member(member: str, value: Any, name: str) -> Any:
@@ -351,8 +352,8 @@ def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note
 def known_settings() -> frozenset[str]:
     """Return every setting name that a file may have, including older names and options without effect."""
     names = trl.option_names()
-    own = (*names.renamed, *names.in_layout, *names.no_effect, *names.only, *names.read_apart, *names.rewritten)
-    return frozenset([*_types(), *own])
+    tables = (names.renamed, names.in_layout, names.no_effect, names.only, names.read_apart, names.nested)
+    return frozenset(["warmup_ratio", *_types(), *itertools.chain.from_iterable(tables)])
 
 
 def _get_default(name: str) -> Any:

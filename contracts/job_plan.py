@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from contracts.job_config import (
     ConfigError,
     JobConfig,
     parse_config,
+    parse_layout,
     read_config,
     read_mapping,
     with_overrides,
 )
-from contracts.layout import Layout, LayoutError
+from contracts.layout import Layout
 
 PLAN_VERSION = 1
 
@@ -84,38 +85,31 @@ def dumps(plan: JobPlan) -> str:
 
 def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
     """Read plan.json and apply `key=value` overrides to its settings. Raises ConfigError, which names the file."""
+    members = [one.name for one in dataclasses.fields(JobPlan)]
     try:
         data = plain.loads(bounded.read(path, MAX_FILE_BYTES))
+        if not isinstance(data, dict) or not members & data.keys():
+            raise ConfigError(f"must hold a mapping of {', '.join(members)}")
+        if unknown := data.keys() - members:
+            raise ConfigError(f"unknown {min(unknown)!r}{trl.hint(min(unknown), members)}")
+        settings, of_trl, layout = (data.pop(name, None) for name in ("config", "trl", "layout"))
+        for name, value in (("config", settings), ("trl", of_trl)):
+            if not isinstance(value, dict | None):
+                raise ConfigError(f"{name}: must be a mapping")
+        plan = plain.read({name: value for name, value in data.items() if value is not None}, JobPlan)
+        if plan.schema_version != PLAN_VERSION:
+            raise ConfigError(f"schema_version={plan.schema_version!r}: this release reads {PLAN_VERSION}")
+        raw = with_overrides(read_mapping(DEFAULT_CONFIG) if settings is None else settings, overrides)
+        config, _, notes = parse_config(raw, None if of_trl is None else {})
+        return dataclasses.replace(
+            plan,
+            config=config,
+            trl=None if of_trl is None else trl.trl_settings(with_overrides(of_trl, overrides), {}),
+            layout=None if layout is None else parse_layout(layout, "layout"),
+            notes=tuple(dict.fromkeys([*plan.notes, *notes])),
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"plan {path}: {error}") from None
-    members = {one.name for one in dataclasses.fields(JobPlan)}
-    if not isinstance(data, dict) or not members & set(data):
-        raise ConfigError(f"plan {path}: must hold a mapping of {', '.join(sorted(members))}")
-    for name in data:
-        if name not in members:
-            raise ConfigError(f"plan {path}: unknown {name!r}{trl.hint(str(name), members)}")
-    if data.get("schema_version", PLAN_VERSION) != PLAN_VERSION:
-        raise ConfigError(f"plan {path}: schema_version={data['schema_version']!r}: this release reads {PLAN_VERSION}")
-    for name in ("config", "trl", "layout", "forecast", "environment", "transport"):
-        if not isinstance(data.get(name), dict | None):
-            raise ConfigError(f"plan {path}: {name}: must be a mapping")
-    settings = data.get("config")
-    raw = with_overrides(dict(settings) if settings is not None else read_mapping(DEFAULT_CONFIG), overrides)
-    config, _, notes = parse_config(raw, None if data.get("trl") is None else {})
-    try:
-        forecast = plain.read(data.get("forecast") or {}, RunForecast)
-    except plain.MisfitError as error:
-        raise ConfigError(f"plan {path}: forecast: {error}") from None
-    layout, plan_notes = data.get("layout"), data.get("notes") or []
-    return JobPlan(
-        config=config,
-        trl=None if data.get("trl") is None else trl.trl_settings(with_overrides(dict(data["trl"]), overrides), {}),
-        layout=None if layout is None else parse_layout(layout, f"plan {path}: layout"),
-        forecast=forecast,
-        environment={str(name): str(value) for name, value in (data.get("environment") or {}).items()},
-        transport={str(name): str(value) for name, value in (data.get("transport") or {}).items()},
-        notes=tuple(dict.fromkeys([*(str(text) for text in plan_notes), *notes])),
-    )
 
 
 def choose(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()) -> tuple[JobPlan, JobConfig]:
@@ -127,15 +121,3 @@ def choose(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()
         raise ConfigError(f"--config {config}: the plan holds the settings; use only one of --plan and --config")
     found = read(plan, overrides)
     return found, found.config or JobConfig()
-
-
-def parse_layout(raw: Mapping[str, Any], where: str) -> Layout:
-    """Convert a mapping to a Layout. An unknown field is an error, which suggests similar field names."""
-    known = [one.name for one in dataclasses.fields(Layout)]
-    for name in raw:
-        if name not in known:
-            raise ConfigError(f"{where}: unknown {name!r}{trl.hint(str(name), known)}")
-    try:
-        return Layout(**{**raw, "stage_layers": tuple(raw.get("stage_layers") or ())})
-    except (LayoutError, TypeError) as error:
-        raise ConfigError(f"{where}: {error}") from None

@@ -95,19 +95,11 @@ class Layout:
     @property
     def family(self) -> str:
         """Short name of the parallelism: "FSDP", "HSDP", "DDP", "TP8", "PP4 x FSDP"; not the model family."""
-        parts = []
-        if self.pp > 1:
-            parts.append(f"PP{self.pp}")
-        if self.tp > 1:
-            parts.append(f"TP{self.tp}")
-        if self.cp > 1:
-            parts.append(f"CP{self.cp}")
-        if self.ep > 1:
-            parts.append(f"EP{self.ep}")
+        degrees = {"PP": self.pp, "TP": self.tp, "CP": self.cp, "EP": self.ep}
+        parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
         if self.dp_shard > 1:
-            names = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP", "ddp": "DDP"}
-            name = names[self.sharding]
-            parts.append("HSDP" if self.dp_replicate > 1 and self.sharding == "zero3" else name)
+            is_hybrid = self.dp_replicate > 1 and self.sharding == "zero3"
+            parts.append("HSDP" if is_hybrid else {"zero1": "ZeRO-1", "zero2": "ZeRO-2"}.get(self.sharding, "FSDP"))
         elif self.dp_replicate > 1:
             parts.append("DDP")
         return " x ".join(parts) or "single"

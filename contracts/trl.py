@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,32 +46,21 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A nested mapping in the file, such as `fsdp_config`."""
-
-    members: Mapping[str, str]  # name -> setting of the job, or field of the layout
-    no_effect: list[str]
-    why: str  # reason that the no_effect members have none
-    only: Mapping[str, Allowed]
-    open: bool = False  # whether TRL passes unknown members on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptionNames:
     """The tables of trl.toml."""
 
+    nested: list[str]  # mappings whose members are options
     renamed: Mapping[str, str]  # older name -> current name
     in_layout: Mapping[str, str]  # setting that is stored as a layout field -> the field
     spelled: Mapping[str, str]  # layout field -> the user's option for it
     read_apart: list[str]  # settings that a function of contracts.trl reads
-    rewritten: list[str]  # settings that become other ones
+    values: list[dict[str, Any]]  # values with a meaning of its own
     shares: list[str]  # of which transformers reads values below 1 as a fraction of all steps
     no_effect: Mapping[str, str]  # name -> reason
     only: Mapping[str, Allowed]
     elsewhere: Mapping[str, str]  # option of another trainer -> our option
-    fsdp: Mapping[str, list[str]]
+    fsdp: Mapping[str, Mapping[str, Any]]  # word -> layout fields
     deepspeed: Mapping[str, Any]
-    sections: Mapping[str, Section]
     of_trl: Mapping[str, Any]  # options TRL's parser must not get, names it knows, other methods' settings
 
 
@@ -87,7 +76,6 @@ def option_names() -> OptionNames:
         no_effect={name: row["why"] for row in data.pop("no_effect") for name in row["names"]},
         only=only_of(data.pop("only")),
         deepspeed={**(table := data.pop("deepspeed")), "only": only_of(table["only"])},
-        sections={name: Section(**{**row, "only": only_of(row["only"])}) for name, row in data.pop("sections").items()},
         **data,
     )
 
@@ -112,7 +100,6 @@ def _yaml(value: Any) -> str:
     )
 
 
-_ONE_RANK_GROUPS = {"tp": 1, "pp": 1, "cp": 1}  # all ranks are data parallel, unless the layout says otherwise
 NODE = "node"  # value of layout.dp_shard: the number of ranks per node
 # Text values accepted by transformers' string_to_bool.
 _TRUTHS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
@@ -169,29 +156,20 @@ def require(name: str, value: Any, only: Allowed) -> None:
     raise kind(f"{name}={shown}: {named} is allowed: {why}")
 
 
-def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[str, str, Any]]:
-    """Yield (full name, own name, value) of each member of a nested mapping that the job uses.
-
-    Members without effect are noted. Unknown members and unsupported values raise ConfigError.
-    """
-    found, section = raw.get(name), option_names().sections[name]
-    if found is None:
-        return
-    if not isinstance(found, dict):
-        file = "or a file of one that is there" if name == "fsdp_config" else "not the name of a file"
-        raise ConfigError(f"{name}={found!r}: must be a mapping, {file}")
-    for key, value in found.items():
-        own = str(key).removeprefix(f"{name}_").removeprefix("fsdp_")  # prefix in accelerate's own configuration file
-        where = f"{name}.{own}"
-        if own in section.members:
-            yield where, own, value
-        elif own in section.only:
-            require(where, value, section.only[own])
-        elif own not in section.no_effect:
-            kind = OnlyTrlError if section.open else ConfigError
-            raise kind(f"unknown setting {where!r}{hint(own, [*section.members, *section.no_effect])}")
-        else:
-            note(f"{where}: no effect, {section.why}")
+def flatten(raw: Mapping[str, Any], refuse: Note) -> dict[str, Any]:
+    """Return the options by name, with members of a nested mapping as "fsdp_config.cpu_offload"."""
+    flat: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name not in option_names().nested:
+            flat[name] = value
+        elif isinstance(value, dict):
+            # both prefixes are those of accelerate's own configuration file
+            names = {str(key).removeprefix(f"{name}_").removeprefix("fsdp_"): key for key in value}
+            flat |= {f"{name}.{own}": value[key] for own, key in names.items()}
+        elif value is not None:
+            file = "or a file of one that is there" if name == "fsdp_config" else "not the name of a file"
+            refuse(f"{name}={value!r}: must be a mapping, {file}")
+    return flat
 
 
 def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
@@ -213,90 +191,77 @@ def put(layout: dict[str, Any], member: str, value: Any, name: str) -> None:
     layout[member] = value
 
 
-def checkpointing(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
+def checkpointing(flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
     """Set recomputation. It has several options (FSDP's and the Trainer's) and is on if any of them is on."""
-    inside = raw.get("fsdp_config")
-    places = {name: raw.get(name) for name in ("gradient_checkpointing", "activation_checkpointing")}
-    for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
-        if isinstance(inside, dict) and name in inside:
-            places[f"fsdp_config.{name}"] = inside[name]
-    flags = {name: flag(name, value) for name, value in places.items() if value is not None}
+    options = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
+    flags = {name: flag(name, flat[name]) for name in options if flat.get(name) is not None}
     if flags and not (any(flags.values()) and layout.get("checkpointing") == "selective"):
         put(layout, "checkpointing", "full" if any(flags.values()) else "none", next(iter(flags)))
 
 
-def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
+def fsdp(flat: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     """Convert `fsdp` and `fsdp_config` to layout fields."""
-    value = raw.get("fsdp")
-    words = _split_fsdp_words(value)
-    options = {own: (where, each) for where, own, each in members_of(raw, "fsdp_config", note)}
-    _, strategy = options.get("sharding_strategy", ("", None))
-    if strategy is not None and truth(value) is not False:
-        allowed = option_names().fsdp["strategies"]
-        strategy = dict(enumerate(allowed, 1)).get(strategy, strategy)
-        if not isinstance(strategy, str) or strategy.lower() not in allowed:
-            raise ConfigError(f"fsdp_config.sharding_strategy={strategy!r}: allowed are {', '.join(allowed)}")
-        words = [*(words or []), strategy.lower()]
-    if words is not None:
-        _set_sharding(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
-    for name, (where, each) in options.items():
-        _set_fsdp_member(name, where, each, layout, note)
-    if (words is not None or raw.get("fsdp_config")) and layout.get("sharding") == "zero3":
+    words, table = _find_fsdp_words(flat), option_names().fsdp
+    for word, name in words.items():
+        for member, value in table[word].items():
+            if value != NODE or not {"dp_replicate", "dp_shard"} & set(layout):
+                put(layout, member, value, name)
+    if words:
+        _set_data_parallel(layout)
+        note(f"{next(iter(words.values()))}: {' '.join(words)} is {spelled('sharding', layout['sharding'])} here")
+    reshard = "fsdp_config.reshard_after_forward"
+    if reshard not in words.values() and (value := flag(reshard, flat.get(reshard))) is not None:
+        put(layout, "reshard_after_forward", value, reshard)
+    for name in ("fsdp_config.cpu_offload", "fsdp_config.offload_params"):
+        value = flag(name, flat.get(name))
+        if value is not None and not (value is False and layout.get("offload") == "all"):  # `fsdp` has "offload"
+            put(layout, "offload", "all" if value else "none", name)
+    if any(name.startswith("fsdp") for name in flat) and layout.get("sharding") == "zero3":
         # defaults of accelerate if no word and no member says otherwise: the plan must not change them
         layout.setdefault("reshard_after_forward", True)
         layout.setdefault("offload", "none")
 
 
-def _split_fsdp_words(value: Any) -> list[str] | None:
-    """Return the words of `fsdp`; None if the option is empty, because transformers writes "" or [] for "not set"."""
-    if value is None or value in ("", []):
-        return None
+def _find_fsdp_words(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Return each word of `fsdp` and `fsdp_config` with the option that has it."""
+    table = option_names().fsdp
+    sources = {"fsdp": flat.get("fsdp")}
+    if truth(flat.get("fsdp")) is not False:
+        strategy, reshard = (flat.get(f"fsdp_config.{name}") for name in ("sharding_strategy", "reshard_after_forward"))
+        if type(strategy) is int:
+            strategy = dict(enumerate((word for word in table if "sharding" in table[word]), 1)).get(
+                strategy, "unknown"
+            )
+        sources["fsdp_config.sharding_strategy"] = strategy
+        if isinstance(truth(reshard), str):  # of FSDP1, in accelerate
+            sources["fsdp_config.reshard_after_forward"] = reshard
+    words = {word: name for name, value in sources.items() for word in _split_fsdp_words(name, value)}
+    strategies = [word for word in words if "sharding" in table[word]]
+    if len(strategies) > 1:
+        raise ConfigError(f"{words[strategies[-1]]}: asks for {' and '.join(strategies)}: one of them is allowed")
+    return words if strategies or not words else {**words, "full_shard": next(iter(words.values()))}
+
+
+def _split_fsdp_words(name: str, value: Any) -> list[str]:
+    """Return the words of an option. transformers writes "" or [] for "not set"."""
     value = truth(value)
     if isinstance(value, bool):
         return ["full_shard"] if value else ["no_shard"]
-    words = value.split() if isinstance(value, str) else value
+    words = (value or "").split() if isinstance(value, str | None) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ConfigError(f"fsdp={value!r}: must be true, false, or words such as full_shard auto_wrap")
-    words, known = [word.lower() for word in words], option_names().fsdp["words"]
+        raise ConfigError(f"{name}={value!r}: must be true, false, or words such as full_shard auto_wrap")
     for word in words:
-        if word not in known:
-            raise ConfigError(f"fsdp={value!r}: {word!r} is none of {', '.join(known)}")
-    return words or None
-
-
-def _set_sharding(words: list[str], layout: dict[str, Any], note: Note, name: str) -> None:
-    strategies = set(words) - {"auto_wrap", "offload"}
-    if len(strategies) > 1:
-        raise ConfigError(f"{name}: asks for {' and '.join(sorted(strategies))}: one of them is allowed")
-    strategy = strategies.pop() if strategies else "full_shard"
-    put(layout, "sharding", "ddp" if strategy == "no_shard" else "zero3", name)
-    if strategy.startswith("hybrid_shard") and not {"dp_replicate", "dp_shard"} & set(layout):
-        layout["dp_shard"] = NODE
-    if strategy in ("shard_grad_op", "hybrid_shard_zero2"):
-        put(layout, "reshard_after_forward", False, name)
-    if "offload" in words:
-        put(layout, "offload", "all", name)
-    _set_data_parallel(layout)
-    note(f"{name}: {' '.join(words)} is {spelled('sharding', layout['sharding'])} of torch's fully_shard"
-         if strategy != "no_shard" else f"{name}: weights are not sharded")  # fmt: skip
+        if word.lower() not in option_names().fsdp:
+            raise ConfigError(f"{name}={value!r}: {word!r} is none of {', '.join(option_names().fsdp)}")
+    return [word.lower() for word in words]
 
 
 def _set_data_parallel(layout: dict[str, Any]) -> None:
-    for degree, one in _ONE_RANK_GROUPS.items():
-        layout.setdefault(degree, one)
+    """All ranks are data parallel, unless the layout says otherwise."""
+    for degree in ("tp", "pp", "cp"):
+        layout.setdefault(degree, 1)
     if layout["sharding"] == "zero3" and "dp_shard" not in layout:
         layout.setdefault("dp_replicate", 1)
-
-
-def _set_fsdp_member(name: str, where: str, value: Any, layout: dict[str, Any], note: Note) -> None:
-    if name == "reshard_after_forward" and isinstance(truth(value), str):  # FSDP1's strategy in accelerate
-        _set_sharding(_split_fsdp_words(value) or [], layout, note, where)
-    elif name in ("reshard_after_forward", "cpu_offload", "offload_params"):
-        value = flag(where, value)
-        if value is not None and name == "reshard_after_forward":
-            put(layout, name, value, where)
-        elif value is not None and not (value is False and layout.get("offload") == "all"):  # `fsdp` has "offload"
-            put(layout, "offload", "all" if value else "none", where)
 
 
 def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, Any], note: Note) -> None:
@@ -315,37 +280,22 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
     if stage:
         put(layout, "reshard_after_forward", stage == 3, f"{where}.stage")
     _set_data_parallel(layout)
-    offloads = {
-        _at(config, f"zero_optimization.{name}.device") == "cpu" for name in ("offload_optimizer", "offload_param")
-    }
-    if len(offloads) > 1:
-        raise ConfigError(
-            f"{where}: offload_optimizer and offload_param must both be on the cpu, or neither: fully_shard moves "
-            "weights and optimizer together"
-        )
-    if True in offloads:
-        put(layout, "offload", "all", f"{where}.offload_param")
-    else:
-        layout.setdefault("offload", "none")
+    optimizer, weights = (_at(config, f"zero_optimization.offload_{name}.device") for name in ("optimizer", "param"))
+    if (optimizer == "cpu") != (weights == "cpu"):
+        both = "offload_optimizer and offload_param must both be on the cpu, or neither"
+        raise ConfigError(f"{where}: {both}: fully_shard moves weights and optimizer together")
+    if weights == "cpu" or "offload" not in layout:
+        put(layout, "offload", "all" if weights == "cpu" else "none", f"{where}.offload_param")
     for name, member in table["members"].items():
         if config.get(name, "auto") != "auto":
             put(layout, member, config[name], f"deepspeed.{name}")
     if _at(config, "bf16.enabled") is True:
         put(layout, "precision", "bf16", "deepspeed.bf16")
-    clipping = config.get("gradient_clipping", "auto")
-    if clipping != "auto":
-        if raw.get("max_grad_norm", clipping) != clipping:
-            raise ConfigError(f"deepspeed.gradient_clipping={clipping!r}: max_grad_norm says {raw['max_grad_norm']!r}")
-        values["max_grad_norm"] = clipping
-    _require_auto(config, "optimizer", ("Adam", "AdamW"), "learning_rate, adam_beta1, weight_decay ... decide")
-    schedules = table["schedules"]
-    if kind := _require_auto(config, "scheduler", tuple(schedules), "learning_rate and warmup_steps decide"):
-        schedule = schedules[kind]
-        if raw.get("lr_scheduler_type", schedule) != schedule:
-            raise ConfigError(f"deepspeed.scheduler={kind}: is {schedule}, and lr_scheduler_type says "
-                              f"{raw['lr_scheduler_type']!r}")  # fmt: skip
-        values["lr_scheduler_type"] = schedule
-        note(f"deepspeed.scheduler: {kind} is lr_scheduler_type: {schedule}, with a linear warm-up")
+    settings = _deepspeed_settings(config)
+    for name, value in settings.items():
+        if raw.get(name, value) != value:
+            raise ConfigError(f"deepspeed asks for {name}={value!r}, and the file says {raw[name]!r}")
+    values |= settings
     passed = sorted(set(config) - set(table["sections"]))
     note(f"deepspeed: ZeRO stage {stage} is run by torch's {'fully_shard' if stage else 'DDP'}, without DeepSpeed"
          + (f"; no effect: {', '.join(passed)} (DeepSpeed's own buffers and logs)" if passed else ""))  # fmt: skip
@@ -358,30 +308,19 @@ def _at(config: Any, name: str) -> Any:
     return config
 
 
-def _require_auto(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], why: str) -> str | None:
-    """Return the type in a section, None if there is no section. All of its parameters must be "auto"."""
-    kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
-    values = parameters.values() if isinstance(parameters, dict) else [parameters]
-    own = parameters not in (None, kind) and any(value != "auto" for value in values)
-    if kind is not None and (kind not in kinds or own):
-        raise ConfigError(
-            f"deepspeed.{section}: only {' or '.join(kinds)} with each parameter 'auto' is allowed: {why}"
-        )
-    return kind  # type: ignore[no-any-return]
-
-
-def parallelism(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
-    """Convert accelerate's ParallelismConfig to layout fields."""
-    for where, own, value in members_of(raw, "parallelism_config", note):
-        put(layout, option_names().sections["parallelism_config"].members[own], value, where)
-
-
-def model_words(raw: dict[str, Any], rest: dict[str, Any], note: Note) -> None:
-    """Add the members of `model_init_kwargs` to `rest` as separate settings."""
-    for where, own, value in members_of(raw, "model_init_kwargs", note):
-        setting = option_names().sections["model_init_kwargs"].members[own]
-        if rest.setdefault(setting, value) != value:
-            raise ConfigError(f"{where}={value!r}: {setting} has another value")
+def _deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that DeepSpeed's file decides. Parameters of its optimizer and schedule must be "auto"."""
+    clipping = config.get("gradient_clipping", "auto")
+    settings = {} if clipping == "auto" else {"max_grad_norm": clipping}
+    for section, types in option_names().deepspeed["types"].items():
+        kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
+        given = parameters.values() if isinstance(parameters, dict) else [parameters]
+        is_open = parameters in (None, kind) or all(value == "auto" for value in given)
+        if kind is not None and not (kind in types and is_open):
+            raise ConfigError(f"deepspeed.{section}: only {' or '.join(types)} with each parameter 'auto' is allowed: "
+                              "learning_rate, warmup_steps, adam_beta1, weight_decay ... decide")  # fmt: skip
+        settings |= types.get(kind, {})
+    return settings
 
 
 def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from contracts import trl
-from contracts.job_config import ConfigError, resolve_layout
-from contracts.job_plan import JobPlan, parse_layout
+from contracts.job_config import ConfigError, parse_layout, resolve_layout
+from contracts.job_plan import JobPlan
 from contracts.layout import EIGHT_BITS, WHOLE_ROPE, Layout, most_ranks
 
 

@@ -1,10 +1,10 @@
-"""The Kubernetes API calls used by Topoflight: get, paged list, watch, create, patch, apply.
+"""The Kubernetes API calls used by Topoflight: get, paged list, create, patch, apply.
 
 The official client finds the API server and credentials (service account, kubeconfigs, certificates, tokens, credential
 plugins, proxies) and sends requests. Retries, limits and streaming are implemented here. The library is imported with
 the first Client, so that an agent without Kubernetes never loads it (docs/decisions/0009).
 
-Specification: Kubernetes API concepts (pages, watch, bookmarks, 410), server-side apply, the Status kind of API errors.
+Specification: Kubernetes API concepts (pages), server-side apply, the Status kind of API errors.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 JSON = "application/json"
-METADATA = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,{JSON}"  # if the server can omit the rest
 APPLY = "application/apply-patch+yaml"  # JSON is valid YAML
 WRITE = {"fieldManager": "topoflight", "fieldValidation": "Strict"}
 DRY_RUN = {"dryRun": "All"}
 PAGE = 100  # a GPU server's record has 20 KB; 500, the page size of client-go, would need 70 MiB once parsed
 BODY_LIMIT_BYTES = 64 << 20
-LINE_LIMIT_BYTES = 4 << 20  # one watch event; etcd stores no object larger than 1.5 MiB
 TOKEN_LIMIT_BYTES = 1 << 20
 CONNECTIONS = 4  # kept open for reuse; the number of threads that send at the same time
 TRIES = 5
@@ -198,22 +196,15 @@ class Client:
         """Read one object."""
         return self.request("GET", path)[1]
 
-    def items(self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = JSON) -> Iterator[Json]:
-        """Return all objects, read page by page. METADATA omits spec and status."""
-        return (item for items, _ in self.pages(path, query, accept=accept) for item in items)
-
-    def pages(
-        self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = JSON
-    ) -> Iterator[tuple[list[Json], str]]:
-        """Return the objects page by page, with the resource version to watch from."""
+    def items(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[Json]:
+        """Return all objects, read page by page."""
         wanted = {**(query or {}), "limit": PAGE}
         while True:
-            page = self.request("GET", path, query=wanted, headers={"Accept": accept})[1]
-            about = page.get("metadata") or {}
-            yield list(page.get("items") or ()), str(about.get("resourceVersion", ""))
-            if not about.get("continue"):
+            page = self.request("GET", path, query=wanted)[1]
+            yield from page.get("items") or ()
+            if not (following := (page.get("metadata") or {}).get("continue")):
                 return
-            wanted["continue"] = about["continue"]
+            wanted["continue"] = following
 
     def apply(self, path: str, document: Json, *, dry_run: bool = False) -> tuple[bool, Json]:
         """Server-side apply: set our fields to those of `document` and leave the fields of other managers.
@@ -246,27 +237,6 @@ class Client:
                 log.info("%s; again in %.1f s", error, seconds)
                 time.sleep(seconds)
         raise AssertionError("unreachable")
-
-    def watch(self, path: str, resource_version: str, *, seconds: int = 300) -> Iterator[Json]:
-        """Return events since `resource_version` until the server ends the watch. ApiError, 410 if it is too old."""
-        query = {
-            "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": resource_version,
-            "timeoutSeconds": seconds,
-        }  # fmt: skip
-        answer = self._send("GET", path, query=query, read_seconds=seconds + self._timeout)
-        try:
-            with _errors("the watch broke off"):
-                if answer.status != 200:
-                    raise _refusal(answer.status, answer.read(BODY_LIMIT_BYTES), answer.headers)
-                left = b""
-                for chunk in answer.stream(65536):
-                    *lines, left = (left + chunk).split(b"\n")
-                    if len(left) > LINE_LIMIT_BYTES:
-                        raise ApiError(0, f"a watch event is larger than {LINE_LIMIT_BYTES} bytes")
-                    yield from map(_event_of, filter(bytes.strip, lines))
-        finally:
-            answer.close()
-            answer.release_conn()
 
     def _once(self, method: str, path: str, **options: Any) -> tuple[int, Json]:
         answer = self._send(method, path, read_seconds=self._timeout * 2, **options)
@@ -343,18 +313,6 @@ def path_of(group_version: str, resource: str, name: str = "", *, namespace: str
     words = ["namespaces", quote(namespace, safe="")] if namespace else []
     words += [resource] + ([quote(name, safe="")] if name else []) + ([sub] if sub else [])
     return "/".join([root, *words])
-
-
-def _event_of(line: bytes) -> Json:
-    """Parse one line of a watch. Raises ApiError if it is not an event, or if the event is an error."""
-    try:
-        event: Json = json.loads(line)
-        kind, item = event["type"], event["object"]
-    except (ValueError, KeyError, TypeError):
-        raise ApiError(0, "the watch sent a line that is no event") from None
-    if kind == "ERROR":
-        raise ApiError(int(item.get("code") or 0), str(item.get("message", "watch error")))
-    return event
 
 
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:

@@ -1,26 +1,17 @@
-"""Nodes of the cluster: which nodes are selected, the gate for their published records, and their racks.
-
-`preflight --nodes` and `--selector` select nodes by name and label. There is no standard label for the rack of a node.
-The following are recognised: NVIDIA Topograph (network.topology.nvidia.com/leaf, and fabric.topograph.run/tier-0 since
-1.0), EKS (topology.k8s.aws/network-node-layer-3, the layer next to an instance), GKE
-(cloud.google.com/gce-topology-subblock), GPU feature discovery (nvidia.com/gpu.clique, an NVLink domain), and site
-labels whose name ends with rack, leaf or switch.
-"""
+"""Nodes of the cluster: which nodes `preflight --nodes` and `--selector` select, and the gate for their records."""
 
 from __future__ import annotations
 
-import re
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.base import units
 from agent.checks.measured import BASELINE_LEAST, BUSBW, CLUSTER_CODES, bar_words, make_finding, status_of
 from agent.checks.verdict import GateError
-from agent.cluster.client import METADATA, ApiError, Client, path_of
-from agent.cluster.node_facts import clean
+from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, Measured, NodeRecord
 from collectives.bench.results import Bar
 from contracts.finding import Finding, Status
@@ -144,41 +135,3 @@ def published(name: str, record: NodeRecord) -> list[Finding]:
     else:
         found.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
     return found
-
-
-# The rack or switch of each node, from the labels of the Node objects.
-
-LABELS = tuple(map(re.compile, (
-    r"(?:.*[./-])?rack", r"(?:.*[./-])?(?:leaf|switch)", r"fabric\.topograph\.run/tier-0",
-    r"topology\.k8s\.aws/network-node-layer-3", r"cloud\.google\.com/gce-topology-subblock",
-    r"(?:.*[./-])?block", r"nvidia\.com/gpu\.clique",
-)))  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """The racks or switches of nodes: `of` contains (node, value) from the label, or `why` the reason for none."""
-
-    label: str = ""
-    of: tuple[tuple[str, str], ...] = ()
-    why: str = "no label of the Nodes names a rack or a switch"
-
-
-def places_by(labels: Mapping[str, Mapping[str, str]]) -> Places:
-    """Use the first of LABELS that any node has; of several matching keys, the one that most nodes have."""
-    counts = Counter(key for mine in labels.values() for key in mine)
-    for pattern in LABELS:
-        keys = [key for key, _ in counts.most_common() if pattern.fullmatch(key)]
-        if keys:
-            found = ((name, clean(mine[keys[0]], 63)) for name, mine in labels.items() if mine.get(keys[0]))
-            return Places(label=clean(keys[0], 317), of=tuple(sorted(found)), why="")
-    return Places()
-
-
-def read_places(client: Client) -> Places:
-    """Read the places from the API server; without permission to list Nodes they are empty, with the reason."""
-    try:
-        nodes = client.items(path_of("v1", "nodes"), accept=METADATA)
-        return places_by({str(node["metadata"]["name"]): node["metadata"].get("labels") or {} for node in nodes})
-    except ApiError as error:
-        return Places(why=f"the labels of the Nodes could not be read: HTTP {error.status}")

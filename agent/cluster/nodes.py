@@ -12,9 +12,8 @@ import hashlib
 import json
 import logging
 import sys
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -182,42 +181,34 @@ class _Machine:
 
 
 class Fleet:
-    """All records by name; updated by a watch or by this agent's own scan, and read by requests."""
+    """All records by name, from lists of the cluster or from this agent's own scan."""
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
+        self._versions: dict[str, str] = {}  # resourceVersion of each record
         self._machines: dict[str, _Machine] = {}  # by key of the facts, so that equal nodes share one object
-        # By key, with the key of an equal graph (other facts may differ), because hashing a graph takes longer than the
-        # rest of an answer
-        self._graphs: dict[str, tuple[NodeTopology, str] | None] = {}
-        self._kinds: dict[NodeTopology, str] = {}
-        self._lock = threading.Lock()
+        self._graphs: dict[str, NodeTopology | None] = {}  # by key of their facts, because building one is slow
 
     def replace(self, items: Iterable[Json]) -> None:
-        """Replace all records by a complete list of resources."""
-        self.set(read_resource(item) for item in items)
+        """Replace all records by a complete list of resources; those that have not changed are not read again."""
+        versions: dict[str, str] = {}
+
+        def each() -> Iterator[NodeRecord]:
+            for item in items:
+                name, version = str(item["metadata"]["name"]), str(item["metadata"].get("resourceVersion", ""))
+                versions[name] = version
+                known = self._records.get(name) if version and self._versions.get(name) == version else None
+                yield known or read_resource(item)
+
+        self.set(each())
+        self._versions = versions
 
     def set(self, records: Iterable[NodeRecord]) -> None:
         """Replace all records by these."""
-        found = {record.name: self._interned(record) for record in records}
-        with self._lock:
-            self._records = found
-            held = {key for record in found.values() for key in (record.graph, record.facts)}
-            self._machines = {key: machine for key, machine in self._machines.items() if key in held}
-            self._kinds = {graph: key for graph, key in self._kinds.items() if key in held}
-            self._graphs = {key: one for key, one in self._graphs.items() if {key, one[1] if one else key} <= held}
-
-    def put(self, item: Json) -> None:
-        """Store one resource that is new or has changed."""
-        record = self._interned(read_resource(item))
-        with self._lock:
-            self._records = {**self._records, record.name: record}
-
-    def remove(self, item: Json) -> None:
-        """Remove the record of a deleted resource."""
-        name = item["metadata"]["name"]
-        with self._lock:
-            self._records = {key: value for key, value in self._records.items() if key != name}
+        self._records = {record.name: self._interned(record) for record in records}
+        used = {key for record in self._records.values() for key in (record.graph, record.facts)}
+        self._machines = {key: machine for key, machine in self._machines.items() if key in used}
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key in used}
 
     def records(self) -> tuple[NodeRecord, ...]:
         """Return all records, sorted by name."""
@@ -229,32 +220,21 @@ class Fleet:
         return self._records.get(name)
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
-        """Return the record's graph with its own host name; nodes with equal graphs share one."""
-        found = self._graph(record)
-        return replace(found[0], hostname=record.name) if found else None
-
-    def kind(self, record: NodeRecord) -> str | None:
-        """Return a key shared by records with equal graphs; None without a graph of this release."""
-        found = self._graph(record)
-        return found[1] if found else None
+        """Return the record's graph with its own host name; None without a graph of this release."""
+        if record.graph is None:
+            return None
+        if record.graph not in self._graphs:
+            try:
+                self._graphs[record.graph] = _graph_of(self._machine(record))
+            except _UNREADABLE:
+                self._graphs[record.graph] = None  # written by another release
+        found = self._graphs[record.graph]
+        return replace(found, hostname=record.name) if found else None
 
     def machine_key(self, record: NodeRecord) -> str | None:
         """Return a key shared by records with equal facts except GPU memory in use; None without readable facts."""
         machine = self._machines.get(record.facts or "")
         return machine.alike if machine is not None and machine.snapshot is not None else None
-
-    def _graph(self, record: NodeRecord) -> tuple[NodeTopology, str] | None:
-        if record.graph is not None and record.graph not in self._graphs:
-            try:
-                graph = _graph_of(self._machine(record))
-            except _UNREADABLE:
-                graph = None  # written by another release
-            if graph is None:
-                self._graphs[record.graph] = None
-            else:  # one object for equal graphs, which lets the planner detect equal nodes
-                kind = self._kinds.setdefault(graph, record.graph)
-                self._graphs[record.graph] = self._graphs.get(kind) or (graph, kind)
-        return self._graphs.get(record.graph or "")
 
     def _machine(self, record: NodeRecord) -> Snapshot | None:
         machine = self._machines.get(record.facts or "")

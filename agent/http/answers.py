@@ -7,7 +7,6 @@ invalid requests to every endpoint and compare. Specification: OpenAPI 3.1; RFC 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -92,57 +91,46 @@ class Rendered:
 
     def __init__(self) -> None:
         self._view: View | None = None
-        self._answers: OrderedDict[Hashable, Answer] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._answers: dict[Hashable, Answer] = {}
         self._rendering = threading.Lock()
 
     def get(self, view: View, key: Hashable) -> Answer | None:
         """Return the response rendered for this request; None if there is none."""
-        with self._lock:
-            newer = self._view is None or view.made_at_monotonic >= self._view.made_at_monotonic
-            if view is not self._view and newer:
-                self._view, self._answers, self._bytes = view, OrderedDict(), 0
-            if view is not self._view or key not in self._answers:
-                return None
-            self._answers.move_to_end(key)
-            return self._answers[key]
+        return self._answers.get(key) if view is self._view else None
 
     def put(self, view: View, key: Hashable, answer: Answer) -> None:
-        """Store a response, unless a newer view exists; the least recently used responses are removed."""
-        with self._lock:
-            if view is not self._view or key in self._answers:
-                return
-            self._answers[key], self._bytes = answer, self._bytes + len(answer.body)
-            while self._bytes > MOST_BYTES or len(self._answers) > MOST_ANSWERS:
-                self._bytes -= len(self._answers.popitem(last=False)[1].body)
+        """Store a response. Those of another view are discarded, and all of them once they take too much memory."""
+        held = sum(len(one.body) for one in self._answers.values()) + len(answer.body)
+        if view is not self._view or held > MOST_BYTES or len(self._answers) >= MOST_ANSWERS:
+            self._view, self._answers = view, {}
+        self._answers[key] = answer
 
-    async def of(self, view: View, key: tuple[Hashable, ...], value: Callable[[], Any]) -> Response:
+    async def of(self, view: View, key: Hashable, value: Callable[[], Any]) -> Response:
         """Return `value()` as JSON, computed in a thread."""
-        return respond(await self.answer(view, key, lambda: document(value())))
+        return await self.made(view, key, lambda: document(value()))
 
-    async def compute(
-        self, request: Request, worker: Worker, view: View, key: Hashable, name: str, /, **given: Any
-    ) -> Answer:
-        """Return the stored response, or let the worker answer the question `name`."""
+    async def made(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Response:
+        """Return the stored response, or compute it with `make` in a thread; one request is rendered at a time."""
+
+        def render() -> Answer:
+            with self._rendering:
+                answer = self.get(view, key)
+                if answer is None:
+                    answer = make()
+                    self.put(view, key, answer)
+                return answer
+
+        answer = self.get(view, key)
+        return respond(await run_in_threadpool(render) if answer is None else answer)
+
+    async def asked(self, request: Request, worker: Worker, view: View, name: str, **given: Any) -> Response:
+        """Return the stored response, or the worker's answer to the question `name`."""
+        key = name, *given.items()
         answer = self.get(view, key)
         if answer is None:
-            answer = await worker.ask(request, name, **given)
+            answer = await worker.ask(request, name, view=view, **given)
             self.put(view, key, answer)
-        return answer
-
-    async def answer(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Answer:
-        """Return the stored response, or compute it with `make` in a thread; one request is rendered at a time."""
-        answer = self.get(view, key)
-        return answer if answer is not None else await run_in_threadpool(self._made, view, key, make)
-
-    def _made(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Answer:
-        with self._rendering:
-            answer = self.get(view, key)
-            if answer is None:
-                answer = make()
-                self.put(view, key, answer)
-            return answer
+        return respond(answer)
 
 
 def respond(answer: Answer) -> Response:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,8 @@ from agent.advice.request import Request
 from agent.base.options import RequestError
 from agent.base.streams import log_to_stderr
 from agent.checks.verdict import View
-from agent.cluster.gate import Places
-from agent.cluster.nodes import Fleet, NodeRecord
-from agent.http import cluster
+from agent.cluster.nodes import Fleet
+from agent.http.cluster import Records, nodes_document, own_fleet
 from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
 from planner.advice import Recommendation
@@ -40,41 +39,24 @@ _NICENESS = 10  # scrapes have priority over plans
 
 
 class Known:
-    """The data sent by the agent."""
+    """The data that the answers are made from: the agent's last scan, and the records of the cluster."""
 
     view: View  # sent with every question that needs it
 
     def __init__(self) -> None:
-        self.records: dict[str, NodeRecord] = {}
-        self.fleet: Fleet | None = None  # of the records; None if they have changed
+        self.records = Records()
 
-    def change(self, changed: Sequence[NodeRecord], removed: Sequence[str]) -> None:
-        """Store records that are new or have changed, and remove those with these names."""
-        self.records.update((record.name, record) for record in changed)
-        for name in removed:
-            del self.records[name]
-        self.fleet = None
-
-    def nodes(self) -> Fleet:
-        """Return the fleet of all nodes."""
-        if self.fleet is None:
-            self.fleet = Fleet()
-            self.fleet.set(self.records.values())
-        return self.fleet
+    def fleet(self, source: str) -> Fleet:
+        """Return the records of the source: all nodes of the cluster, or the node of this agent alone."""
+        return self.records.fleet() if source == "kubernetes" else own_fleet(self.view)
 
 
-def recommendations(
-    known: Known, *, options: tuple[tuple[str, Any], ...], form: str, for_cluster: bool = False
-) -> Answer:  # fmt: skip
-    """Return environment and layout of this node, or of all nodes of the cluster, as JSON or as an export."""
+def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
+    """Return environment and layout of this node, as JSON or as an export."""
     wanted = Request.of(**dict(options), allow_files=False)
-    if for_cluster:
-        advice, hosts = cluster.advise_cluster(known.nodes(), wanted)
-    else:
-        hosts = wanted.nodes or 1
-        advice = advise.for_view(known.view, wanted)
+    advice = advise.for_view(known.view, wanted)
     if form in advise.EXPORTS:
-        return Answer(body=advise.export(advice, form, nodes=hosts).encode(), media_type="text/plain")
+        return Answer(body=advise.export(advice, form, nodes=wanted.nodes or 1).encode(), media_type="text/plain")
     return document(advice)
 
 
@@ -106,28 +88,23 @@ def _frontier(wanted: Request, advice: Recommendation) -> tuple[FrontierPoint, .
     return advise.frontier_of(wanted, counts)
 
 
-def nodes(known: Known, *, source: str, behind: str | None) -> Answer:
+def nodes(known: Known, *, source: str) -> Answer:
     """Return every node as a row."""
-    rows = cluster.nodes_document(known.nodes(), source)
-    return document({**rows, "behind": behind} if behind else rows)
+    return document(nodes_document(known.fleet(source), source, known.records.error))
 
 
-def cluster_page(
-    known: Known, *, source: str, behind: str | None, places: Places, filters: tuple[tuple[str, Any], ...],
-    node: str | None = None,
-) -> Answer:  # fmt: skip
+def cluster_page(known: Known, *, source: str, node: str | None, filters: tuple[tuple[str, Any], ...]) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
     from agent.pages import render as pages
 
-    fleet = known.nodes()
-    if node is not None:
-        record = fleet.record(node)
-        if record is None:
-            raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
-        return page_of(pages.published_page(fleet, record, source=source))
-    return page_of(
-        pages.fleet_page(fleet, source=source, behind=behind, places=places, asked=pages.NodeFilter(**dict(filters)))
-    )
+    fleet = known.fleet(source)
+    if node is None:
+        asked = pages.NodeFilter(**dict(filters))
+        return page_of(pages.fleet_page(fleet, source=source, behind=known.records.error, asked=asked))
+    record = fleet.record(node)
+    if record is None:
+        raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
+    return page_of(pages.published_page(fleet, record, source=source))
 
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
@@ -163,7 +140,7 @@ def send(pipe: Connection, found: Answer | ProblemError) -> None:
     """Send only texts and bytes, so that the agent never unpickles objects from the worker."""
     header: dict[str, Any] = {"status": found.status}
     if isinstance(found, ProblemError):
-        header["detail"] = found.detail
+        header |= {"detail": found.detail, "headers": found.headers}
     else:
         header |= {"media_type": found.media_type, "headers": dict(found.headers)}
     pipe.send_bytes(json.dumps(header).encode())
@@ -183,8 +160,6 @@ def main() -> None:
             kind, payload = pipe.recv()
             if kind == "view":
                 known.view = payload
-            elif kind == "records":
-                known.change(*payload)
             else:
                 send(pipe, answer(known, kind, payload))
 

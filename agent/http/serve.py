@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -159,19 +160,13 @@ def _make_state_folder(folder: Path) -> None:
 
 
 def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
-    """Connect endpoints, cluster view and publisher to one state; `client` is the result of `connected`."""
+    """Connect endpoints and publisher to one state; `client` is the result of `connected`."""
     from agent.http.access import Tokens
-    from agent.http.cluster import Cluster
     from agent.http.server import create
 
-    name = options["node_name"] or (os.uname().nodename if options["publish"] else None)
     tokens = Tokens(
         client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
         audience=options["audience"], reads_open=options["reads"] == "open",
-    )  # fmt: skip
-    cluster = Cluster(
-        state, name=name, client=client if options["publish"] else None,
-        interval_seconds=options["publish_interval"] if options["publish"] else max(30.0, state.interval_seconds),
     )  # fmt: skip
     publisher = None
     if options["publish"]:
@@ -179,11 +174,26 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
 
         assert client is not None  # noqa: S101 - made above
         publisher = Publisher(
-            client, lambda: next(iter(cluster.own().values()), None),
-            namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
+            client, _latest_record(state, options), namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
             interval_seconds=options["publish_interval"], labels=options["nfd"],
         )  # fmt: skip
-    return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=options.get("hosts"))
+    return create(state, tokens=tokens, publisher=publisher, hosts=options.get("hosts"))
+
+
+def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
+    """Return a function that gives the record of the newest view, made once per view; None before the first scan."""
+    from agent.cluster.publish import record_of_view
+
+    name = options["node_name"] or os.uname().nodename
+    made: tuple[Any, Any] = None, None
+
+    def latest() -> Any:
+        nonlocal made
+        if (view := state.view) is not made[0]:
+            made = view, record_of_view(view, name=name, interval_seconds=options["publish_interval"])
+        return made[1]
+
+    return latest
 
 
 def _names(address: str, options: dict[str, Any]) -> list[str]:

@@ -7,14 +7,14 @@ import contextlib
 import difflib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi._compat import field_annotation_is_sequence
 from fastapi.dependencies.utils import get_flat_params
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
-from prometheus_client.exposition import gzip_accepted
+from prometheus_client.exposition import choose_encoder
 from pydantic import Field, create_model
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
@@ -30,7 +30,6 @@ from agent.cluster.publish import Publisher
 from agent.http import answers, posted
 from agent.http.access import Guard, ReadHosts, Tokens
 from agent.http.answers import Gate, Rendered, Responses, problems, respond, texts
-from agent.http.cluster import Cluster, samples
 from agent.http.state import State, age_seconds
 from agent.http.worker import Answer, ProblemError, Worker, page_of
 from collectives.bench.results import BenchResult
@@ -55,7 +54,6 @@ class Recommendations(question.model()):  # type: ignore[misc]  # its members ar
     """Query of GET /recommendations."""
 
     form: str = Field("json", alias="format", description="json, or an export.", max_length=32)
-    scope: str = Field("node", pattern="^(node|cluster)$", description="This node, or every node that publishes.")
 
 
 WhatIf: Any = create_model("WhatIf", **dict.fromkeys(advise.FORM, (FormField, "")))  # type: ignore[call-overload]
@@ -65,15 +63,17 @@ _FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form 
 
 
 def create(
-    state: State, *, tokens: Tokens | None = None, cluster: Cluster | None = None, publisher: Publisher | None = None,
-    worker: Worker | None = None, hosts: Sequence[str] | None = None,
+    state: State, *, tokens: Tokens | None = None, publisher: Publisher | None = None, worker: Worker | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> FastAPI:  # fmt: skip
     """Create the application for one state; it starts and stops scanning and publishing.
 
-    Without `tokens`, endpoints that need a token are closed; without `cluster`, it is the hosts that this agent scans.
-    `worker` answers expensive questions (by default a new one). `hosts` are the names under which this agent is read.
+    Without `tokens`, endpoints that need a token are closed; without `publisher`, the pages of the cluster show only
+    this node. `worker` answers expensive questions (by default a new one). `hosts` are the names under which this agent
+    is read.
     """
-    tokens, cluster, worker = tokens or Tokens(), cluster or Cluster(state), worker or Worker()
+    tokens, worker = tokens or Tokens(), worker or Worker()
+    source = "kubernetes" if publisher is not None else "hosts"
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -82,7 +82,6 @@ def create(
             publisher.start()
         yield
         await run_in_threadpool(worker.stop)
-        cluster.stop()
         if publisher is not None:
             await run_in_threadpool(publisher.stop)
         await run_in_threadpool(state.stop)
@@ -101,10 +100,10 @@ def create(
     if hosts is not None:
         app.add_middleware(ReadHosts, allowed_hosts=hosts, www_redirect=False)
     rendered = Rendered()
-    _health(app, state, lambda: samples(*([publisher.tally] if publisher else []), cluster.tally))
-    _pages(app, state, cluster, worker, rendered)
-    _facts(app, state, cluster, worker, rendered)
-    _advice(app, state, cluster, worker, rendered)
+    _health(app, state, rendered, {} if publisher is None else publisher.tally)
+    _pages(app, state, source, worker, rendered)
+    _facts(app, state, source, worker, rendered)
+    _advice(app, state, worker, rendered)
     _gate(app, state, rendered)
     posted.install(app, state)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
@@ -127,7 +126,7 @@ def _refuse_unknown_parameters(request: Request) -> None:
         raise ProblemError(400, f"unknown parameter {name[:64]!r}: {allowed}{hint}", allowed=list(known))
 
 
-def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> None:
+def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple[str, ...], float]) -> None:
     @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
              responses=problems(common=(400,)))  # fmt: skip
     async def healthz() -> str:
@@ -149,20 +148,20 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
         return "ok\n"
 
-    rendered = metrics.Rendered(more)
-    state.before.append(rendered.prepare)
-
     @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse,
              responses={**problems(), **texts("application/openmetrics-text")})  # fmt: skip
     async def prometheus(request: Request) -> Response:
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
-        zipped = gzip_accepted(request.headers.get("accept-encoding", ""))
-        body, content_type = rendered(state.current(), request.headers.get("accept", ""), zipped=zipped)
-        encoding = {"Content-Encoding": "gzip"} if zipped else {}
-        return Response(body, headers={"Content-Type": content_type, "Vary": "Accept, Accept-Encoding", **encoding})
+        view, accept = state.current(), request.headers.get("accept", "")
+
+        def exposed() -> Answer:
+            body, content_type = metrics.exposition(view, accept, metrics.tally_samples(tally))
+            return Answer(body=body, media_type=content_type, headers={"Vary": "Accept"})
+
+        return await rendered.made(view, ("/metrics", choose_encoder(accept)[1]), exposed)
 
 
-def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
+def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
     """Add endpoints for people: the page, the what-if form and the list of endpoints.
 
     Every page works without scripts and loads nothing from other hosts (Content Security Policy level 3). The code that
@@ -172,14 +171,15 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
     @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems())
     async def page() -> Response:
         """The page: verdict, findings with remedies, topology, measurements, recommendation, runs."""
-        view, trouble, others = state.current(), state.error, cluster.source != "hosts"
+        view, trouble = state.current(), state.error
 
         def drawn() -> Answer:
             from agent.pages import render as pages
 
+            others = source == "kubernetes"
             return page_of(pages.node_page(view, *_recommended(view), trouble=trouble, others=others))
 
-        return respond(await rendered.answer(view, ("/", trouble), drawn))
+        return await rendered.made(view, ("/", trouble), drawn)
 
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
     async def cluster_page(
@@ -188,25 +188,19 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
         verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass)$")] = "",
         fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
-        kind: FormField = "", version: FormField = "", place: FormField = "",
         page: Annotated[int, Query(ge=1, le=100_000)] = 1,
-    ) -> Response:  # fmt: skip
-        """Every node that publishes: map, faults, the table, and which nodes are odd."""
-        filters = {"search": search, "verdict": verdict, "fault": fault, "kind": kind, "version": version,
-                   "place": place, "page": page}  # fmt: skip
-        records = await cluster.records()
-        return respond(await worker.ask(
-            request, "cluster_page", records=records, source=cluster.source, node=node,
-            behind=cluster.watch_error(), filters=tuple(filters.items()),
-            places=await cluster.places(),
-        ))  # fmt: skip
+    ) -> Response:
+        """Every node that publishes: faults, the table, and which nodes are odd."""
+        filters = (("search", search), ("verdict", verdict), ("fault", fault), ("page", page))
+        asked = {"source": source, "node": node, "filters": filters}
+        return respond(await worker.ask(request, "cluster_page", view=state.current(), **asked))
 
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
     async def what_if(request: Request, asked: Annotated[WhatIf, Query()]) -> Response:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
-        view, query = state.current(), tuple(asked.model_dump().items())
-        key = "/what-if", query
-        return respond(await rendered.compute(request, worker, view, key, "what_if", view=view, fields=query))
+        return await rendered.asked(
+            request, worker, state.current(), "what_if", fields=tuple(asked.model_dump().items())
+        )
 
     @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
     def docs() -> Response:
@@ -224,11 +218,11 @@ def _recommended(view: View) -> tuple[Recommendation | None, str]:
         return None, str(error)
 
 
-def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
+def _facts(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
     async def of_view(request: Request, make: Callable[[View], Any]) -> Response:
         """Return a response that depends only on the newest view."""
         view = state.current()
-        return await rendered.of(view, (request.url.path,), lambda: make(view))
+        return await rendered.of(view, request.url.path, lambda: make(view))
 
     @app.get("/snapshot", tags=["facts"], responses=problems())
     async def snapshot(request: Request) -> Response:
@@ -261,28 +255,19 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
     @app.get("/nodes", tags=["facts"], responses=problems())
     async def nodes(request: Request) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
-        records, behind = await cluster.records(), cluster.watch_error()
-        source = cluster.source
-        return respond(await worker.ask(request, "nodes", records=records, source=source, behind=behind))
+        return respond(await worker.ask(request, "nodes", view=state.current(), source=source))
 
 
-def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
+def _advice(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
     @app.get("/recommendations", tags=["advice"], response_model=Recommendation,
              responses={**problems(500), **texts("text/plain")})  # fmt: skip
     async def recommendations(request: Request, asked: Annotated[Recommendations, Query()]) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
-        form, options = asked.form, tuple((name, getattr(asked, name)) for name in question.fields())
-        view = state.current()
-        allowed = ["json", *advise.EXPORTS]
-        if form not in allowed:
-            raise ProblemError(400, f"format={form}: must be one of {', '.join(allowed)}", allowed=allowed)
-        parameters: dict[str, Any] = {"options": options, "form": form}
-        if asked.scope == "cluster" and asked.machine is None:
-            records = await cluster.records()
-            parameters["for_cluster"] = True
-            return respond(await worker.ask(request, "recommendations", records=records, **parameters))
-        key = "/recommendations", form, parameters["options"]
-        return respond(await rendered.compute(request, worker, view, key, "recommendations", view=view, **parameters))
+        view, allowed = state.current(), ["json", *advise.EXPORTS]
+        if asked.form not in allowed:
+            raise ProblemError(400, f"format={asked.form}: must be one of {', '.join(allowed)}", allowed=allowed)
+        options = tuple((name, getattr(asked, name)) for name in question.fields())
+        return await rendered.asked(request, worker, view, "recommendations", options=options, form=asked.form)
 
 
 def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:

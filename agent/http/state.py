@@ -45,7 +45,6 @@ class State:
         self.view: View | None = None  # None until the first scan is done
         self.error: str | None = None  # why the last scan failed as a whole; None if it succeeded
         self._past = Past()
-        self.before: list[Callable[[View], None]] = []  # called with each new view before it is published
         self._stop = threading.Event()
         self._scanning = threading.Lock()
         self._handing = threading.Lock()  # held while the published view is replaced
@@ -79,11 +78,6 @@ class State:
             view = with_bench(scanned, bench, bench_at)
             if self.history is not None:
                 view = self.history.seen(view)
-            for prepare in self.before:
-                try:
-                    prepare(view)
-                except Exception:
-                    log.exception("a new view could not be prepared for")
             self._past.add(view.snapshots)
             with self._handing:
                 self.view = view

@@ -2,8 +2,8 @@
 
 The event loop and /metrics share no Python interpreter with the planner. One worker process (agent.http.questions) is
 started by the first question and answers one at a time. It is killed and replaced if a question takes too long or no
-client waits for it any more, and ends by itself after some idle minutes. Data is sent to it once: each view as a whole,
-and of the cluster's records those that changed. Reasons and costs: docs/decisions/0010.
+client waits for it any more, and ends by itself after some idle minutes. Each view is sent to it once. Reasons and
+costs: docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from agent.base.output import document as plain
 from agent.base.output import render
 from agent.checks.verdict import View
-from agent.cluster.nodes import NodeRecord
 from collectives.bench import processes
 from contracts.redaction import without_secrets
 
@@ -39,7 +38,6 @@ MOST_WAITING = 256  # different questions; equal questions share one answer
 LONGEST_SECONDS = 60.0  # for one question, including the start and imports of Python: a faulty node is slow
 LEFT_SECONDS = 1.0  # time that a question without a waiting client may still take before its process is killed
 IDLE_SECONDS = 600.0
-RECORDS_AT_ONCE = 250  # packing them holds the GIL for some milliseconds
 COMMAND = (sys.executable, "-P", "-m", "agent.http.questions")
 _LOOK_SECONDS = 0.1
 
@@ -76,7 +74,6 @@ class _Job:
     name: str
     given: Mapping[str, Any]
     view: View | None
-    records: Mapping[str, NodeRecord] | None
     answered: Future[Answer] = field(default_factory=Future)
     waiting: int = 0
 
@@ -112,7 +109,6 @@ class _Process:
             raise TimeoutError(f"the worker process has not started within {LONGEST_SECONDS:.0f} s")
         self._pipe.recv_bytes()
         self._view: View | None = None
-        self._records: Mapping[str, NodeRecord] = {}
 
     def ask(self, job: _Job, longest: float) -> Answer:
         """Return the answer. ProblemError if refused, TimeoutError if it is too slow or no client waits any more.
@@ -120,7 +116,9 @@ class _Process:
         Raises EOFError or OSError if the process has ended. The answer is text and bytes and is never unpickled.
         """
         until = time.monotonic() + longest
-        self._send_news(job)
+        if job.view is not None and job.view is not self._view:
+            self._pipe.send(("view", replace(job.view, runs=())))
+            self._view = job.view
         self._pipe.send((job.name, dict(job.given)))
         while not self._pipe.poll(_LOOK_SECONDS):
             if not job.waiting:
@@ -131,19 +129,6 @@ class _Process:
         if "detail" in header:
             raise ProblemError(**header)
         return Answer(body=body, **header)
-
-    def _send_news(self, job: _Job) -> None:
-        """Send the data that changed since the last question."""
-        if job.view is not None and job.view is not self._view:
-            self._pipe.send(("view", replace(job.view, runs=())))
-            self._view = job.view
-        if job.records is not None and job.records is not self._records:
-            before, now = self._records, job.records
-            changed = [record for name, record in now.items() if before.get(name) is not record]
-            for first in range(0, len(changed), RECORDS_AT_ONCE):
-                self._pipe.send(("records", (changed[first : first + RECORDS_AT_ONCE], ())))
-            self._pipe.send(("records", ((), [name for name in before if name not in now])))
-            self._records = now
 
     def has_ended(self) -> bool:
         """Return whether it has ended, as it does after idle minutes."""
@@ -168,10 +153,7 @@ class Worker:
         self._process: _Process | None = None
         self._stopping = False
 
-    async def ask(
-        self, request: Request, name: str, *, view: View | None = None,
-        records: Mapping[str, NodeRecord] | None = None, **given: Any,
-    ) -> Answer:  # fmt: skip
+    async def ask(self, request: Request, name: str, *, view: View | None = None, **given: Any) -> Answer:
         """Return the answer of agent.http.questions to `name`; the arguments are plain and hashable.
 
         ProblemError: 503 if too many questions wait, it takes too long or the client disconnects; else the worker's.
@@ -181,7 +163,7 @@ class Worker:
         if job is None:
             if self._stopping or len(self._jobs) >= self._most:
                 raise _busy(f"{self._most} such requests are already waiting")
-            job = self._jobs[key] = _Job(name=name, given=given, view=view, records=records)
+            job = self._jobs[key] = _Job(name=name, given=given, view=view)
             job.answered = self._thread.submit(self._serve, job)
             job.answered.add_done_callback(lambda _: self._jobs.pop(key, None))
         job.waiting += 1

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -25,10 +25,10 @@ from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
 from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
-from agent.cluster.gate import Places, checks_of
+from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
 from agent.jobs import search
-from agent.pages.report import Row, by_name, digest, lines, make_environment, rendered, rows
+from agent.pages.report import Row, digest, lines, make_environment, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -52,13 +52,10 @@ def node_page(
     return _page("node", view, advice=advice, why_not=why_not, trouble=trouble, others=others)
 
 
-def fleet_page(
-    fleet: Fleet, *, source: str, behind: str | None, places: Places | None = None,
-    asked: NodeFilter | None = None,
-) -> str:  # fmt: skip
+def fleet_page(fleet: Fleet, *, source: str, behind: str | None, asked: NodeFilter | None = None) -> str:
     """Return the page of all publishing nodes, from the records alone."""
     now = time.time()
-    shown = console(fleet, places or Places(), asked or NodeFilter(), now)
+    shown = console(fleet, asked or NodeFilter(), now)
     return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
 
 
@@ -169,48 +166,30 @@ class NodeFilter:
     search: str = ""
     verdict: str = ""
     fault: str = ""
-    kind: str = ""
-    version: str = ""
-    place: str = ""
     page: int = 1
 
     def query(self, **other: str | int) -> str:
         """Return the address of this page with some filters changed, starting at the first rows."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"page": 1} | other
-        active = {name: value for name, value in values.items() if value not in ("", 1)}
+        active = {name: value for name, value in {**asdict(self), "page": 1, **other}.items() if value not in ("", 1)}
         return "cluster" + (f"?{urlencode(active)}" if active else "")
 
     def matches(self, row: Row) -> bool:
         """Whether the node matches the filters."""
-        exact = all(getattr(self, name) in ("", getattr(row, name)) for name in ("kind", "version", "place"))
-        fault = not self.fault or self.fault in row.codes
         found = all(each in row.text() for each in self.search.lower().split())
-        return exact and fault and found and self.verdict in ("", row.word)
+        return found and self.verdict in ("", row.word) and (not self.fault or self.fault in row.codes)
 
 
-def console(fleet: Fleet, places: Places, asked: NodeFilter, now: float) -> SimpleNamespace:
+def console(fleet: Fleet, asked: NodeFilter, now: float) -> SimpleNamespace:
     """Return all values that the page shows for these filters, at `now` (Unix seconds)."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
-    where, kinds = dict(places.of), _kinds(fleet, records)
-    every = tuple(
-        replace(
-            row, kind=kinds[row.name], place=where.get(row.name, ""), link=f"cluster?node={quote(row.name, safe='')}"
-        )
-        for row in rows(records, checks, now)
-    )
+    every = rows(records, checks, now)
     matching = [row for row in every if asked.matches(row)]
     table = lines(matching)
     return SimpleNamespace(
         asked=asked, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
         shown=table[ROWS * (asked.page - 1) : ROWS * asked.page], pages=max(1, -(-len(table) // ROWS)),
-        counts=dict(Counter(row.word for row in every)),
-        faults=tuple(_faults(records, checks)), places=places, map=_map(every, places),
-        families=_families(fleet, records, now),
-        choices={
-            "fault": sorted({code for row in every for code in row.codes}),
-            **{name: sorted({getattr(row, name) for row in every} - {""}, key=by_name)
-               for name in ("kind", "version", "place")},
-        },
+        counts=dict(Counter(row.word for row in every)), faults=tuple(_faults(records, checks)),
+        codes=sorted({code for row in every for code in row.codes}), families=_families(fleet, records, now),
     )  # fmt: skip
 
 
@@ -225,30 +204,6 @@ def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterato
         times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
         first = min(filter(None, times), default=0.0)
         yield group, clock(first) if first else ""
-
-
-def _kinds(fleet: Fleet, records: Iterable[NodeRecord]) -> dict[str, str]:
-    """Return each node's hardware in words; nodes of one kind have equal links."""
-    named: dict[str | None, str] = {None: "unknown"}
-    of = {record.name: fleet.kind(record) for record in records}
-    sizes, first = Counter(of.values()), {of[record.name]: record for record in records}
-    for key, _ in sizes.most_common():
-        if key is not None:
-            words = f"{first[key].gpu_text}, {first[key].links or 'no links'}".replace("NVIDIA ", "")
-            same = sum(known == words or known.startswith(f"{words} #") for known in named.values())
-            named[key] = f"{words} #{same + 1}" if same else words
-    return {name: named[key] for name, key in of.items()}
-
-
-def _map(rows: Sequence[Row], places: Places) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    """Group nodes by place, those without a place last; one group if no place is known."""
-    found: Mapping[str, list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: by_name(row.name)):
-        found[row.place].append(row)
-    if not places.label:
-        return (("", tuple(found[""])),)
-    ordered = sorted(found.items(), key=lambda pair: (not pair[0], by_name(pair[0])))
-    return tuple((name or "no label", tuple(mine)) for name, mine in ordered)
 
 
 def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:

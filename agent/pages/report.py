@@ -222,7 +222,7 @@ def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One node in a table and on the map."""
+    """One node in a table."""
 
     name: str
     word: str  # status word of its verdict
@@ -236,14 +236,11 @@ class Row:
     version: str
     age: float | None  # seconds since its scan; None: never scanned
     since: float  # Unix seconds of the start of its oldest finding; 0 if unknown
-    link: str = ""  # address of its own page
-    kind: str = "unknown"
-    place: str = ""
 
     def text(self) -> str:
         """Return the text that a search reads."""
         found = self.worst.message if self.worst else ""
-        about = (self.name, self.gpus, self.kind, self.version, self.place, *self.codes, found)
+        about = (self.name, self.gpus, self.links, self.version, *self.codes, found)
         return " ".join(about).lower()
 
 
@@ -279,11 +276,11 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
 def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
     """Return the lines of a table, in row order: one per failed node, and one per group of equal nodes.
 
-    Equal nodes have the same findings, hardware and versions; name, place and times may differ.
+    Equal nodes have the same findings, hardware and versions; name and times may differ.
     """
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        same = replace(row, name="", link="", place="", age=0.0, since=0.0, worst=None)
+        same = replace(row, name="", age=0.0, since=0.0, worst=None)
         key = (row.name,) if row.word == "fail" else (row.worst and row.worst.message, *astuple(same))
         found.setdefault(key, []).append(row)
     return tuple(map(tuple, found.values()))

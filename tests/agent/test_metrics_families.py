@@ -19,7 +19,6 @@ from agent.checks.history import Event
 from agent.checks.measured import with_bench
 from agent.checks.verdict import View, build_view
 from agent.cluster.client import Tally, reason_of
-from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS
 from collectives.bench.results import Bar, BenchResult, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
@@ -154,15 +153,14 @@ def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
 
 def test_whole_catalogue_can_appear(full: View) -> None:
     """No family is dead: with a benchmark, a search, a run and a cluster one machine shows all of the agent's own."""
-    counted = ("publish_interval_seconds", "publish_attempts_total", "publish_success_timestamp_seconds",
-               "watch_lists_total", "watch_heard_timestamp_seconds")  # fmt: skip
+    counted = ("publish_interval_seconds", "publish_attempts_total", "publish_success_timestamp_seconds")
     tally = Tally(float, {(name,): 1.0 for name in counted})
-    tally["publish_failures_total", "forbidden"] = tally["watch_restarts_total", "expired"] = 1.0
+    tally["publish_failures_total", "forbidden"] = 1.0
     names = {f"topoflight_{family.name}" for family in metrics.OWN}
     changed = (Event(at_seconds=1.0, kind="version", text="driver 570 -> 580", code="driver"),)
     since = {(check.code, check.subject): 1.0 for check in full.checks}
     dated = replace(full, since=since, events=changed, search=search_result(["gpu-1", "gpu-2", "gpu-3"]))
-    shown = set(samples(dated, tallies(tally)))
+    shown = set(samples(dated, metrics.tally_samples(tally)))
     assert names - shown <= {"topoflight_run_mfu_ratio"}  # not known on this record
 
 

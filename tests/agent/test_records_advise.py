@@ -1,27 +1,22 @@
-"""What travels in a node's record is what advice needs: the cluster's answer for like nodes is each node's own."""
+"""What travels in a node's record: facts without what is the node's own, from which other agents build its graph."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rigs.fleet import fleet_of, record_of, through_the_api
-from rigs.recorded import H100, NAMES, changed, facts, snapshot
+from rigs.recorded import NAMES, changed, facts, snapshot
 from rigs.tables import each_row
 
-from agent.advice import advise
-from agent.advice.request import Request
 from agent.checks.verdict import build_view
 from agent.cluster import node_facts
 from agent.cluster.nodes import from_resource
 from agent.cluster.publish import to_resource
-from agent.http.cluster import advise_cluster
-from planner.advice import Recommendation
-from probes.api import Snapshot
+from probes.api import Failed, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
@@ -30,37 +25,6 @@ from topology.paths import with_expectations
 
 ROLLOUT = Path(__file__).parent / "rollout"
 every_machine = each_row("machine", NAMES)
-ASKED = (H100, "aws-p4d-8xA100-4efa", "azure-nd-a100-flat-vm", "cpu-only-vm", "gb200-nvl72-tray", "l40s-4x-pcie",
-         "r760xa-2xA40-bf3", "sick-h100-dead-hca")  # fmt: skip
-QUESTIONS: tuple[dict[str, Any], ...] = (
-    {}, {"model": "Llama-3.1-8B"}, {"model": "Qwen2.5-0.5B", "ranks_per_node": 1}, {"nccl_version": "2.18.5"},
-    {"model": "Llama-3.1-8B", "nccl_version": "2.27.7", "steps": 100},
-)  # fmt: skip
-
-
-def answer_of(advice: Recommendation) -> dict[str, Any]:
-    """What is advised, and why; not which host is named as the example."""
-    return {
-        "settings": [(s.name, s.value, s.reason.rule) for s in advice.settings],
-        "notes": [(n.topic, n.text) for n in advice.notes if n.topic != "cluster"],
-        "needs": [(n.name, n.value, n.reason.rule) for n in advice.needs],
-        "layout": advice.chosen.layout if advice.chosen else None,
-        "forecast": advice.chosen.forecast if advice.chosen else None,
-        "rejected": [r.reason for r in advice.rejected], "backend": advice.backend, "hours": advice.total_seconds,
-        "unknowns": [text for text in advice.unknowns if "not in the forecast" not in text],
-    }  # fmt: skip
-
-
-@each_row(
-    ("machine", "question"),
-    [*((machine, QUESTIONS[1]) for machine in ASKED), *((H100, question) for question in QUESTIONS)],
-)
-def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, Any]) -> None:
-    """Two nodes like this one, asked of one of them or of the cluster: the same environment, needs and layout."""
-    own = advise.answer(Request.of(nodes=2, **question), (snapshot(machine),))
-    records = [through_the_api(record_of(machine, name, verdict="pass")) for name in ("n1", "n2")]
-    whole, count = advise_cluster(fleet_of(*records), Request.of(**question))
-    assert count == 2 and answer_of(whole) == answer_of(own)
 
 
 @every_machine
@@ -112,14 +76,12 @@ def later(machine: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
-    """Without facts that this release reads, the answer says whose interfaces are unknown, not that none are."""
+    """Without facts that this release reads, the probes are failed, with the node's name; there is no graph."""
     for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
         new = record_of(machine, "n1")
         of_later = through_the_api(replace(new, name="n2", machine=later(new.machine)))
-        advice, _ = advise_cluster(fleet_of(new, of_later), Request())
-        notes = " ".join(f"{note.text} {note.evidence}" for note in advice.notes)
-        assert "no interface with an address" not in notes and "no RDMA device" not in notes
-        assert "n2" in notes, notes
+        outcomes = fleet_of(new, of_later).snapshot(of_later).outcomes.values()
+        assert all(isinstance(one, Failed) and "n2" in one.error for one in outcomes)
         assert fleet_of(of_later).topology(of_later) is None
 
 
@@ -127,21 +89,7 @@ def test_addresses_that_are_not_the_interfaces_are_not_believed() -> None:
     """A record that was tampered with makes unknown."""
     record = record_of("cpu-only-vm", "n1")
     wrong = replace(record, addresses=("198.51.100.7",) * len(record.addresses))
-    advice, _ = advise_cluster(fleet_of(wrong), Request())
-    assert not any("198.51.100.7" in f"{note.text}{note.evidence}" for note in advice.notes)
-    assert not any("198.51.100.7" in setting.reason.evidence for setting in advice.settings)
-
-
-def test_nodes_of_different_kinds_are_all_asked() -> None:
-    """An interface of another name on one of three nodes is seen, whichever of them is first."""
-    first = snapshot("cpu-only-vm")
-    known = facts(InterfacesFacts, first).interfaces
-    renamed = tuple(replace(i, name="ens9") if i.role not in ("loopback",) else i for i in known)
-    second = changed(first, InterfacesFacts, interfaces=renamed, default_route="ens9")
-    records = [record_of(each, name, verdict="pass") for name, each in (("n1", first), ("n2", first), ("n3", second))]
-    advice, _ = advise_cluster(fleet_of(*records), Request())
-    (note,) = [note for note in advice.notes if note.topic == "GLOO_SOCKET_IFNAME"]
-    assert "a different name on each node" in note.text and "n3: ens9" in note.text
+    assert "198.51.100.7" not in repr(fleet_of(wrong).snapshot(wrong))
 
 
 @every_machine
@@ -186,26 +134,10 @@ def test_no_control_character_of_a_host_is_published() -> None:
 
 
 def test_a_record_of_the_agent_before_is_read_like_one_of_this() -> None:
-    """While a DaemonSet is rolled over both stand side by side: one kind of node and the same advice."""
+    """While a DaemonSet is rolled over both stand side by side: both have the same graph."""
     for name in ("sick-l40s-x4", "titan-rtx-2x-nv2"):
         item = json.loads((ROLLOUT / f"{name}.json").read_text())
-        old = replace(from_resource(item), scanned_at_seconds=time.time(), verdict="pass")
-        new = through_the_api(record_of(name, "new", verdict="pass"))
+        old = replace(from_resource(item), name="n1")
+        new = through_the_api(record_of(name, "n1", verdict="pass"))
         assert [change["text"] for change in old.changes] == ["driver 570 -> 580"]
-        both = fleet_of(old, new)
-        assert both.kind(old) == both.kind(new) is not None
-        for question in QUESTIONS:
-            request = Request.of(**question)
-            assert answer_of(advise_cluster(fleet_of(old), request)[0]) == answer_of(
-                advise_cluster(fleet_of(new), request)[0]
-            )
-
-
-def test_a_kind_outlives_the_node_that_it_was_first_seen_on() -> None:
-    """Equal graphs of records that differ otherwise stay one kind when one of the nodes goes."""
-    records = [record_of(changed(snapshot("l40s-4x-pcie"), HostinfoFacts, kernel=f"6.{name}"), name)
-               for name in ("n1", "n2", "n3")]  # fmt: skip
-    held = fleet_of(*records)
-    assert len({record.graph for record in records}) == 3 and len({held.kind(record) for record in records}) == 1
-    held.set(records[1:])
-    assert [(node := held.topology(record)) and node.hostname for record in records[1:]] == ["n2", "n3"]
+        assert fleet_of(old).topology(old) == fleet_of(new).topology(new) is not None

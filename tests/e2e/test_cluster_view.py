@@ -1,4 +1,4 @@
-"""Publishing and watching: the same promises against a real API server (KUBECONFIG) and against the stand-in."""
+"""Publishing and listing: the same promises against a real API server (KUBECONFIG) and against the stand-in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agent.cluster.gate import checks_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, row
 from agent.cluster.publish import MOST_FINDINGS, Publisher, node_feature, record_of_view, to_resource
 from agent.http import cluster as server_cluster
-from agent.http.cluster import Cluster, Watcher
+from agent.http.cluster import Records
 from agent.http.server import create
 from agent.http.state import State
 
@@ -106,28 +106,6 @@ def test_a_large_machine_stays_far_below_the_limits_of_an_api_server() -> None:
         whole = to_resource(record_of(machine, "n"))[1]
         assert len(json.dumps(whole)) < 32 << 10, machine
         assert len(json.dumps(to_resource(replace(record_of(machine, "n"), findings=(finding,) * 64))[1])) < 128 << 10
-
-
-def test_a_watch_follows_what_is_written_and_deleted(client: Client, node: str) -> None:
-    """New, changed and deleted nodes, without a second list."""
-    fleet = Fleet()
-    watcher = Watcher(client, NODES, fleet, seconds=30)
-    watcher.start()
-    eventually(lambda: watcher.listed, "the first list")
-
-    def verdict() -> str | None:
-        return next((r.verdict for r in fleet.records() if r.name == node), None)
-
-    record = replace(record_of(H100, node), verdict="pass")
-    publisher = Publisher(client, lambda: record, namespace="default", labels=False)
-    publisher.write(record)
-    eventually(lambda: verdict() == "pass", "the node appears")
-    publisher.write(replace(record, verdict="fail"))
-    eventually(lambda: verdict() == "fail", "the change appears")
-    client.request("DELETE", path_of(API_VERSION, PLURAL, node))
-    eventually(lambda: verdict() is None, "the node goes")
-    assert watcher.tally["watch_lists_total",] == 1
-    watcher.stop()
 
 
 def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, node: str) -> None:
@@ -257,35 +235,6 @@ def test_labels_are_values_that_nodes_accept(machine: str) -> None:
     assert all(len(value) <= 63 and value[0].isalnum() and value[-1].isalnum() for value in labels.values())
 
 
-def test_an_expired_watch_lists_again(api: ApiServer) -> None:
-    """410 Gone: start over, once, and miss nothing."""
-    publish_in(api, "n1")
-    fleet = Fleet()
-    watcher = Watcher(client_of(api), NODES, fleet, seconds=30)
-    watcher.start()
-    eventually(lambda: watcher.listed, "the first list")
-    api.expire()
-    eventually(lambda: watcher.tally["watch_lists_total",] == 2, "a second list")
-    publish_in(api, "n2")
-    eventually(lambda: len(fleet.records()) == 2, "the new node")
-    assert watcher.error is None
-    watcher.stop()
-
-
-def test_a_watch_resumes_after_the_server_was_away(api: ApiServer) -> None:
-    """From the last version seen: no list where history is still there."""
-    fleet = Fleet()
-    watcher = Watcher(client_of(api), NODES, fleet, seconds=1)  # as the server ends every watch after some minutes
-    watcher.start()
-    eventually(lambda: api.watches >= 3, "the watch is taken up again")
-    api.down()
-    api.put(NODES, "", to_resource(record_of(H100, "n1"))[1])
-    api.up()
-    eventually(lambda: len(fleet.records()) == 1, "what happened meanwhile")
-    assert watcher.tally["watch_lists_total",] == 1
-    watcher.stop()
-
-
 @each_row(("status", "headers"), [(429, {"Retry-After": "1"}), (500, {}), (503, {}), (504, {})])
 def test_a_busy_server_is_asked_again(status: int, headers: dict[str, str]) -> None:
     """And not before it said."""
@@ -324,84 +273,88 @@ def test_a_rotated_token_is_read_anew(api: ApiServer, tmp_path: Path) -> None:
     client.get(NODES)
 
 
-def agent(api: ApiServer, *, own: str, idle: float = 600.0) -> tuple[TestClient, Cluster]:
+def agent(api: ApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    """An agent that publishes; its worker process finds the API server as the pod does, by its environment."""
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(folder / "kubeconfig", api.url)))
     state = State(lambda: (snapshot(),), interval_seconds=3600)
     state.refresh()
-    cluster = Cluster(state, name=own, client=client_of(api), idle_seconds=idle)
-    return TestClient(create(state, cluster=cluster)), cluster
+    publisher = Publisher(client_of(api), lambda: record_of(H100, "n1"), namespace="topoflight")
+    return TestClient(create(state, publisher=publisher))
 
 
-def test_any_agent_answers_for_the_cluster(api: ApiServer) -> None:
-    """Nodes and advice of three nodes, one of them silent, from an agent on one."""
+def test_any_agent_answers_for_the_cluster(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes, one of them silent, from an agent on one; if the list fails later, the older records are shown."""
     for name in ("n1", "n2"):
         publish_in(api, name)
     old = replace(record_of(H100, "n3"), scanned_at_seconds=time.time() - 7200)
     Publisher(client_of(api), lambda: old, namespace="topoflight").write(old)
-    http, cluster = agent(api, own="n1")
+    http = agent(api, tmp_path, monkeypatch)
     nodes = {made["name"]: made for made in http.get("/nodes").json()["nodes"]}
     assert [made["silent"] for made in nodes.values()] == [False, False, True]
     assert nodes["n3"]["verdict"] == "unknown" and nodes["n3"]["age_seconds"] >= 7200
-    advice = http.get("/recommendations?scope=cluster&model=Llama-3.1-8B").json()
-    degrees = advice["chosen"]["layout"]
-    assert degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"] * degrees["pp"] * degrees["cp"] == 16
-    assert any("silent: n3" in note["text"] for note in advice["notes"])
-    alone = http.get("/recommendations?nodes=2&model=Llama-3.1-8B").json()
-    assert advice["settings"] and {s["name"] for s in advice["settings"]} == {s["name"] for s in alone["settings"]}
-    cluster.stop()
+    assert "hgx-h100" not in http.get("/cluster").text and http.get("/cluster?node=n2").status_code == 200
+    assert http.get("/cluster?node=n9").status_code == 404
 
 
-def test_the_watch_rests_when_nobody_asks(api: ApiServer) -> None:
-    """Agents that nobody asks cost the API server no watch; a question begins it anew."""
-    publish_in(api, "n1")
-    http, cluster = agent(api, own="n1", idle=1.0)
-    assert len(http.get("/nodes").json()["nodes"]) == 1
-    eventually(lambda: cluster._watcher is None, "the watch ends")
-    assert len(http.get("/nodes").json()["nodes"]) == 1
-    cluster.stop()
-
-
-def test_a_server_that_refuses_connections_is_not_waited_for(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first question and each later one are told at once; the view comes back with the server."""
-    monkeypatch.setattr(server_cluster, "LIST_SECONDS", 3600.0)  # the test's own limit ends a wait
-    publish_in(api, "n1")
-    http, cluster = agent(api, own="n1")
+def test_a_server_that_refuses_connections_is_said(
+    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = agent(api, tmp_path, monkeypatch)
     api.down()
-    for path in ("/nodes", "/nodes", "/recommendations?scope=cluster"):
+    for path in ("/nodes", "/cluster"):
         answer = http.get(path)
         assert answer.status_code == 503 and "cannot be reached" in answer.json()["detail"], answer.text
         assert answer.headers["Retry-After"]
+
+
+def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(
+    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unchanged records are the same objects; where the server is away, the records of the last list stay."""
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
+    for name in ("n1", "n2"):
+        publish_in(api, name)
+    held = Records()
+    before = {one.name: one for one in held.fleet().records()}
+    publish_in(api, "n2", NAMES[0])
+    publish_in(api, "n3")
+    assert len(held.fleet().records()) == 2, "the list is a few seconds old"
+    monkeypatch.setattr(server_cluster, "LIST_SECONDS", 0.0)
+    after = {one.name: one for one in held.fleet().records()}
+    assert sorted(after) == ["n1", "n2", "n3"] and after["n2"] != before["n2"]
+    assert after["n1"].machine is before["n1"].machine and after["n1"] == before["n1"]
+    api.down()
+    assert len(held.fleet().records()) == 3 and "cannot be reached" in str(held.error)
     api.up()
-    eventually(lambda: http.get("/nodes").status_code == 200, "the records are read again")
-    cluster.stop()
+    api.delete(NODES, "", "n1")
+    assert [one.name for one in held.fleet().records()] == ["n2", "n3"] and held.error is None
 
 
-def test_a_server_that_hangs_stalls_no_other_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_stalls_no_other_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More questions about the cluster than there are threads: page, gate, metrics and health answer meanwhile."""
-    monkeypatch.setattr(server_cluster, "LIST_SECONDS", 3600.0)  # nothing in time ends a wait: the test does
-    state = State(lambda: (snapshot(),), interval_seconds=3600)
-    state.refresh()
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
-        way = configuration(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        cluster = Cluster(state, name="n1", client=Client(way, timeout_seconds=3600))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", url)))
+        state = State(lambda: (snapshot(),), interval_seconds=3600)
+        state.refresh()
+        client = Client(configuration(url), tries=1, timeout_seconds=0.1)
+        publisher = Publisher(client, lambda: None, namespace="topoflight")
         statuses: list[int] = []
 
         def ask(path: str) -> None:
             statuses.append(http.get(path).status_code)
 
-        with TestClient(create(state, cluster=cluster)) as http:
-            paths = ("/nodes", "/cluster", "/recommendations?scope=cluster")
-            asking = [threading.Thread(target=ask, args=(path,)) for path in paths * 20]
+        with TestClient(create(state, publisher=publisher)) as http:
+            asking = [threading.Thread(target=ask, args=(path,)) for path in ("/nodes", "/cluster") * 20]
             for one in asking:
                 one.start()
-            held = silent.accept()[0]
+            held = [silent.accept()[0]]  # the worker lists
             for path in ("/", "/preflight", "/metrics", "/readyz", "/findings"):
                 assert http.get(path).status_code == 200, path
             assert statuses == [], "they were answered before: nothing was shown"
-            held.close()  # the first list breaks off: who waits is told
             for one in asking:
                 one.join(60)
-            assert statuses == [503] * len(asking)
-        cluster.stop()
+            assert statuses == [503] * len(asking) and held
 
 
 @each_row("late_seconds", [86400, -86400], ids=["old", "in the future"])
@@ -412,41 +365,29 @@ def test_a_stale_record_is_never_a_pass(late_seconds: float) -> None:
     assert made["verdict"] == "unknown" and made["last_verdict"] == "pass"
 
 
-def exported(http: TestClient, state: State) -> dict[str, float]:
-    """What /metrics says of publishing and watching once the next scan is done: name and reason -> value."""
-    state.refresh()
-    found = {}
-    for line in http.get("/metrics").text.splitlines():
-        if line.startswith(("topoflight_publish", "topoflight_watch")):
-            name, _, value = line.rpartition(" ")
-            found[name.removeprefix("topoflight_")] = float(value)
-    return found
-
-
-def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
-    """Attempts, failures by reason, the last success; lists and restarts of the watch."""
+def test_metrics_say_how_publishing_goes(api: ApiServer) -> None:
+    """Attempts, failures by reason, the last success."""
     state = State(lambda: (snapshot(),), interval_seconds=3600)
     state.refresh()
-    cluster = Cluster(state, name="n1", client=client_of(api))
     publisher = Publisher(
         client_of(api).limited(tries=1), lambda: record_of(H100, "n1"), namespace="topoflight", look_seconds=0.01
     )
-    http = TestClient(create(state, cluster=cluster, publisher=publisher))
-    begun = {"publish_interval_seconds": 300.0, "publish_attempts_total": 0.0}
-    assert exported(http, state) == begun, "no watch before the first question"
+    http = TestClient(create(state, publisher=publisher))
+
+    def exported() -> dict[str, float]:
+        state.refresh()
+        lines = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines()]
+        return {name.removeprefix("topoflight_"): float(value) for name, _, value in lines
+                if name.startswith("topoflight_publish")}  # fmt: skip
+
+    assert exported() == {"publish_interval_seconds": 300.0, "publish_attempts_total": 0.0}
     api.faults = [(403, {}), (503, {}), (403, {})]
     publisher.start()
     eventually(lambda: publisher.writes == 1, "written after all")
-    assert http.get("/nodes").status_code == 200
-    api.expire()
-    eventually(lambda: cluster.tally["watch_lists_total",] == 2, "a second list")
-    found = exported(http, state)
-    began = time.time() - 60
-    assert found.pop("publish_success_timestamp_seconds") > began and found.pop("watch_heard_timestamp_seconds") > began
+    found = exported()
+    assert found.pop("publish_success_timestamp_seconds") > time.time() - 60
     assert found == {
         "publish_interval_seconds": 300.0, "publish_attempts_total": 4.0,
         'publish_failures_total{reason="forbidden"}': 2.0, 'publish_failures_total{reason="server"}': 1.0,
-        "watch_lists_total": 2.0, 'watch_restarts_total{reason="expired"}': 1.0,
     }  # fmt: skip
     publisher.stop()
-    cluster.stop()

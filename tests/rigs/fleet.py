@@ -1,4 +1,4 @@
-"""A cluster of any size from the recorded machines: what its agents publish, and how its Nodes are labelled."""
+"""A cluster of any size from the recorded machines: what its agents publish."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
         "sick-h100-dead-hca")  # fmt: skip
-RACK = 8  # nodes
 EVERY = 60  # one in so many is sick, one in three times as many silent
 FAULT_SECONDS = 5400.0  # how long ago a fault came
 
@@ -67,9 +66,3 @@ def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[Nod
 def resources(nodes: int, *, sick: bool) -> list[dict[str, Any]]:
     """As the API server holds them."""
     return [resource_of(record) for record in records(nodes, sick=sick)]
-
-
-def labelled(nodes: int) -> list[dict[str, Any]]:
-    """The Nodes, each with its rack."""
-    return [{"metadata": {"name": f"gpu-{n:04}", "labels": {"example.com/rack": f"r{n // RACK:03}"}}}
-            for n in range(nodes)]  # fmt: skip
