@@ -276,10 +276,7 @@ def _launch_script(
     progress = Progress()
     _pass_gate(found, options, plan.document.environment, plan.ranks, progress)
     progress.step(f"launch: {script.name} on {count(plan.ranks, 'rank')}")
-    try:
-        done = trainer.train(plan, folder, timeout, progress.note)
-    finally:
-        progress.done()
+    done = trainer.train(plan, folder, timeout, progress.note)
     measured.comparison(console(), _store(done))
     print_text(f"record: {folder / 'run.json'}", err=True)
 
@@ -302,11 +299,8 @@ def _launch_here(
     seconds = grace(advice, bytes_per_second)
     if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
         print_text(f"note: {notice}", err=True)
-    try:
-        plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-        done = launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=progress.note)
-    finally:
-        progress.done()
+    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
+    done = launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=progress.note)
     record = _store(done)
     measured.run(console(), record)
     measured.comparison(console(), record)

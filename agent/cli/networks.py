@@ -81,10 +81,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
         timeout_seconds=options["timeout"], note=lambda text: progress.step(f"networks: {text}"),
     )  # fmt: skip
     with sigterm() as stop:
-        try:
-            bars = networks.compare_here(job, shaped, snapshots((), ALL), stop)
-        finally:
-            progress.done()
+        bars = networks.compare_here(job, shaped, snapshots((), ALL), stop)
     records = [read(Path(bar.record)) for bar in bars if bar.record]
     for record in records:
         store_run(record)

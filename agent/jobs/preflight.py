@@ -117,17 +117,12 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
         found = read_snapshots(
             options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True, stop=stop
         )
-        report = (
-            _unscanned(options, progress)
-            if stop.is_set()
-            else _judged(options, progress, found, before, stop, expected)
-        )
+        report = _unscanned(options) if stop.is_set() else _judged(options, progress, found, before, stop, expected)
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
-def _unscanned(options: Mapping[str, Any], progress: Progress) -> Report:
+def _unscanned(options: Mapping[str, Any]) -> Report:
     """Return the report if SIGTERM arrived before the scan: every check is unknown, and no regression is reported."""
-    progress.done()
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
     checks = select(checks, require=options["require"], skip=options["skip"])
     return Report(
@@ -173,7 +168,6 @@ def _judged(
             extra += measured.checks_of_run(record, found[0].hostname, why)
     else:
         extra += measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
-    progress.done()
 
     stopped = "" if record is not None else _stopped_by(result, stop)
     if stopped:
