@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from agent.base import units
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 
 ORDER: tuple[Status, ...] = tuple(Status)  # worst first, the order in which they are printed
 _OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families of codes whose subjects are devices
 
+_IMPLIED_BY: dict[str, str] = read_table(__file__, "rules.toml")["implied_by"]
 MANY_CODES = 8  # if one family has more codes for one reason, only the family is named
 
 
@@ -89,10 +91,16 @@ class Group:
 def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
     """Group findings with the same code, status and remedy (ignoring the GPU number), worst first; also pass and info.
 
-    If one reason prevented many required checks, they form one group.
+    If one reason prevented many required checks, they form one group. A finding that another one of the same device
+    implies, which is at least as bad, is left out; reports as JSON have all.
     """
+    checks = worst_first(checks)
+    raised = {(check.code, check.node, check.subject): ORDER.index(check.status) for check in reversed(checks)}
     found: dict[tuple[object, ...], list[Finding]] = {}
-    for check in worst_first(checks):
+    for check in checks:
+        other = raised.get((_IMPLIED_BY.get(check.code, ""), check.node, check.subject), len(ORDER))
+        if check.status in ("fail", "warn") and other <= ORDER.index(check.status):
+            continue
         unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
         found.setdefault(unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
     return tuple(

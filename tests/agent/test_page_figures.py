@@ -103,12 +103,9 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     assert opened and bool(opened[1]) == (seen.verdict.word == "pass"), "those that could not run, without a click"
     boxes = re.findall(r'<li class="finding f-(?:fail|warn)">.*?</li>\n(?=<li class="finding|</ol>)', html, re.DOTALL)
     if name == "sick-h100-thermal":
-        assert len(boxes) == 4
-        hot = [box for box in boxes if "88 °C" in box or "slowed down to 1050" in box]
-        assert [code in box and "GPU6" in box for box, code in zip(hot, HOT, strict=True)] == [True, True], hot
-
-
-HOT = ("gpu.thermal.hot", "gpu.thermal.throttling")
+        assert len(boxes) == 3
+        shown = "".join(boxes)
+        assert "slowed down to 1050" in shown and "gpu.thermal.hot" not in shown, "heat is one finding"
 
 
 @each_row(("name", "dense"), [(H100, True), ("r760xa-2xA40-bf3", False)])
