@@ -7,6 +7,7 @@ tests/hostile replays what it once found through the same functions.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gzip
 import io
@@ -30,7 +31,7 @@ from agent.checks.baseline import regressions
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, build_view
 from agent.cluster.node_facts import pack
-from agent.cluster.nodes import Fleet, from_resource
+from agent.cluster.nodes import Fleet
 from agent.http.access import read_tokens
 from agent.http.cluster import nodes_document
 from agent.http.questions import read_form
@@ -241,9 +242,9 @@ def _report() -> Any:
 
 @cache
 def _machine() -> Any:
-    found, _ = pack(_scanned())
+    found = pack(_scanned())
     assert found is not None  # noqa: S101 - a small machine
-    return found
+    return json.loads(gzip.decompress(base64.b64decode(found)))
 
 
 NCCL_LOG, ALIASES, ENVIRONMENT, LAYOUT_ERRORS = (
@@ -372,9 +373,11 @@ def baseline(data: bytes) -> object:
 def machine(data: bytes) -> object:
     """A node's machine as the API server hands it out, its graph built, joined with others and shown."""
     about = {"verdict": "pass", "scannedAt": "2255-01-01T00:00:00Z", "agentVersion": "1"}
-    found = {"a": {**about, "machine": json.loads(_json(_machine, data))}, "b": {**about, "machine": _machine()}}
-    fleet = Fleet()
-    fleet.set(from_resource({"metadata": {"name": name}, "status": one}) for name, one in found.items())
+    fleet, items = Fleet(), []
+    for name, text in (("a", _json(_machine, data)), ("b", _dumps(_machine()))):
+        facts = base64.b64encode(gzip.compress(text)).decode()
+        items.append({"metadata": {"name": name}, "status": {**about, "facts": facts}})
+    fleet.replace(items)
     for record in fleet.records():
         fleet.snapshot(record)
     join([node for record in fleet.records() if (node := fleet.topology(record))])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.base import units
-from agent.checks.measured import BASELINE_LEAST, BUSBW, CLUSTER_CODES, bar_words, make_finding, status_of
+from agent.checks.measured import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError
 from agent.cluster.client import Client, path_of
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, Measured, NodeRecord
-from collectives.bench.results import Bar
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from contracts.finding import Finding, Status
 
 if TYPE_CHECKING:
@@ -52,7 +50,6 @@ def checks_of(
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now
     checks: list[Finding] = []
-    peers = _peers(held.records())
     for name in names:
         record = held.record(name)
         if record is None or record.silent(now):
@@ -65,46 +62,8 @@ def checks_of(
 
             node = held.topology(record)
             found = [*settle(expected, found, name, (held.snapshot(record), node) if node else None)]
-        checks += [*found, *_against_equals(record, peers)]
+        checks += found
     return tuple(checks)
-
-
-LEAST_EQUALS = 5  # minimum number of nodes: among fewer, even the best may be faulty
-
-
-def _peers(records: Iterable[NodeRecord]) -> Mapping[tuple[Any, ...], list[float]]:
-    """Return bus bandwidths of nodes with equal hardware and equal measurements, best first."""
-    found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for record in records:
-        for one in record.measured if record.product else ():
-            found[_measured_as(record, one)].append(one["busbw"])
-    return {key: sorted(values, reverse=True) for key, values in found.items()}
-
-
-def _measured_as(record: NodeRecord, one: Measured) -> tuple[Any, ...]:
-    return record.product, record.gpus, one["op"], one["bytes"], one["job"]
-
-
-def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[float]]) -> list[Finding]:
-    """Compare a node's benchmark with the best tenth of equal nodes: same GPUs, op, size and ranks.
-
-    Returns nothing without a published benchmark, and unknown if fewer than five equal nodes published one.
-    """
-    made = []
-    for mine in record.measured:
-        same = peers.get(_measured_as(record, mine), [])
-        value, subject = mine["busbw"], mine["op"]
-        if len(same) < LEAST_EQUALS:
-            why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
-            made.append(Finding(code=BUSBW, status=Status.UNKNOWN, node=record.name, subject=subject, message=why))
-            continue
-        best = same[max(2, -(-len(same) // 10)) - 1]  # never only the best: one wrong record would fail all others
-        bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
-        status, case = status_of(value, bar), f"{BUSBW} equals"
-        measured = f"{units.rate(value)} of {bar_words(bar)}"
-        check = make_finding(case, record.name, status, subject=subject, measured=measured, count=len(same))
-        made.append(replace(check, remedy="") if status == "pass" else check)
-    return made
 
 
 def _why_silent(record: NodeRecord | None, now: float) -> str:

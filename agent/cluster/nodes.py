@@ -8,8 +8,6 @@ readers and is never read back. agent.cluster.publish creates the record of the 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import sys
 import time
@@ -17,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any
 
 from agent.base import version
 from agent.cluster import node_facts
@@ -38,15 +36,6 @@ SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 LEAST_SILENT_SECONDS = 120.0
 
 
-class Measured(TypedDict):
-    """The result of one collective at its largest verified size."""
-
-    op: str
-    bytes: int
-    job: str
-    busbw: float  # bytes per second
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
     """The record that one agent publishes about its node."""
@@ -62,13 +51,10 @@ class NodeRecord:
     hcas: int | None = None
     rdma: str | None = None  # "8/8 active"
     memlock: str | None = None  # "unlimited", "8 MiB"
+    driver: str | None = None
     findings: tuple[dict[str, str], ...] = ()
-    graph: str | None = None  # key of the graph's inputs: nodes with the same key have equal graphs
-    facts: str | None = None  # key of all facts
-    machine: dict[str, Json] | None = field(default=None, compare=False, repr=False)  # facts with these keys
+    facts: str | None = field(default=None, repr=False)  # compressed (agent.cluster.node_facts); equal nodes have equal
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for human readers; own node only
-    addresses: tuple[str, ...] = ()  # of the node, they replace the numbers in the facts
-    measured: tuple[Measured, ...] = ()  # its last benchmark with all ranks on this node
     changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
@@ -96,28 +82,11 @@ class NodeRecord:
         return self.age_seconds(now) > max(LEAST_SILENT_SECONDS, SILENT_INTERVALS * self.interval_seconds)
 
 
-def keys_of(machine: Json | None) -> tuple[str | None, str | None]:
-    """Return the keys of the graph's inputs and of all facts; equal facts have equal keys. Raises ValueError."""
-    if machine is None:
-        return None, None
-    graph = _key([_key(machine.get(part)) for part in node_facts.GRAPH_PARTS])
-    rest = [(part, _key(machine[part])) for part in sorted(machine) if part not in node_facts.GRAPH_PARTS]
-    return graph, _key([graph, *rest])
-
-
-def _key(value: Any) -> str:
-    try:
-        text = json.dumps(value, sort_keys=True)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 # Members of a status and the names of the corresponding members of a record.
 NAMES = {
     "agentVersion": "agent_version", "node": "host", "interval": "interval_seconds",
-    **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "findings", "machine",
-                               "addresses", "measured", "changes")},
+    **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "driver", "findings", "facts",
+                               "changes")},
 }  # fmt: skip
 _VERDICTS = ("pass", "warn", "unknown", "fail")
 _MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
@@ -155,29 +124,36 @@ def from_resource(item: Json) -> NodeRecord:
     for member, most in _MOST.items():
         if not 0 <= (getattr(record, member) or 0) <= most:
             raise ValueError(f"status.{member} must be a number from 0 to {most}")
-    graph, facts = keys_of(record.machine)
-    return replace(record, graph=graph, facts=facts)
+    return record
 
 
 class _Machine:
-    """The facts that equal nodes share, and values derived from them."""
+    """The facts that equal nodes share, and the graph built from them; None if they are of another release."""
 
-    def __init__(self, facts: dict[str, Json]) -> None:
-        self.facts = facts
+    def __init__(self, facts: str) -> None:
+        self._facts = facts
 
     @cached_property
     def snapshot(self) -> Snapshot | None:
-        """Return the snapshot without host name; None if the facts are of another release."""
+        """The snapshot without host name."""
         try:
-            return node_facts.unpack(self.facts)
+            return node_facts.unpack(self._facts)
         except _UNREADABLE:
             return None
 
     @cached_property
-    def alike(self) -> str:
-        """Return a key of all facts except GPU memory in use."""
-        parts = (part for part in sorted(self.facts) if part != node_facts.MEMORY_USED)
-        return _key([(part, _key(self.facts[part])) for part in parts])
+    def graph(self) -> NodeTopology | None:
+        """The graph without host name; None also if it has more devices than are read: every pair is evaluated."""
+        if self.snapshot is None:
+            return None
+        gpus, rdma = self.snapshot.facts(GpuFacts), self.snapshot.facts(RdmaFacts)
+        if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
+            return None
+        try:
+            node = build(self.snapshot)
+        except _UNREADABLE:
+            return None
+        return node if len({device.name for device in node.devices}) == len(node.devices) else None
 
 
 class Fleet:
@@ -186,8 +162,7 @@ class Fleet:
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
         self._versions: dict[str, str] = {}  # resourceVersion of each record
-        self._machines: dict[str, _Machine] = {}  # by key of the facts, so that equal nodes share one object
-        self._graphs: dict[str, NodeTopology | None] = {}  # by key of their facts, because building one is slow
+        self._machines: dict[str, _Machine] = {}  # by facts
 
     def replace(self, items: Iterable[Json]) -> None:
         """Replace all records by a complete list of resources; those that have not changed are not read again."""
@@ -205,10 +180,12 @@ class Fleet:
 
     def set(self, records: Iterable[NodeRecord]) -> None:
         """Replace all records by these."""
-        self._records = {record.name: self._interned(record) for record in records}
-        used = {key for record in self._records.values() for key in (record.graph, record.facts)}
-        self._machines = {key: machine for key, machine in self._machines.items() if key in used}
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key in used}
+        self._records = {
+            record.name: replace(record, facts=record.facts and sys.intern(record.facts), drawn=None)
+            for record in records
+        }
+        used = {record.facts for record in self._records.values()}
+        self._machines = {facts: machine for facts, machine in self._machines.items() if facts in used}
 
     def records(self) -> tuple[NodeRecord, ...]:
         """Return all records, sorted by name."""
@@ -221,62 +198,27 @@ class Fleet:
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
         """Return the record's graph with its own host name; None without a graph of this release."""
-        if record.graph is None:
-            return None
-        if record.graph not in self._graphs:
-            try:
-                self._graphs[record.graph] = _graph_of(self._machine(record))
-            except _UNREADABLE:
-                self._graphs[record.graph] = None  # written by another release
-        found = self._graphs[record.graph]
-        return replace(found, hostname=record.name) if found else None
+        machine = self._machine(record)
+        return replace(machine.graph, hostname=record.name) if machine and machine.graph else None
 
-    def machine_key(self, record: NodeRecord) -> str | None:
-        """Return a key shared by records with equal facts except GPU memory in use; None without readable facts."""
-        machine = self._machines.get(record.facts or "")
-        return machine.alike if machine is not None and machine.snapshot is not None else None
-
-    def _machine(self, record: NodeRecord) -> Snapshot | None:
-        machine = self._machines.get(record.facts or "")
-        return machine.snapshot if machine is not None else None
+    def is_readable(self, record: NodeRecord) -> bool:
+        """Return whether the record has facts of this release; equal machines have equal facts."""
+        machine = self._machine(record)
+        return machine is not None and machine.snapshot is not None
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
-        """Return what the node's agent read, as far as advice needs it, with the record's name.
+        """Return what the node's agent read, with the record's name, and networks in place of addresses.
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """
-        facts = self._machine(record)
-        try:
-            if facts is not None:
-                return node_facts.of_node(facts, name=record.name, addresses=record.addresses)
-        except _UNREADABLE:
-            log.warning("the record of %s holds addresses that are not its interfaces'", record.name)
+        machine = self._machine(record)
+        if machine is not None and machine.snapshot is not None:
+            return replace(machine.snapshot, hostname=record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
         return node_facts.unpublished(record.name, why)
 
-    def _interned(self, record: NodeRecord) -> NodeRecord:
-        """Return the record with shared machine and key objects, so that equal nodes use memory once."""
-        graph, facts = (text and sys.intern(text) for text in (record.graph, record.facts))
-        machine = record.machine
-        if machine is not None and facts is not None:
-            machine = self._machines.setdefault(facts, _Machine(machine)).facts
-        return replace(record, graph=graph, facts=facts, machine=machine, drawn=None)
-
-
-def _graph_of(snapshot: Snapshot | None) -> NodeTopology | None:
-    """Build the graph of a record's facts, without host name.
-
-    Raises ValueError if two devices have the same name, or if there are too many, as every pair is evaluated.
-    """
-    if snapshot is None:
-        return None
-    gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
-    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
-        raise ValueError(f"more than {node_facts.MOST_DEVICES} devices")
-    node = build(snapshot)
-    if len({device.name for device in node.devices}) != len(node.devices):
-        raise ValueError("two devices have one name")
-    return node
+    def _machine(self, record: NodeRecord) -> _Machine | None:
+        return self._machines.setdefault(record.facts, _Machine(record.facts)) if record.facts else None
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:

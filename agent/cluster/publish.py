@@ -26,10 +26,10 @@ from agent.checks.verdict import View, judge
 from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.node_facts import clean
-from agent.cluster.nodes import API_VERSION, KIND, NAMES, PLURAL, Json, Measured, NodeRecord, keys_of, time_of
-from collectives.bench.results import BenchResult
+from agent.cluster.nodes import API_VERSION, KIND, NAMES, PLURAL, Json, NodeRecord, time_of
 from contracts.finding import Finding
 from probes.api import Absent
+from probes.gpu.facts import GpuFacts
 from probes.limits.probe import LimitsFacts
 from probes.limits.probe import size as limit_words
 from probes.rdma.facts import RdmaFacts
@@ -46,8 +46,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
     none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
     ports = [port for device in rdma.devices for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
-    machine, addresses = node_facts.pack(snapshot)
-    graph, facts = keys_of(machine)
+    gpus = snapshot.facts(GpuFacts)
     changes = tuple(
         {"at": time_of(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
@@ -61,21 +60,9 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
-        findings=_findings(checks, view.since), graph=graph, facts=facts, machine=machine, drawn=drawn(node),
-        addresses=addresses, measured=_measured(view.bench) if view.bench is not None else (), changes=changes,
+        driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,
+        findings=_findings(checks, view.since), facts=node_facts.pack(snapshot), drawn=drawn(node), changes=changes,
     )  # fmt: skip
-
-
-def _measured(result: BenchResult) -> tuple[Measured, ...]:
-    """Return each op at its largest verified size, if one host measured itself and the benchmark was not stopped."""
-    if len(set(result.hosts)) > 1 or not result.complete:
-        return ()
-    job = f"{result.world_size} {result.backend} ranks on 1 host"
-    largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes) if m.verified}
-    return tuple(
-        {"op": m.op[:32], "bytes": m.bytes, "job": job[:64], "busbw": round(m.busbw_bytes_per_second)}
-        for m in list(largest.values())[:8]
-    )
 
 
 def _links(node: NodeTopology) -> str | None:

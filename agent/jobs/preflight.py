@@ -225,7 +225,7 @@ def report_of(
     checks = regressions(checks, read_baseline(baseline, ("statuses",)).statuses)
     return Report(
         started_at_seconds=time.time(), checks=checks, verdict=judge(checks, fail_on=fail_on),
-        nodes=tuple(replace(node, graph=None) for node in nodes),
+        nodes=tuple(replace(node, facts=None) for node in nodes),
         notes=("judged by what the nodes' agents published; nothing was measured in this run",),
     )  # fmt: skip
 

@@ -213,9 +213,8 @@ def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[
     """
     alike: dict[str, tuple[NodeRecord, list[str]]] = {}
     for record in records:
-        key = fleet.machine_key(record)
-        if key is not None and not record.silent(now):
-            alike.setdefault(key, (record, []))[1].append(record.name)
+        if fleet.is_readable(record) and not record.silent(now):
+            alike.setdefault(record.facts or "", (record, []))[1].append(record.name)
     if not alike:
         return ()
     found = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])

@@ -263,8 +263,8 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
     ]
     codes = dict.fromkeys(check.code for check in checks if check.status in ("fail", "warn") or check.required)
     since = min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0)
-    driver = ((record.machine or {}).get("gpu") or {}).get("driverVersion")
-    version = f"driver {driver or 'unknown'}" + (f", agent {record.agent_version or 'unknown'}" if agents else "")
+    agent = f", agent {record.agent_version or 'unknown'}" if agents else ""
+    version = f"driver {record.driver or 'unknown'}{agent}"
     return Row(
         name=record.name, word="unknown" if record.silent(now) else record.verdict, version=version,
         worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=record.gpu_text,

@@ -52,7 +52,7 @@ class LineReader:
         self._ends: Firsts[tuple[str | None, bytes], Channel] = Firsts(MAX_SEEN)  # by direction and text after "via "
         self._tags_read = 0  # tags of the current line that belong to a channel
         self._traceback = 0  # number of the line with the start of an open traceback, else 0
-        self._ignored = 0  # number of the line that says that an exception is ignored
+        self._ignored = -2  # number of the line that says that an exception is ignored
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def finish(self) -> None:

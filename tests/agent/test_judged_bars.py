@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rigs.fleet import fleet_of, through_the_api
 from rigs.recorded import changed, facts, snapshot, view
 from rigs.results import benchmark, measurement
 from rigs.tables import each_row, rows_of
@@ -29,9 +27,6 @@ from agent.checks.measured import (
 )
 from agent.checks.verdict import GateError, judge
 from agent.cli.bench import bench
-from agent.cluster.gate import checks_of
-from agent.cluster.nodes import NodeRecord
-from agent.cluster.publish import record_of_view
 from agent.jobs import benchmark as job_benchmark
 from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
 from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite, read_result
@@ -153,41 +148,6 @@ def test_a_baseline_is_the_first_bar(tmp_path: Path) -> None:
     assert read_baseline(path).busbw == {}
     with pytest.raises(GateError, match="contains no verified benchmark"):  # it would be compared with nothing
         read_baseline(path, ("busbw",))
-
-
-def test_a_node_is_held_against_the_best_tenth_of_its_equals() -> None:
-    """A tenth is one of eleven; a node of other GPUs, and one that measured other ranks, do not count."""
-
-    def node(name: str, busbw: float, job: str = "8 nccl ranks on 1 host", product: str = "H100") -> NodeRecord:
-        measured = ({"op": "all_gather", "bytes": 1 << 29, "job": job, "busbw": round(busbw * GB)},)
-        return NodeRecord(name=name, host=name, verdict="pass", scanned_at_seconds=time.time(), product=product, gpus=8,
-                          measured=measured)  # fmt: skip
-
-    nodes = [*(node(f"n{i}", 330 + i) for i in range(10)), node("slow", 200), node("dead", 100)]
-    others = [node("b200", 600, product="B200"), node("two", 900, job="2 nccl ranks on 1 host")]
-
-    def held(*records: NodeRecord) -> dict[str, Finding]:
-        fleet = fleet_of(*map(through_the_api, records))
-        return {check.node: check for check in checks_of([n.name for n in records], fleet) if check.code == BUSBW}
-
-    found = held(*nodes, *others)
-    assert {name for name, check in found.items() if check.status == "pass"} == {f"n{i}" for i in range(10)}
-    assert (found["slow"].status, found["dead"].status) == ("warn", "fail")
-    assert "best tenth of 12 equal nodes" in found["slow"].message and "338 GB/s" in found["slow"].message
-    assert found["b200"].status == found["two"].status == "unknown"
-    few = held(*nodes[:5], node("boasts", 9000))
-    assert {check.status for check in few.values()} == {"pass"}, "one record accuses no other node"
-
-
-def test_a_benchmark_of_one_host_is_published_with_its_node() -> None:
-    """Of several hosts it says nothing of one of them."""
-    found = with_bench(view(HGX), result(HGX, {"all_gather": 336}))
-    record = record_of_view(found)
-    (one,) = record.measured
-    assert (one["op"], one["bytes"], one["busbw"]) == ("all_gather", GIB, 336 * 10**9)
-    assert through_the_api(record).measured == record.measured
-    several = with_bench(view(HGX), result(HGX, {"all_gather": 336}, hosts=("a", "b")))
-    assert record_of_view(several).measured == ()
 
 
 NDR = 400e9 / 8

@@ -112,15 +112,17 @@ def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, 
     """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
     finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
     largest = replace(
-        record_of(H100, node), findings=(finding,) * MOST_FINDINGS, addresses=("a" * 64,) * node_facts.MOST_ADDRESSES
+        record_of(H100, node),
+        findings=(finding,) * MOST_FINDINGS,
+        facts="f" * node_facts.MOST_FACTS_LETTERS,
     )
     publisher = Publisher(client, lambda: largest, namespace="default", labels=False)
     publisher.write(largest)
     assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
     for more in (
-        replace(largest, findings=(finding,) * (MOST_FINDINGS + 1)), replace(largest, addresses=("a" * 65,)),
-        replace(largest, findings=({**finding, "message": "\x1b[31m"},)), replace(largest, machine={"unheard": {}}),
-        replace(largest, machine={"gpu": {"gpus": [{"indices": "0", "memoryBytes": -1}]}}),
+        replace(largest, findings=(finding,) * (MOST_FINDINGS + 1)), replace(largest, driver="d" * 65),
+        replace(largest, findings=({**finding, "message": "\x1b[31m"},)), replace(largest, facts="f" * 65537),
+        replace(largest, facts="{}"),
         replace(largest, drawn={"devices": [{"name": "GPU0", "kind": "gpu", "links": "x; rm"}]}),
         replace(largest, verdict="good"), replace(largest, links="l" * 65), replace(largest, gpus=-1),
     ):  # fmt: skip
@@ -322,7 +324,7 @@ def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(
     monkeypatch.setattr(server_cluster, "LIST_SECONDS", 0.0)
     after = {one.name: one for one in held.fleet().records()}
     assert sorted(after) == ["n1", "n2", "n3"] and after["n2"] != before["n2"]
-    assert after["n1"].machine is before["n1"].machine and after["n1"] == before["n1"]
+    assert after["n1"].facts is before["n1"].facts and after["n1"] == before["n1"]
     api.down()
     assert len(held.fleet().records()) == 3 and "cannot be reached" in str(held.error)
     api.up()

@@ -130,7 +130,7 @@ def test_two_agents_answer_for_the_cluster_and_judge_callers(
                 grant(problem["grant"])
                 eventually(lambda: ask(one + "/preflight", method="POST", bearer=good)[0] == 200, "granted")
                 stored = admin().get(path_of(API_VERSION, PLURAL, published))
-                assert from_resource(stored).graph, "published with its graph"
+                assert from_resource(stored).facts, "published with its graph"
         finally:
             kubectl("delete", "nodetopology", second, "--ignore-not-found")
         for log in logs:
