@@ -23,7 +23,8 @@ from topology.check import departures
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName
 
-BUSBW, NVLS = "bench.busbw.low", "bench.nvls.unused"
+BUSBW = "bench.busbw.low"
+_PROVES = {" nvls": "NVLS", " mnnvl": "MNNVL"}  # what the lines of NCCL's log prove that show this cause
 SHOULD: Final = "as it should be"
 IS: Final = "as it is"
 BASELINE: Final = "as in the baseline"
@@ -57,7 +58,9 @@ def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[F
     """Return the checks of all results measured with enough bytes."""
     node = ", ".join(sorted(set(result.hosts)))
     judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
-    return [*_busbw(judged, result, snapshots, node), _nvls(judged, result, node)]
+    if not judged:
+        return [make_finding(f"{BUSBW} unknown", node, why=_why_not(result))]
+    return [_held(m, node, result, snapshots) for m in judged]
 
 
 def least_of(m: Measurement) -> float | None:
@@ -76,15 +79,6 @@ def baseline_bar(then: float, *more: str) -> Bar:
     return Bar(
         name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*why, *more)
     )  # fmt: skip
-
-
-def _busbw(
-    judged: Sequence[Measurement], result: BenchResult, snapshots: Sequence[Snapshot], node: str
-) -> Iterable[Finding]:
-    if not judged:
-        yield make_finding(f"{BUSBW} unknown", node, why=_why_not(result))
-    for m in judged:
-        yield _held(m, node, result, snapshots)
 
 
 def _why_not(result: BenchResult) -> str:
@@ -117,6 +111,8 @@ def _held(m: Measurement, node: str, result: BenchResult, snapshots: Sequence[Sn
         case = "open" if first is None or first.low is None else "pass"
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
     case, words = _cause(m, first, now, result, snapshots)
+    fabric = result.evidence.fabric if result.evidence and case in _PROVES else ()
+    evidence = (*_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
     return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **words)
 
 
@@ -145,7 +141,7 @@ def _cause(
     """Return the cause as far as the two bars show it: the case of the finding, and the values for its text."""
     hosts, value = len(set(m.hosts)), m.busbw_bytes_per_second
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
-        return " ring", {}
+        return " nvls", {"ring": units.rate(first.ring_high)}
     due = (first.low if first else None) or 0.0
     if now is not None and now.low is not None and now.low <= value and now.low < due:
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
@@ -164,27 +160,6 @@ def _difference(first: Bar | None, now: Bar) -> str:
     due = [why for why in (first.why if first else ()) if why not in now.why]
     have = [why for why in now.why if first is None or why not in first.why]
     return f"{have[0]}, where {due[0]}" if have and due else "fewer than on its equals"
-
-
-def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
-    """Check for all-reduce bandwidth no higher than that of a ring although the NVLink switch supports reduction."""
-    found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
-    fabric = result.evidence.fabric if result.evidence else ()
-    lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
-    off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by a setting" in why), "")
-    if off:
-        return make_finding(f"{NVLS} off", node, evidence=lines, why=off)
-    expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
-    if not expecting:
-        return make_finding(f"{NVLS} unknown", node)
-    m, bar = max(expecting, key=lambda each: each[0].bytes)
-    value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
-    if value >= low or value > ring:
-        case, shown = (" pass", lines) if value >= low else (" between", ())
-        return make_finding(f"{NVLS}{case}", node, evidence=shown, rate=units.rate(value))
-    shown = lines or ("the log has no line on NVLS",)
-    return make_finding(NVLS, node, status_of(value, bar), subject=m.op, evidence=shown, rate=units.rate(value),
-                bar=bar_words(bar), ring=units.rate(ring))  # fmt: skip
 
 
 # The checks of a benchmark and of a run.
