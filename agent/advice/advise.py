@@ -25,12 +25,11 @@ from agent.base import units
 from agent.base.options import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
-from contracts.layout import LayoutError
 from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
-from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
+from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
@@ -165,7 +164,7 @@ def answer(
             request, cluster_of(request, snapshots, ranks), snapshots, measured=measured,
             calibration=calibrated or stored, ranks=ranks, checks=checks,
         )  # fmt: skip
-    except (LayoutError, machines.MachineError, CalibrationError, ValueError) as error:
+    except ValueError as error:
         raise RequestError(str(error)) from None
 
 
@@ -236,7 +235,7 @@ def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Seque
             cluster = cluster_of(other, snapshots, other.ranks_per_node)
             ranks = other.ranks_per_node or default_ranks(other, cluster)
             best = best_layout(plan(cluster, snapshots, model, other.train, ranks_per_node=ranks)) if model else None
-        except (LayoutError, machines.MachineError, ValueError):
+        except ValueError:
             continue
         if best is not None:
             changed_names = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items())
@@ -398,7 +397,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
             transport=request.transport,
             gpus_per_node=request.ranks_per_node,
         )
-    except (machines.MachineError, ValueError) as error:
+    except ValueError as error:
         raise RequestError(str(error)) from None
 
 
