@@ -118,24 +118,6 @@ def zip_files(
         raise ArchiveError(str(error)) from None
 
 
-def exists(path: str | Path) -> bool:
-    """Whether the file exists; for names that a user typed. A name that no file can have does not exist.
-
-    For a name that is too long pathlib raises OSError; os.path does not.
-    """
-    return os.path.exists(path)  # noqa: PTH110
-
-
-def is_file(path: str | Path) -> bool:
-    """Whether the path is an existing file, as `exists`."""
-    return os.path.isfile(path)  # noqa: PTH113
-
-
-def is_folder(path: str | Path) -> bool:
-    """Whether the path is an existing folder, as `exists`."""
-    return os.path.isdir(path)  # noqa: PTH112
-
-
 def utf8_chunks(file: Stream) -> Iterator[bytes]:
     """Yield the file in chunks of about 1 MiB. UTF-16 text, with or without byte order mark, is converted to UTF-8."""
     chunk = file.read(_BLOCK_BYTES)

@@ -79,9 +79,3 @@ def _expand_numbers(text: str, part: str) -> Sequence[str]:
 def slurm_name(host: str) -> str:
     """Return Slurm's default node name of a host: without domain and "(file)". An IP address is returned unchanged."""
     return host if re.fullmatch(r"[\d.]+|.*:.*", host) else re.split(r"[. ]", host)[0]
-
-
-def cluster_name(text: str) -> str:
-    """Return ClusterName of slurm.conf; empty if it is not set."""
-    found = re.search(r"^[ \t]*ClusterName[ \t]*=[ \t]*([^\s#]+)", text, re.MULTILINE | re.IGNORECASE)
-    return found[1] if found else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _find_file(path: Path, named: str) -> Path | None:
     """Find a file that a setting names, relative to the working directory (as transformers) or to the settings file."""
-    return next((one for one in (Path(named), path.parent / named) if bounded.is_file(one)), None)
+    return next((one for one in (Path(named), path.parent / named) if os.path.isfile(one)), None)
 
 
 def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict
         except YamlTextError as error:
             raise ConfigError(f"override {text!r}: {error}") from None
         if not parents:  # the file has an older name of the same setting
-            renamed = trl.option_names().renamed
+            renamed = trl.option_names()["renamed"]
             today = renamed.get(key, key)
             for name in [other for other in raw if other != key and renamed.get(other, other) == today]:
                 del raw[name]
@@ -215,7 +216,7 @@ def parse_config(
     layout: dict[str, Any] = attempt(_parse_layout, flat.get("layout"), "layout") or {}
     known = known_settings()
     if unknown := [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]:
-        methods = trl.option_names().of_trl["methods"]
+        methods = trl.option_names()["of_trl"]["methods"]
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
             raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {what}")
@@ -240,11 +241,11 @@ def parse_config(
 def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dict[str, Any], note: trl.Note) -> None:
     """Convert one setting of the file to a config or layout value; `label` is its name in the file."""
     names = trl.option_names()
-    if name in names.read_apart or trl.without_effect(name, value, note):
+    if name in names["read_apart"] or trl.without_effect(name, value, note):
         return
-    if name in names.in_layout:
+    if name in names["in_layout"]:
         if value is not None:
-            member = names.in_layout[name]
+            member = names["in_layout"][name]
             trl.put(layout, member, _parse_member(member, value, label), label)
     elif name in _types():
         _store_setting(values, name, value, note, label)
@@ -257,7 +258,7 @@ def _rename_options(raw: Mapping[str, Any], note: trl.Note, refuse: trl.Note) ->
     names = trl.option_names()
     found: dict[str, tuple[str, Any]] = {}
     for name, value in raw.items():
-        new = names.renamed.get(name, name)
+        new = names["renamed"].get(name, name)
         if new != name:
             if raw.get(new) not in (None, value) and value is not None:
                 refuse(f"{name} is the old name of {new}: both are set")
@@ -269,7 +270,7 @@ def _rename_options(raw: Mapping[str, Any], note: trl.Note, refuse: trl.Note) ->
     if ratio and ratio[1] and not steps:
         note("warmup_ratio is now warmup_steps, below 1")
         found["warmup_steps"] = ratio
-    for row in names.values:
+    for row in names["values"]:
         label, value = found.get(row["name"], ("", None))
         value = trl.truth(value) if isinstance(row["found"][0], bool) else value
         if any(value == one and type(value) is type(one) for one in row["found"]):
@@ -343,7 +344,7 @@ def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note
             )
         note(f"{name}: null, so {_get_default(name)!r} is taken")
         return
-    if name in trl.option_names().shares and isinstance(value, float) and 0 < value < 1:
+    if name in trl.option_names()["shares"] and isinstance(value, float) and 0 < value < 1:
         raise trl.OnlyTrlError(f"{label}={value!r}: must be a whole number of steps")
     limits = JobConfig.__dataclass_fields__[name].metadata
     values[name] = _convert(label, value, kind, refusal=trl.OnlyTrlError, **limits)
@@ -351,9 +352,9 @@ def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note
 
 def known_settings() -> frozenset[str]:
     """Return every setting name that a file may have, including older names and options without effect."""
-    names = trl.option_names()
-    tables = (names.renamed, names.in_layout, names.no_effect, names.only, names.read_apart, names.nested)
-    return frozenset(["warmup_ratio", *_types(), *itertools.chain.from_iterable(tables)])
+    tables = ("renamed", "in_layout", "no_effect", "only", "read_apart", "nested")
+    listed = itertools.chain.from_iterable(trl.option_names()[table] for table in tables)
+    return frozenset(["warmup_ratio", *_types(), *listed])
 
 
 def _get_default(name: str) -> Any:

@@ -26,7 +26,8 @@ WHY = "why.json"  # in the same folder: verdict of the process that watches the 
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved a checkpoint and ended; starting it again resumes it
 KILLED = 128  # plus the signal number, as in a shell
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
-_TAIL_BYTES = 65536  # read from the end of metrics.jsonl; a line has about 300
+MOST_METRICS_BYTES = 64 << 20  # a line of metrics.jsonl has about 300
+_LOGGED_STEP = re.compile(rb'\{"step": (\d{1,15}),.*\}\n')
 COMMUNICATION = ("gather", "reduce", "tensor_parallel", "context_parallel", "pipeline")
 PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
               "context_parallel": "context parallelism", "pipeline": "pipeline sends",
@@ -296,18 +297,14 @@ def read(path: Path) -> RunRecord:
     """Read the record from a file. Raises RecordError, which names the file and the error."""
     try:
         data = plain.loads(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
+        if not isinstance(data, dict):
+            raise RecordError("must hold one JSON object")
+        if (version := data.get("schema_version", RECORD_VERSION)) != RECORD_VERSION:
+            raise RecordError(f"schema_version is {version!r}; this release reads {RECORD_VERSION}")
+        return record_of(data)
     except FileNotFoundError:
         raise RecordError(f"{path}: the job left no record of its run") from None
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: {error}") from None
-    if not isinstance(data, dict):
-        raise RecordError(f"{path}: must hold one JSON object")
-    version = data.get("schema_version", RECORD_VERSION)
-    if version != RECORD_VERSION:
-        raise RecordError(f"{path}: schema_version is {version!r}; this release reads {RECORD_VERSION}")
-    try:
-        return record_of(data)
-    except plain.MisfitError as error:
         raise RecordError(f"{path}: {error}") from None
 
 
@@ -407,15 +404,9 @@ def save(path: Path, record: RunRecord) -> None:
 
 def _read_logged_step(metrics: Path, began: float) -> int:
     """Return the last step that this start of the job logged; 0 if it logged none."""
-    try:
-        if metrics.stat().st_mtime < began:
-            return 0
-        with bounded.open_regular(metrics) as stream:
-            stream.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
-            lines = stream.read(_TAIL_BYTES).splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # the job was killed while it wrote this line
-            return int(json.loads(line)["step"])
+    with contextlib.suppress(OSError, ValueError):
+        if metrics.stat().st_mtime >= began:
+            lines = bounded.read(metrics, MOST_METRICS_BYTES).splitlines(keepends=True)
+            steps = [found for line in lines if (found := _LOGGED_STEP.match(line))]  # without a line that was cut
+            return int(steps[-1][1]) if steps else 0
     return 0

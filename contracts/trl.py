@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from contracts.tables import read_table
@@ -35,49 +34,20 @@ class OnlyTrlError(ConfigError):
     """A setting that TRL's trainer supports and the built-in trainer does not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allowed:
-    """Values that the built-in trainer accepts for some options, the reason, and whether TRL accepts any value."""
-
-    names: list[str]
-    allowed: list[Any]
-    why: str
-    trl: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionNames:
-    """The tables of trl.toml."""
-
-    nested: list[str]  # mappings whose members are options
-    renamed: Mapping[str, str]  # older name -> current name
-    in_layout: Mapping[str, str]  # setting that is stored as a layout field -> the field
-    spelled: Mapping[str, str]  # layout field -> the user's option for it
-    read_apart: list[str]  # settings that a function of contracts.trl reads
-    values: list[dict[str, Any]]  # values with a meaning of its own
-    shares: list[str]  # of which transformers reads values below 1 as a fraction of all steps
-    no_effect: Mapping[str, str]  # name -> reason
-    only: Mapping[str, Allowed]
-    elsewhere: Mapping[str, str]  # option of another trainer -> our option
-    fsdp: Mapping[str, Mapping[str, Any]]  # word -> layout fields
-    deepspeed: Mapping[str, Any]
-    of_trl: Mapping[str, Any]  # options TRL's parser must not get, names it knows, other methods' settings
-
-
 @functools.cache
-def option_names() -> OptionNames:
-    """Read trl.toml; cached."""
+def option_names() -> dict[str, Any]:
+    """Read trl.toml, whose comments describe its tables, with the rows of `no_effect` and `only` by option."""
 
-    def only_of(rows: list[dict[str, Any]]) -> dict[str, Allowed]:
-        return {name: allowed for allowed in (Allowed(**row) for row in rows) for name in allowed.names}
+    def by_option(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {name: row for row in rows for name in row["names"]}
 
-    data = dict(read_table(__file__, "trl.toml"))
-    return OptionNames(
-        no_effect={name: row["why"] for row in data.pop("no_effect") for name in row["names"]},
-        only=only_of(data.pop("only")),
-        deepspeed={**(table := data.pop("deepspeed")), "only": only_of(table["only"])},
-        **data,
-    )
+    table = read_table(__file__, "trl.toml")
+    deepspeed = table["deepspeed"]
+    return table | {
+        "no_effect": by_option(table["no_effect"]),
+        "only": by_option(table["only"]),
+        "deepspeed": deepspeed | {"only": by_option(deepspeed["only"])},
+    }
 
 
 MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
@@ -85,19 +55,10 @@ MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data s
 
 def spelled(member: str, value: Any) -> str:
     """Format a layout field as the user's option: "per_device_train_batch_size: 8"."""
-    if member == "precision":
-        return "fp16: true" if value == "fp16" else f"bf16: {'true' if value == 'bf16' else 'false'}"
-    if member == "sharding":
-        return f"fsdp: {'false' if value == 'ddp' else 'full_shard'}"
-    if member == "checkpointing":
-        return "layout.checkpointing: selective" if value == "selective" else f"gradient_checkpointing: {_yaml(value)}"
-    return f"{option_names().spelled.get(member, f'layout.{member}')}: {_yaml(value)}"
-
-
-def _yaml(value: Any) -> str:
-    return {True: "true", False: "false", "full": "true", "all": "true", "none": "false", None: "null"}.get(
-        value if isinstance(value, bool | str | None) else "", str(value)
-    )
+    option = option_names()["spelled"].get(member, f"layout.{member}")
+    if isinstance(option, dict):
+        return str(option.get(value, option["another"]))
+    return f"{option}: {str(value).lower() if isinstance(value, bool) else value}"
 
 
 NODE = "node"  # value of layout.dp_shard: the number of ranks per node
@@ -120,7 +81,7 @@ def flag(name: str, value: Any) -> bool | None:
 
 def hint(name: str, known: Iterable[str]) -> str:
     """Suggest known names similar to an unknown one, as the end of a sentence."""
-    if here := option_names().elsewhere.get(name):
+    if here := option_names()["elsewhere"].get(name):
         return f"; here it is {here}"
     close = difflib.get_close_matches(name, [*known], n=3)
     return f"; close: {', '.join(close)}" if close else ""
@@ -129,19 +90,17 @@ def hint(name: str, known: Iterable[str]) -> str:
 def without_effect(name: str, value: Any, note: Note) -> bool:
     """Whether an option has no effect, which is noted. Raises ConfigError if its value asks for something else."""
     names = option_names()
-    if name in names.no_effect:
-        note(f"{name}: no effect, {names.no_effect[name]}")
-        return True
-    if name not in names.only:
-        return False
-    require(name, value, names.only[name])
-    note(f"{name}: no effect, {names.only[name].why}")
-    return True
+    if name in names["only"]:
+        require(name, value, names["only"][name])
+    row = names["no_effect"].get(name) or names["only"].get(name)
+    if row:
+        note(f"{name}: no effect, {row['why']}")
+    return row is not None
 
 
-def require(name: str, value: Any, only: Allowed) -> None:
+def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
     """Raise ConfigError if a value is not allowed (null always is), or OnlyTrlError if TRL's trainer accepts it."""
-    allowed, why = only.allowed, only.why
+    allowed, why = row["allowed"], row["why"]
     if any(isinstance(one, bool) for one in allowed):
         value = truth(value)
     if isinstance(value, dict):
@@ -152,7 +111,7 @@ def require(name: str, value: Any, only: Allowed) -> None:
     named = f"only {', '.join(first)} or {last}" if first else last if last == "nothing" else f"only {last}"
     shown = repr(value)
     shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
-    kind = OnlyTrlError if only.trl else ConfigError
+    kind = OnlyTrlError if row.get("trl") else ConfigError
     raise kind(f"{name}={shown}: {named} is allowed: {why}")
 
 
@@ -160,7 +119,7 @@ def flatten(raw: Mapping[str, Any], refuse: Note) -> dict[str, Any]:
     """Return the options by name, with members of a nested mapping as "fsdp_config.cpu_offload"."""
     flat: dict[str, Any] = {}
     for name, value in raw.items():
-        if name not in option_names().nested:
+        if name not in option_names()["nested"]:
             flat[name] = value
         elif isinstance(value, dict):
             # both prefixes are those of accelerate's own configuration file
@@ -201,7 +160,7 @@ def checkpointing(flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
 
 def fsdp(flat: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     """Convert `fsdp` and `fsdp_config` to layout fields."""
-    words, table = _find_fsdp_words(flat), option_names().fsdp
+    words, table = _find_fsdp_words(flat), option_names()["fsdp"]
     for word, name in words.items():
         for member, value in table[word].items():
             if value != NODE or not {"dp_replicate", "dp_shard"} & set(layout):
@@ -224,7 +183,7 @@ def fsdp(flat: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
 
 def _find_fsdp_words(flat: Mapping[str, Any]) -> dict[str, str]:
     """Return each word of `fsdp` and `fsdp_config` with the option that has it."""
-    table = option_names().fsdp
+    table = option_names()["fsdp"]
     sources = {"fsdp": flat.get("fsdp")}
     if truth(flat.get("fsdp")) is not False:
         strategy, reshard = (flat.get(f"fsdp_config.{name}") for name in ("sharding_strategy", "reshard_after_forward"))
@@ -251,8 +210,8 @@ def _split_fsdp_words(name: str, value: Any) -> list[str]:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"{name}={value!r}: must be true, false, or words such as full_shard auto_wrap")
     for word in words:
-        if word.lower() not in option_names().fsdp:
-            raise ConfigError(f"{name}={value!r}: {word!r} is none of {', '.join(option_names().fsdp)}")
+        if word.lower() not in option_names()["fsdp"]:
+            raise ConfigError(f"{name}={value!r}: {word!r} is none of {', '.join(option_names()['fsdp'])}")
     return [word.lower() for word in words]
 
 
@@ -266,15 +225,15 @@ def _set_data_parallel(layout: dict[str, Any]) -> None:
 
 def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, Any], note: Note) -> None:
     """Convert a DeepSpeed configuration to layout fields: fully_shard with the sharding of its ZeRO stage."""
-    config, table = raw.get("deepspeed"), option_names().deepspeed
+    config, table = raw.get("deepspeed"), option_names()["deepspeed"]
     if config in (None, "", {}):
         return
     if not isinstance(config, dict):
         raise ConfigError(f"deepspeed={config!r}: must be a mapping, or a JSON file that is there")
     if not isinstance(zero := config.get("zero_optimization"), dict | None):
         raise ConfigError(f"deepspeed.zero_optimization={zero!r}: must be a mapping")
-    for name, only in table["only"].items():
-        require(f"deepspeed.{name}", _at(config, name), only)
+    for name, row in table["only"].items():
+        require(f"deepspeed.{name}", _at(config, name), row)
     stage, where = _at(config, "zero_optimization.stage") or 0, "deepspeed.zero_optimization"
     put(layout, "sharding", "zero3" if stage else "ddp", f"{where}.stage")
     if stage:
@@ -312,7 +271,7 @@ def _deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that DeepSpeed's file decides. Parameters of its optimizer and schedule must be "auto"."""
     clipping = config.get("gradient_clipping", "auto")
     settings = {} if clipping == "auto" else {"max_grad_norm": clipping}
-    for section, types in option_names().deepspeed["types"].items():
+    for section, types in option_names()["deepspeed"]["types"].items():
         kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
         given = parameters.values() if isinstance(parameters, dict) else [parameters]
         is_open = parameters in (None, kind) or all(value == "auto" for value in given)
@@ -328,8 +287,8 @@ def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
     Options that the layout holds are omitted, because the plan's layout sets them.
     """
-    table = option_names().of_trl
-    left_out = {*option_names().in_layout, *table["left_out"]}
+    table = option_names()["of_trl"]
+    left_out = {*option_names()["in_layout"], *table["left_out"]}
     made = {table["renamed"].get(name, name): value for name, value in raw.items() if name not in left_out}
     if (ratio := made.pop("warmup_ratio", None)) and not made.get("warmup_steps"):
         made["warmup_steps"] = ratio

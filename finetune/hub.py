@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig
 
 MAX_FILES = 10_000  # of a data set's listing
@@ -96,7 +96,7 @@ def is_id(setting: str, name: str) -> bool:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     path = Path(name).expanduser()
-    if name.startswith(("random:", "synthetic:", "builtin:")) or bounded.exists(path):
+    if name.startswith(("random:", "synthetic:", "builtin:")) or os.path.exists(path):
         return False
     if name.startswith(("/", ".", "~")):
         raise ConfigError(f"{setting}={name!r}: no such file or folder")

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig
 from contracts.layout import ROPE_TYPES, TRAINED
 from finetune import hub
@@ -85,7 +84,7 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
         shape: Any = LlamaConfig(**preset, bos_token_id=0, eos_token_id=1, pad_token_id=2)
     elif name.startswith("random:"):
         folder = name.removeprefix("random:")
-        if not bounded.is_folder(folder):
+        if not os.path.isdir(folder):
             raise ConfigError(
                 f"model_name_or_path={name!r}: random: takes {', '.join(RANDOM)}, or a folder with config.json"
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 import random
 import sys
 import tempfile
@@ -28,7 +29,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import TemplateError
 
-from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig, parse_config, parse_mapping
 from finetune import hub
 
@@ -252,7 +252,7 @@ def load_tokenizer(config: JobConfig) -> Any:
     if name is None:
         setting, name, revision = "model_name_or_path", config.model_name_or_path, config.model_revision
     folder = name.removeprefix("random:")
-    if name == "builtin:bytes" or (folder != name and not bounded.is_folder(folder)):
+    if name == "builtin:bytes" or (folder != name and not os.path.isdir(folder)):
         tokenizer = _byte_tokenizer()
     else:
         with hub.asking(setting, name, revision):

@@ -147,7 +147,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
     known = {action.dest for action in parser._actions}
     for name in [name for name in settings if name not in known]:
-        if name not in names.option_names().no_effect:
+        if name not in names.option_names()["no_effect"]:
             raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
         note(f"{name}: no effect, TRL {trl.__version__} has no such setting")
         del settings[name]

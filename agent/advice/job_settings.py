@@ -256,7 +256,7 @@ def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.envir
 
     If the architecture is in no table, the field names that most configurations use are read, because TRL may train it.
     """
-    if bounded.exists(name):
+    if os.path.exists(name):
         with contextlib.suppress(ModelError):  # the later request reports what is wrong with the file
             return model_from_file(Path(name), any_type=True)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.base.options import InputError, RequestError
-from contracts import bounded
 from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import values_of
 from contracts.tables import read_texts
@@ -86,7 +86,7 @@ def model_of(request: Request) -> ModelSpec | None:
     if request.model is None or request.shape is not None:
         return request.shape
     path = Path(request.model)
-    if request.allow_files and (path.suffix == ".json" or bounded.is_folder(path)):
+    if request.allow_files and (path.suffix == ".json" or os.path.isdir(path)):
         try:
             return models.model_from_file(path)
         except models.ModelError as error:
@@ -248,7 +248,7 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
     def words(why: str) -> str:
         return texts("unmeasured_rows", name=name, why=why, length=request.train.sequence_length)
 
-    if name.startswith(("/", ".", "~")) and not bounded.exists(Path(name).expanduser()):
+    if name.startswith(("/", ".", "~")) and not os.path.exists(Path(name).expanduser()):
         return replace(request, unmeasured=words("not on this host"))
     named_settings = {key: settings[key] for key in _NAMES if settings.get(key) is not None}
     if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
@@ -281,11 +281,11 @@ def dataset_settings(dataset: str, tokenizer: str | None, model: str | None) -> 
 
     Raises InputError if the file does not exist.
     """
-    if Path(dataset).suffix in FILES and not bounded.exists(Path(dataset).expanduser()):
+    if Path(dataset).suffix in FILES and not os.path.exists(Path(dataset).expanduser()):
         raise InputError(f"--dataset {dataset}: no such file; give a file, a folder, or a data set's name on the hub")
-    name, _, part = dataset.rpartition(":") if not bounded.exists(dataset) else (dataset, "", "")
+    name, _, part = dataset.rpartition(":") if not os.path.exists(dataset) else (dataset, "", "")
     settings = {"dataset_name": name, "dataset_config": part} if name and part else {"dataset_name": dataset}
-    if tokenizer is None and model is not None and bounded.is_folder(model):
+    if tokenizer is None and model is not None and os.path.isdir(model):
         tokenizer = model
     return {**settings, **({"tokenizer_name": tokenizer} if tokenizer else {})}
 

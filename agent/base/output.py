@@ -52,14 +52,14 @@ def unwritable(path: Path, *, folder: bool = False) -> str:
     Called before a verb generates load, so that no run is lost because its result cannot be stored. Writes nothing.
     """
     place = path if folder else path.parent
-    if not folder and os.path.isdir(path):  # noqa: PTH112 - pathlib raises where a parent cannot be read
+    if not folder and os.path.isdir(path):
         return "is a folder"
-    if not folder and os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 - /dev/stdout
+    if not folder and os.path.exists(path) and not os.path.isfile(path):
         return "" if os.access(path, os.W_OK) else "cannot be written: permission denied"
-    while folder and not os.path.exists(place) and place != place.parent:  # noqa: PTH110 - as above
+    while folder and not os.path.exists(place) and place != place.parent:
         place = place.parent
-    if not os.path.isdir(place):  # noqa: PTH112 - as above
-        return f"{place} is no folder" if os.path.exists(place) else f"the folder {place} does not exist"  # noqa: PTH110
+    if not os.path.isdir(place):
+        return f"{place} is no folder" if os.path.exists(place) else f"the folder {place} does not exist"
     if not os.access(place, os.W_OK | os.X_OK):
         return f"the folder {place} cannot be written to"
     disk = os.statvfs(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import click
 
 from agent.base.options import command, read_input
 from agent.base.output import console, print_text, render
-from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
 
@@ -20,7 +20,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     """Read the environment, print the findings, and exit with the verdict's code."""
     from agent.checks.lint import lint_text, process_environment
 
-    if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
+    if kind == "process" or (kind == "auto" and source.isdigit() and not os.path.exists(source)):
         text, kind = process_environment(source), "process"
     else:
         raw = read_input(source, _LIMIT_BYTES, hint="; give the lines that set the environment")

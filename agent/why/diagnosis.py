@@ -179,7 +179,7 @@ def _last_log(sources: WhySources) -> str:
     logs = [Path(path) for path in evidence.files_of(sources.logs) if isinstance(path, str | Path)]
     if not logs and sources.run is not None:
         logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
-    written = {path: path.stat().st_mtime for path in logs if bounded.is_file(path)}
+    written = {path: path.stat().st_mtime for path in logs if os.path.isfile(path)}
     return next(_tails([str(max(written, key=written.__getitem__))]), "") if written else ""
 
 
@@ -224,7 +224,7 @@ def _ras(source: str) -> ras.RasReport:
     """Read a RAS report from a file or a socket."""
     host, colon, port = source.rpartition(":")
     try:
-        if not bounded.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
+        if not os.path.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
             return ras.read(ras.ask(host, int(port)))
         return ras.read(bounded.read(source, ras.MOST_BYTES))
     except (OSError, bounded.TooLargeError, ras.RasError) as error:

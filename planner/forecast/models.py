@@ -8,6 +8,7 @@ and OLMo3 classes (text models only). models.toml has the shapes of known names 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -326,7 +327,7 @@ def _read_chunks(config: Mapping[str, Any], layers: int) -> tuple[int | None, in
 
 def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:
     """Read a config.json, or the folder with one; `any_type` as in model_from_config. Raises ModelError."""
-    path = path / "config.json" if bounded.is_folder(path) else path
+    path = path / "config.json" if os.path.isdir(path) else path
     try:
         config = plain(bounded.read(path, _MAX_CONFIG_BYTES))
         name = path.resolve().parent.name if path.name == "config.json" else path.stem

@@ -88,7 +88,7 @@ class Host(Protocol):
         """Return the "system" settings from NETLINK_RDMA. Raises OSError if the kernel does not support it."""
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
-        """Query libibverbs through pyverbs: "version", ("port", device, number), ("register", device, bytes).
+        """Query libibverbs through pyverbs: "version", ("register", device, bytes).
 
         Raises OSError from the library, or ImportError if pyverbs is not installed.
         """

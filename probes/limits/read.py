@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from posixpath import dirname, join
 
-from contracts.host_list import cluster_name
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.read import container, of_agent
@@ -58,8 +56,6 @@ def read(host: Host) -> LimitsFacts:
     )
 
 
-CONFIGURATION_FILES_MAX = 16
-_INCLUDE = re.compile(r"^[ \t]*Include[ \t]+([^\s#]+)", re.MULTILINE | re.IGNORECASE)  # slurm.conf(5)
 SLURM_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")  # the second is for "configless" nodes
 
 
@@ -70,7 +66,7 @@ def _explain_slurm_limit(host: Host, environment: Mapping[str, str]) -> str:
     or those of slurmd. A process belongs to slurmd if slurmd set its node name or script context in the environment.
     """
     files = (environment.get("SLURM_CONF", ""), *SLURM_CONFIGURATIONS)
-    path, text = next(((path, text) for path in files if path and (text := _read_with_included(host, path))), ("", ""))
+    path, text = next(((path, text) for path in files if path and (text := sysfs.text(host, path))), ("", ""))
     if not text:
         return ""
     rows = re.findall(r"^[ \t]*PropagateResourceLimits(Except)?[ \t]*=[ \t]*(\S+)", text, re.MULTILINE | re.IGNORECASE)
@@ -83,17 +79,6 @@ def _explain_slurm_limit(host: Host, environment: Mapping[str, str]) -> str:
         return ""
     whose = "the shell that submits it" if propagates else "slurmd"
     return f"not judged: a Slurm job gets the limit of locked memory of {whose}, by {line} in {path}"
-
-
-def _read_with_included(host: Host, path: str) -> str:
-    """Return the text of slurm.conf and of its included files, whose names are relative to its folder."""
-    names, texts = [path], []
-    for name in names:  # the list grows during the loop
-        texts.append(sysfs.text(host, name) or "")
-        cluster = cluster_name(texts[0])
-        included = (join(dirname(path), name.replace("%c", cluster)) for name in _INCLUDE.findall(texts[-1]))
-        names += [name for name in included if name not in names][: CONFIGURATION_FILES_MAX - len(names)]
-    return "\n".join(filter(None, texts))
 
 
 _Pair = tuple[int | None, int | None]

@@ -122,8 +122,6 @@ def _check_device(device: PciDevice) -> Iterator[Finding]:
         keys.append("pci.device.passed_through")
     if gpu and driver in (None, "nouveau"):
         keys.append("pci.device.no_driver" + " nouveau" * (driver is not None))
-    if device.rdma and device.relaxed_ordering is False:
-        keys.append("pci.relaxed_ordering.off")
     for key in keys:
         yield finding(TEXTS, key, subject=device.bus_id, where=f"{DEVICES}/{device.bus_id}", driver=driver)
 

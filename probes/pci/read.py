@@ -218,9 +218,6 @@ CONFIG_BYTES = 4096
 
 _EXTENDED_START = 0x100
 _EXTENDED_MAX = (CONFIG_BYTES - _EXTENDED_START) // 8  # maximum length of a valid chain; an invalid one may loop
-_STANDARD_MAX = (0x100 - 0x40) // 4
-_STATUS, _STATUS_HAS_LIST, _LIST_POINTER = 0x06, 0x10, 0x34
-_EXPRESS, _EXPRESS_DEVICE_CONTROL, _RELAXED_ORDERING = 0x10, 8, 1 << 4
 _ACS, _ACS_CONTROL, _SOURCE_VALIDATION = 0x000D, 6, 1 << 0
 
 
@@ -235,29 +232,7 @@ def parse_config(config: bytes) -> dict[str, Any]:
     if _ACS in extended:
         control = _get_word(config, extended[_ACS] + _ACS_CONTROL)
         acs = None if control is None else bool(control & _SOURCE_VALIDATION)
-    return {"acs_source_validation": acs, "relaxed_ordering": _has_relaxed_ordering(config)}
-
-
-def _has_relaxed_ordering(config: bytes) -> bool | None:
-    if len(config) <= 64:
-        return None
-    for kind, offset in _walk_standard(config):
-        if kind == _EXPRESS:
-            control = _get_word(config, offset + _EXPRESS_DEVICE_CONTROL)
-            return None if control is None else bool(control & _RELAXED_ORDERING)
-    return None
-
-
-def _walk_standard(config: bytes) -> Iterator[tuple[int, int]]:
-    status = _get_word(config, _STATUS)
-    if status is None or not status & _STATUS_HAS_LIST or len(config) <= _LIST_POINTER:
-        return
-    offset = config[_LIST_POINTER] & ~3
-    for _ in range(_STANDARD_MAX):
-        if offset < 0x40 or offset + 2 > min(len(config), 0x100):
-            return
-        yield config[offset], offset
-        offset = config[offset + 1] & ~3
+    return {"acs_source_validation": acs}
 
 
 def _walk_extended(config: bytes) -> Iterator[tuple[int, int]]:

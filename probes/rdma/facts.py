@@ -32,9 +32,7 @@ class RdmaPort:
     rate_bytes_per_second: float | None = None
     rate_text: str | None = None  # "400 Gb/sec (4X NDR)"
     netdev: str | None = None
-    active_mtu_bytes: int | None = (
-        None  # RoCE: derived by the kernel from the netdev's MTU; InfiniBand: from libibverbs, else unknown
-    )
+    active_mtu_bytes: int | None = None  # RoCE: derived by the kernel from the netdev's MTU; InfiniBand: unknown
     netdev_mtu_bytes: int | None = None
     gids: tuple[Gid, ...] = ()
     gids_known: bool = False

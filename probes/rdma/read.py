@@ -10,7 +10,6 @@ include/uapi/linux/rdma_netlink.h; ibv_reg_mr(3); drivers/infiniband/core/umem.c
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from hardware.nics import models
 from probes.api import UnavailableError
@@ -39,13 +38,6 @@ def read(host: Host) -> RdmaFacts:
     if not devices:
         raise UnavailableError(f"no RDMA device in {DEVICES}")
     version, usable = _read_pyverbs(host)
-    if usable:  # no file has the MTU of InfiniBand (set by the subnet manager), but libibverbs has it
-        devices = tuple(
-            replace(device, ports=tuple(_with_mtu(host, device.name, port) for port in device.ports))
-            if device.uverbs_usable
-            else device
-            for device in devices
-        )
     candidates = [device for device in devices if device.uverbs_usable]
     return RdmaFacts(
         devices=devices,
@@ -114,17 +106,6 @@ def _find_bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None
         if "bond" in name and master:
             return master
     return None
-
-
-def _with_mtu(host: Host, name: str, port: RdmaPort) -> RdmaPort:
-    try:
-        answer = host.verbs("port", name, port.port) if port.link_layer == "InfiniBand" else None
-    except (OSError, ImportError):
-        return port
-    if not isinstance(answer, dict):
-        return port
-    code = answer.get("active_mtu")  # enum ibv_mtu: 1 is 256 bytes, 5 is 4096 bytes
-    return replace(port, active_mtu_bytes=128 << code if type(code) is int and 1 <= code <= 5 else None)
 
 
 def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:

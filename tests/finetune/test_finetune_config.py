@@ -272,32 +272,32 @@ def test_every_row_of_the_option_tables_is_sound():
     settings, members = ({one.name for one in dataclasses.fields(kind)} for kind in (JobConfig, Layout))
     schedules = typing.get_args(typing.get_type_hints(JobConfig)["lr_scheduler_type"])
     wrong = []
-    tables = (names.renamed, names.no_effect, names.only, names.in_layout, dict.fromkeys(settings))
+    tables = (names["renamed"], names["no_effect"], names["only"], names["in_layout"], dict.fromkeys(settings))
     found = Counter(name for table in tables for name in table)
     wrong += [f"{name}: in {count} tables" for name, count in found.items() if count > 1]
-    for name, here in (*names.renamed.items(), *names.elsewhere.items()):
+    for name, here in (*names["renamed"].items(), *names["elsewhere"].items()):
         if here not in known_settings():
             wrong.append(f"{name} = {here}: no setting of that name")
     for name, member in (
-        *names.in_layout.items(),
-        *((option, member) for member, option in names.spelled.items()),
-        *names.deepspeed["members"].items(),
-        *((word, member) for word, sets in names.fsdp.items() for member in sets),
+        *names["in_layout"].items(),
+        *((option, member) for member, option in names["spelled"].items()),
+        *names["deepspeed"]["members"].items(),
+        *((word, member) for word, sets in names["fsdp"].items() for member in sets),
     ):
         if member not in members:
             wrong.append(f"{name} = {member}: no member of the layout")
-    wrong += [f"{kind} = {name}" for kind, name in names.deepspeed["types"]["scheduler"].items()
+    wrong += [f"{kind} = {name}" for kind, name in names["deepspeed"]["types"]["scheduler"].items()
               if name["lr_scheduler_type"] not in schedules]  # fmt: skip
-    wrong += [f"{name}: no reason" for name, why in names.no_effect.items() if len(why.split()) < 2]
-    wrong += [f"{name}: no reason" for name, only in names.only.items() if len(only.why.split()) < 2]
+    rows = {**names["no_effect"], **names["only"]}
+    wrong += [f"{name}: no reason" for name, row in rows.items() if len(row["why"].split()) < 2]
     assert wrong == []
 
 
 def test_every_option_of_the_tables_is_read():
     """An option without effect leaves a note, whatever its value; one of a few values takes each of these."""
     names, wrong = trl.option_names(), []
-    rows = [(name, 5) for name in names.no_effect]
-    rows += [(name, value) for name, only in names.only.items() for value in [*only.allowed, None]]
+    rows = [(name, 5) for name in names["no_effect"]]
+    rows += [(name, value) for name, row in names["only"].items() for value in [*row["allowed"], None]]
     for name, value in rows:
         _, explicit, notes = parse_config({name: value})
         if explicit or not any(note.startswith(f"{name}: no effect, ") for note in notes):

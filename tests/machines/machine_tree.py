@@ -201,7 +201,7 @@ def config_space(device: Dev) -> bytes:
     if not device.config:
         return bytes(space)
     space[0x40] = 0x10  # PCI Express capability, the last of its list
-    struct.pack_into("<H", space, 0x48, 0x0010)  # relaxed ordering on
+    struct.pack_into("<H", space, 0x48, 0x0010)  # relaxed ordering on, for lspci
     if device.acs is not None:
         struct.pack_into("<I", space, 0x100, 0x000D | 1 << 16)
         struct.pack_into("<H", space, 0x106, 0x1D if device.acs else 0)

@@ -55,11 +55,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
 @each_row(("conf", "of", "reason"), TABLES["slurm"])
 def test_the_memlock_limit_is_the_jobs_or_is_not_judged(conf: str | None, of: str, reason: str | None) -> None:
     """Slurm gives a job the limit of the shell that submits it, or slurmd's; the other one says nothing."""
-    more = "Include slurm.conf\nInclude none.conf\nPropagateResourceLimits=NONE\n"
-    files = (
-        {} if conf is None else {"/etc/slurm/slurm.conf": f"ClusterName=c\n{conf}\n", "/etc/slurm/limits.conf": more}
-    )
-    files |= {"/etc/slurm/c-limits.conf": more} if files else {}
+    files = {} if conf is None else {"/etc/slurm/slurm.conf": f"ClusterName=c\n{conf}\n"}
     facts = read_limits(host(files=files, environment=ENVIRONMENTS[of]))
     raised = any(found.code == "limits.memlock.low" for found in limits.check(facts))
     why = limits.unjudged(facts).get("limits.memlock.low")
