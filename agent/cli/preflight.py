@@ -166,7 +166,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     else:
         for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
             hosts.host(out, snapshot)
-            node(out, topology, brief=True)
+            node(out, topology)
     if whole.bench is not None:
         measured.bench(out, whole.bench, verbose=verbose)
     if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
@@ -182,5 +182,3 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
         hosts.findings_in_brief(out, whole.checks)
     for note in whole.notes:
         out.print(f"· {escape(note)}")
-    if verbose:
-        hosts.last_line(out, whole.verdict, whole.seconds)

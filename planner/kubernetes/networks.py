@@ -26,7 +26,7 @@ from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.nodes import NodeView, PortView
 from planner.nccl_env.nodes import networks as subnets
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.situation import PodNeed, Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
@@ -113,9 +113,9 @@ def attached(
         return advice
     seen = f"net1 to net{len(networks)}: {', '.join(interfaces)}"
     where = Reason(rule="A pod has GIDs only of the rails to which it has a network", evidence=seen, source=_MULTUS)
-    needs = [PodNeed(name="network", value=name, reason=where) for name in networks]
+    needs = [Setting(name="network", value=name, reason=where) for name in networks]
     if resource:
-        needs.append(PodNeed(name="resource", value=f"{resource}: 1", reason=where))
+        needs.append(Setting(name="resource", value=f"{resource}: 1", reason=where))
     pod_settings = _make_settings(advice.backend, snapshots, rails, seen, len(networks))
     named = {setting.name for setting in pod_settings}
     return replace(

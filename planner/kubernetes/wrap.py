@@ -19,7 +19,7 @@ from planner.kubernetes.job import RUNS_GATE, family, quantity
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
 from planner.kubernetes.yaml_edit import documents, extended
 from planner.nccl_env.names import RESERVED
-from planner.nccl_env.situation import PodNeed, Setting
+from planner.nccl_env.situation import Setting
 
 PREFIX = "topoflight.io"  # prefix of annotation names
 GATE, MONITOR = "preflight", "topoflight-monitor"
@@ -129,7 +129,7 @@ class Additions:
     """The additions to one job."""
 
     settings: tuple[Setting, ...] = ()
-    needs: tuple[PodNeed, ...] = ()
+    needs: tuple[Setting, ...] = ()
     resources: dict[str, str] = field(default_factory=dict)  # given by the user with --resource
     gate_image: str | None = None
     require: tuple[str, ...] = ()

@@ -63,21 +63,6 @@ def nvls(case: Situation) -> Note | None:
     return note("nvls", f"{capable[0]}: NVSwitch, compute capability 9.0 or later")
 
 
-def gdr_c2c(case: Situation) -> Note | None:
-    """NCCL_NET_GDR_C2C: on by default since 2.27; it only concerns NICs, so it does not apply to a single node."""
-    if case.one_node:
-        return None
-    facts = [(node, gpus) for node in case.nodes if (gpus := node.gpu()) is not None]
-    coherent = [node.hostname for node, gpus in facts if any(gpu.c2c_links for gpu in gpus.gpus)]
-    if not coherent:
-        return None
-    if case.older_than((2, 26, 2)):
-        return note("gdr_c2c.unknown_to_this_release")
-    if case.older_than((2, 27, 3)):
-        return note("gdr_c2c.off_in_2_26", f"{coherent[0]}: C2C links")
-    return note("gdr_c2c.automatic", f"{coherent[0]}: C2C links")
-
-
 def topo_file(case: Situation) -> Setting | Note | None:
     """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
     topic = "NCCL_TOPO_FILE"

@@ -1,12 +1,11 @@
-"""The built-in fine-tune job: its traits and terms, its YAML, the torchrun command, and a pod's environment.
+"""The built-in fine-tune job: its traits and terms, and its YAML.
 
-Surface: contracts.job_config (names in the YAML), torchrun's options, Kubernetes' EnvVar and ResourceRequirements.
+Surface: contracts.job_config (names in the YAML).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
 
 from contracts.layout import ROPE_TYPES, TRAINED, WHOLE_ROPE, Layout, most_ranks
 from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
@@ -183,26 +182,4 @@ def finetune_yaml(request: ExportRequest) -> str:
     return yaml_from_template("finetune.yaml", request, model_name=hub, members=members)
 
 
-def torchrun_line(request: ExportRequest) -> str:
-    """Export the command; with several nodes, run it on each with MASTER_ADDR set to the first."""
-    words = ["torchrun", f"--nproc-per-node={request.ranks_per_node}", f"--nnodes={request.nodes}"]
-    if request.nodes > 1:
-        tail = '--rdzv-backend=c10d --rdzv-endpoint="${MASTER_ADDR}:${MASTER_PORT:-29500}"'
-    else:
-        tail = "--standalone"
-    return f"{shlex.join(words)} {tail} -m finetune.train --config finetune.yaml\n"
-
-
-def pod_env(request: ExportRequest) -> str:
-    """Export the container's part of a pod spec."""
-    limits = {"nvidia.com/gpu": str(request.ranks_per_node)} if request.on_gpu else {}
-    resources = (need.value.rpartition(": ") for need in request.needs if need.name == "resource")
-    limits |= {name: count for name, _, count in resources if name and "*" not in name}  # the user replaces a wildcard
-    return yaml_from_template("pod.yaml", request, limits=limits)
-
-
-FORMATS: Formats = {
-    "finetune": ("the YAML of the fine-tune job that ships", finetune_yaml),
-    "torchrun": ("the torchrun line", torchrun_line),
-    "pod": ("env and resources of a pod's container, and its volume, YAML", pod_env),
-}
+FORMATS: Formats = {"finetune": finetune_yaml}

@@ -29,7 +29,8 @@ from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights
 from planner.forecast.step_time import sent
-from planner.recommend import plan, search_planned
+from planner.recommend import plan
+from planner.search import search
 from planner.stacks.topoflight import ENGINE
 
 WHOLE = os.environ.get("TOPOFLIGHT_TRACE") == "all"
@@ -66,7 +67,7 @@ def kind_of(layout):
 def recommended(name, method, world):
     """Of each kind the fastest; fewer layers, chunks and micro-batches, all else as recommended."""
     found, kinds = [], set()
-    for one in search_planned(planned(model_named(name), method, world)).best:
+    for one in search(planned(model_named(name), method, world)).best:
         if kind_of(one.layout) in kinds:
             continue
         kinds.add(kind_of(one.layout))

@@ -17,7 +17,7 @@ from rigs.tables import each_row, rows_of
 from contracts.job_config import parse_config
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents, extended
-from planner.nccl_env.situation import PodNeed, Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from planner.stacks.arguments import as_run, read_command
 
 rows = rows_of(__file__)
@@ -26,10 +26,10 @@ WHY = Reason(rule="rails", evidence="two NICs", source="a test")
 ADDED = Additions(
     settings=(Setting(name="NCCL_IB_HCA", value="=mlx5_0,mlx5_1", reason=WHY),
               Setting(name="NCCL_CROSS_NIC", value="0", reason=WHY)),
-    needs=(PodNeed(name="shm_bytes", value=str(8 << 30), reason=WHY),
-           PodNeed(name="capability", value="IPC_LOCK", reason=WHY),
-           PodNeed(name="network", value="rdmashared-net", reason=WHY),
-           PodNeed(name="resource", value="rdma/*: 1", reason=WHY)),
+    needs=(Setting(name="shm_bytes", value=str(8 << 30), reason=WHY),
+           Setting(name="capability", value="IPC_LOCK", reason=WHY),
+           Setting(name="network", value="rdmashared-net", reason=WHY),
+           Setting(name="resource", value="rdma/*: 1", reason=WHY)),
     resources={"rdma/rdma_shared_device_eth": "1"}, gate_image="registry.example/topoflight:1", log=True,
     annotations={"forecast-step": "step 1 s"},
 )  # fmt: skip
@@ -50,7 +50,7 @@ def additions(row: dict[str, Any]) -> Additions:
     if added == "all":
         return ADDED
     words = {name: value for name, value in added.items() if name not in ("all", "needs")}
-    needs = tuple(PodNeed(name=name, value=value, reason=WHY) for name, value in added.get("needs", ()))
+    needs = tuple(Setting(name=name, value=value, reason=WHY) for name, value in added.get("needs", ()))
     return replace(ADDED if added.get("all") else Additions(), needs=needs, **words)
 
 
