@@ -201,7 +201,8 @@ def _pass_gate(
 
     Exits if a check fails.
     """
-    from agent.jobs.child import measure, sigterm
+    from agent.jobs.benchmark import measure
+    from agent.jobs.signals import sigterm
 
     if options["no_preflight"]:
         return

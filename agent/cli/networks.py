@@ -55,8 +55,8 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.request import Request
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
-    from agent.jobs.child import sigterm
     from agent.jobs.namespaces import HOSTS
+    from agent.jobs.signals import sigterm
     from contracts.run_record import read
     from probes.registry import ALL
 
