@@ -107,7 +107,8 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     # A launch queries the cluster. A dry run does so if the user named a cluster.
     asks = bool(form is None or options["context"] or os.environ.get("KUBECONFIG"))
     options = {**options, **cluster_job.with_dra(options)}
-    advice = cluster_job.with_compute_domain(advice, options, asks=asks)
+    if options["no_compute_domain"]:
+        advice = cluster_job.without_compute_domain(advice)
     offered = cluster_job.resources_for(advice, options) if asks else None
     spec = cluster_job.spec_of(advice, options, offered)
     plan = cluster_job.plan_of(advice, options, found)

@@ -20,7 +20,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -29,7 +28,6 @@ from contracts import bounded
 
 if TYPE_CHECKING:
     from kubernetes.client import Configuration
-    from urllib3 import HTTPResponse
 
 log = logging.getLogger(__name__)
 
@@ -212,17 +210,13 @@ class Client:
         Returns whether the object was created, and the object.
         """
         query = {**WRITE, "force": "true", **(DRY_RUN if dry_run else {})}
-        status, made = self.request("PATCH", path, query=query, body=document, headers={"Content-Type": APPLY})
+        status, made = self.request("PATCH", path, query=query, body=document, content_type=APPLY)
         return status == 201, made
 
     def create(self, path: str, document: Json, *, repeatable: bool = False, dry_run: bool = False) -> Json:
         """Create an object with POST; retry after an unclear failure only if `repeatable` (reviews)."""
         query = {**WRITE, **(DRY_RUN if dry_run else {})}
         return self.request("POST", path, query=query, body=document, repeatable=repeatable)[1]
-
-    def delete(self, path: str) -> Json:
-        """Delete an object in the foreground: its dependents, such as pods, are deleted before it."""
-        return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})[1]
 
     def request(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> tuple[int, Json]:
         """Return the status and object of the first conclusive answer. Raises ApiError."""
@@ -238,9 +232,22 @@ class Client:
                 time.sleep(seconds)
         raise AssertionError("unreachable")
 
-    def _once(self, method: str, path: str, **options: Any) -> tuple[int, Json]:
-        answer = self._send(method, path, read_seconds=self._timeout * 2, **options)
+    def _once(
+        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Json | None = None,
+        content_type: str = JSON,
+    ) -> tuple[int, Json]:  # fmt: skip
+        headers = {
+            "Accept": JSON,
+            "User-Agent": self._api.user_agent,
+            **({"Content-Type": content_type} if body else {}),
+        }
+        self._authorize(headers)
+        url = self.server + path
+        if query:
+            url += "?" + self._api.parameters_to_url_query(dict(query), None)
+        limits = (self._timeout, self._timeout * 2)  # to connect, and of a silence in the answer
         with _errors(f"{self.server} cannot be reached"):
+            answer = self._api.call_api(method, url, headers, body, _request_timeout=limits).response
             raw = answer.read(BODY_LIMIT_BYTES + 1)
         answer.release_conn()
         if len(raw) > BODY_LIMIT_BYTES:
@@ -257,26 +264,6 @@ class Client:
             for text in _WARNING.findall(header):
                 self._on_warning(re.sub(r"\\(.)", r"\1", text))
         return answer.status, value
-
-    def _send(
-        self, method: str, path: str, *, read_seconds: float, query: Mapping[str, Any] | None = None,
-        body: Json | None = None, headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> HTTPResponse:  # fmt: skip
-        """Return the response before its body is read. Raises ApiError of status 0 if there is none."""
-        sent = {
-            "Accept": JSON,
-            "User-Agent": self._api.user_agent,
-            **({"Content-Type": JSON} if body else {}),
-            **headers,
-        }
-        self._authorize(sent)
-        url = self.server + path
-        if query:
-            url += "?" + self._api.parameters_to_url_query(dict(query), None)
-        with _errors(f"{self.server} cannot be reached"):
-            response = self._api.call_api(method, url, sent, body, _request_timeout=(self._timeout, read_seconds))
-        answer: HTTPResponse = response.response
-        return answer
 
     def _authorize(self, headers: dict[str, str]) -> None:
         """Add the credentials, which the library renews when they expire. Raises ApiError."""

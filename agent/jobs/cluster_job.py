@@ -14,11 +14,9 @@ from agent.advice import job_settings
 from agent.advice.advise import in_pods
 from agent.advice.job_settings import grace, job_plan
 from agent.base.output import print_text
-from agent.base.units import count
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
-from agent.jobs import submission
 from contracts.job_plan import JobPlan, dumps
 from contracts.tables import read_texts
 from planner.advice import Recommendation
@@ -37,7 +35,6 @@ from planner.kubernetes.job import (
     storage_rate,
 )
 from planner.kubernetes.manifests import Document
-from planner.nccl_env.situation import Reason, Setting
 from probes.api import Snapshot
 
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
@@ -126,22 +123,12 @@ def with_dra(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"dra": bool(options["dra"]), "device_classes": _device_classes(options["dra"])}
 
 
-def with_compute_domain(advice: Recommendation, options: Mapping[str, Any], *, asks: bool) -> Recommendation:
-    """Remove the ComputeDomain if the option or the cluster requires it, and print the reason to stderr."""
-    need = next((each for each in advice.needs if each.name == "compute_domain"), None)
-    if need is None or (options["nodes"] or 1) == 1:
-        return advice
-    why = "--no-compute-domain" if options["no_compute_domain"] else ""
-    if not why and asks:
-        group, _, version = need.value.partition("/")
-        try:
-            why = submission.why_not_served(connect(options["context"], tries=2), group, version)
-        except (AccessError, ApiError) as error:
-            print_text(f"warning: unknown whether the cluster has ComputeDomains: {error}", err=True)
-    if not why:
-        return advice
-    print_text(f"warning: no ComputeDomain: {why}; between nodes NCCL uses the network, not NVLink", err=True)
-    return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
+def without_compute_domain(advice: Recommendation) -> Recommendation:
+    """Remove the ComputeDomain, and print what that means to stderr."""
+    needs = tuple(need for need in advice.needs if need.name != "compute_domain")
+    if len(needs) < len(advice.needs):
+        print_text("warning: no ComputeDomain: between nodes NCCL uses the network, not NVLink", err=True)
+    return replace(advice, needs=needs)
 
 
 def for_pods(
@@ -150,35 +137,7 @@ def for_pods(
     """Remove settings that apply to a host but not to a pod; return a line for each removed setting."""
     # without --host this machine was scanned: a pod of the node, or the administrator's machine
     here = not options.get("hosts") and not options.get("machine")
-    settings, notes = in_pods(advice, found, here=here)
-    return _threads(settings, options), notes
-
-
-def _threads(advice: Recommendation, options: Mapping[str, Any]) -> Recommendation:
-    """Set OMP_NUM_THREADS from the pods' CPU limit, if ranks compute on the CPU or each pod has one rank."""
-    cores = [_cores(word.partition("=")[2]) for word in options["resources"] if word.startswith("cpu=")]
-    if not cores or cores[0] is None or advice.chosen is None:
-        return advice
-    ranks = max(1, advice.chosen.layout.world_size // (options["nodes"] or 1))
-    if advice.backend == "nccl" and ranks > 1:
-        return advice
-    reason = Reason(
-        rule=_texts("threads"), source="PyTorch torch/distributed/run.py",
-        evidence=f"--resource cpu={cores[0]:g}, {ranks} ranks a pod",
-    )  # fmt: skip
-    threads = Setting(name="OMP_NUM_THREADS", value=str(max(1, int(cores[0]) // ranks)), reason=reason)
-    return replace(
-        advice, settings=(*(s for s in advice.settings if s.name != threads.name), threads),
-        notes=tuple(note for note in advice.notes if note.topic != threads.name),
-    )  # fmt: skip
-
-
-def _cores(quantity: str) -> float | None:
-    """Parse the CPU quantity "4" or "3500m"."""
-    try:
-        return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
-    except ValueError:
-        return None
+    return in_pods(advice, found, here=here)
 
 
 def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
@@ -273,32 +232,16 @@ def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the resources that the nodes offer, if the job needs devices that the user did not name.
-
-    These are families whose exact name depends on the cluster ("rdma/*"), and NICs with a fixed name, such as EFA.
-    """
-    if options["dra"]:
-        return None
-    named = _named_by_user(options)
+    """Return the resources that the nodes offer, if the job needs a family ("rdma/*") of which the user named none."""
     needed = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
-    families = [name for name in needed if name.endswith("/*")]
-    fixed = [name for name in needed if name.startswith(NICS) and name not in (*families, *named)]
-    unnamed = [name for name in families if not family(name, named)]
-    if not (unnamed or fixed):
+    named = _named_by_user(options)
+    if options["dra"] or not any(name.endswith("/*") and not family(name, named) for name in needed):
         return None
     try:
-        offered = _offered(connect(options["context"]), options)
+        return _offered(connect(options["context"]), options)
     except (AccessError, ApiError) as error:
-        if unnamed:
-            why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
-            raise click.ClickException(why) from None
-        print_text(f"warning: unknown whether the nodes offer {', '.join(fixed)}: {error}", err=True)
-        return None
-    for name in fixed:
-        if name not in offered:  # an autoscaler may add such nodes later
-            needed_on = f"{name} is needed on {count(options['nodes'] or 1, 'node')}"
-            print_text(f"warning: {needed_on}, and fewer nodes offer it: the pods wait until enough nodes do", err=True)
-    return offered
+        why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
+        raise click.ClickException(why) from None
 
 
 def _named_by_user(options: Mapping[str, Any]) -> list[str]:

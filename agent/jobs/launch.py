@@ -45,7 +45,6 @@ class Launched:
     killed: bool = False  # whether it ignored SIGTERM
     grace_seconds: int = GRACE_SECONDS  # time that it had to end
     raised: str = ""  # the last error that a rank printed
-    after_end: str = ""  # how a rank was ended by a signal after all its work
     record: RunRecord | None = None  # run.json of this start, if the job wrote it
 
     @property
@@ -64,8 +63,6 @@ class Launched:
             ending = "the job was done by then"
         elif self.cut_short:
             ending = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
-        elif self.after_end:
-            ending = self.after_end
         elif (failed := run_record.first_failed_rank("\n".join(self.last_lines))) and failed.signal:
             ending = f"rank {failed.rank} was ended by {failed.signal}; " + _AGAIN
         else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import contracts
-from agent.advice.advise import POD_ROLES, advise, in_pods
+from agent.advice.advise import advise, in_pods
 from agent.advice.job_settings import grace, planned_for, run_forecast, shape_of
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, RequestError
-from agent.checks.lint import lint_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs import script_rank
@@ -45,16 +43,13 @@ from planner.forecast.models import ModelError
 from planner.kubernetes.job import JobError, check_limit, storage_rate
 from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
-from planner.lint.machine import machine_of
 from planner.stacks.arguments import CommandSettings, as_run, read_command
 from probes.api import Snapshot
-from probes.interfaces.facts import InterfacesFacts
 
 AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # files that start the monitor
 _LIMIT_BYTES = 1 << 20  # of a file named by the arguments
 _LEFT = "left."  # files of script_rank, followed by the rank
 _WARM_UP = 2  # first steps, which allocate and compile
-_MPIRUN = re.compile(r"\b(mpirun|mpiexec|sshd)\b")
 _RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
 
 
@@ -154,9 +149,6 @@ def train(
     done = run(plan.words, variables, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
     failed = run_record.first_failed_rank("\n".join(done.last_lines))
     reports = _read_reports(folder)
-    if failed and failed.signal and "error" in (report := reports.get(failed.rank, {})) and report["error"] is None:
-        how = f"rank {failed.rank} was ended by {failed.signal} while its Python was ending"
-        done = replace(done, after_end=f"{how}. The script had run to its end on this rank, so its work was done")
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
     if done.exit_code and (error := _first_error(reports, failed.rank if failed else None)) and not done.cut_short:
         done = replace(done, raised=error)
@@ -232,16 +224,13 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         notes: list[str] = []
         additions: list[Additions | None] = []
         manifest = documents(text)
-        jobs = jobs_in(manifest)
-        for job in jobs:
+        for job in jobs_in(manifest):
             if job.without_gpus and not asks_for_gpus(resources):
                 notes.append(f"{job.kind}/{job.name}: not changed, as its pods request no GPU: --resource NAME=COUNT")
                 additions.append(None)
                 continue
             advice, said = advised(job, found, options)
             advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
-            if any(_MPIRUN.search(word) for word in job.command):
-                said.append("mpirun passes only the variables that -x names to ranks on other nodes")
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
             additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
@@ -249,7 +238,7 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
                 annotations=forecast(advice),
             ))  # fmt: skip
         made, of_wrap = wrap(text, additions)
-        notes += [*others_in(manifest), *_judged(text, jobs, found)]
+        notes += others_in(manifest)
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
         template = isinstance(error, YamlTextError) and "{{" in text
         raise InputError(f"{error}{_RENDERED if template else ''}") from None
@@ -258,26 +247,6 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
         raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
     return made, list(dict.fromkeys([*notes, *of_wrap]))
-
-
-def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[str]:
-    """Return lint-env findings for the manifest's environment, using the hardware if there is one host.
-
-    Interfaces are checked only if the recording shows the network of the pods: their own, or their node's.
-    """
-    facts = [each for snapshot in found if (each := snapshot.facts(InterfacesFacts))]
-    of_pod = any(link.role in POD_ROLES - {"loopback"} for each in facts for link in each.interfaces)
-    other_network = any(part.host_network is of_pod for job in jobs for part in job.parts)
-    try:
-        machine = machine_of(found[0]) if len(found) == 1 else None
-        checks = lint_text(text, "auto", nccl_version=None, machine=machine).checks
-    except InputError:  # it sets no NCCL variable
-        return []
-    return [
-        f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip()
-        for check in checks
-        if check.status in ("fail", "warn") and not (other_network and check.code.startswith("env.interface."))
-    ]
 
 
 def _resource(word: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Slurm jobs: submit a fine-tune, add missing settings to a user's script, and find the files of a job.
 
-Surface: sbatch(1), scontrol(1) `show job`, sacct(1) of Slurm 22.05.
+Surface: sbatch(1), squeue(1), scontrol(1) `show job` of Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from planner.slurm import ScriptError, batch_script, check_options, check_word, 
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
-SYNTAX_SECONDS = 10.0  # bash parses a script of 1 MiB in a fraction of a second
 _LIKE_THIS_HOST = "the nodes are taken to be like this host; give a recording of a node: --host FILE"
 _AGAIN = read_table(__file__, "slurm.toml")["again"]
 _LIST_BYTES = 1 << 20  # of a file with host names
@@ -133,7 +132,6 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     select((), require=options["require"], known=ALL_CODES)
     try:
         check_options(text)
-        unchecked = _check_syntax(text)
         nodes, gpus = size_of(text)
         request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                           ranks_per_node=gpus)  # fmt: skip
@@ -144,30 +142,11 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
         )  # fmt: skip
     except ScriptError as error:
         raise InputError(str(error)) from None
-    notes += unchecked
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:
         notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for several")
     return made, notes
-
-
-def _check_syntax(text: str) -> list[str]:
-    """Return notes if the syntax was not checked. Raises ScriptError if `bash -n` rejects the script."""
-    if shell := re.match(r"#!.*\b([kz]sh)\b", text):
-        return [f"the script is for {shell[1]}, whose syntax is not checked"]
-    try:
-        done = subprocess.run(
-            ["bash", "-n"], input=text, capture_output=True, text=True, errors="replace", timeout=SYNTAX_SECONDS,
-            check=False, env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"},
-        )  # fmt: skip
-    except FileNotFoundError:
-        return ["this host has no bash, so the syntax of the script is not checked"]
-    except subprocess.TimeoutExpired:
-        raise ScriptError(f"line 1: bash did not read the script within {SYNTAX_SECONDS:.0f} s") from None
-    if found := re.search(r"line (\d+): (.*)", done.stderr):
-        raise ScriptError(f"line {found[1]}: {found[2]}")
-    return []
 
 
 class JobFiles(NamedTuple):
@@ -197,7 +176,6 @@ def job_files(job_id: str) -> JobFiles:
     folders = tuple(dict.fromkeys([*of_job, Path.cwd()]))
     names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
     own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array task
-    known = fields.get("by", "neither the controller nor the accounting (sacct)")
     for folder in folders:
         log = next((path for name in names if (path := folder / name).is_file()), None)
         own = folder / f"topoflight-{own_id}"
@@ -207,7 +185,7 @@ def job_files(job_id: str) -> JobFiles:
             # future folder of the ranks: a wrapped script creates the first, launch has its script next to its log
             awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" in scripts else None
             run = next((path for path in places if (path / "ranks").is_dir()), awaited)
-            whose = f"which {known} names" if folder in of_job else "the current folder"
+            whose = "which the controller names" if folder in of_job else "the current folder"
             what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"
             if log and run == log.parent and (later := _find_later_job(log, own_id)):
                 run, whose = None, f"{whose}; run.json and the ranks' files are of job {later}, which ran there later"
@@ -215,8 +193,8 @@ def job_files(job_id: str) -> JobFiles:
     if state == "PENDING":
         raise SlurmError(f"job {job_id} has not started ({words}), so there is nothing to diagnose yet")
     where = ", ".join(map(str, folders))
-    raise SlurmError(f"job {job_id}: no file of it was found in {where}; {known} knows the job; "
-                     "give its logs, or --run FOLDER")  # fmt: skip
+    knows = "" if fields else "; the controller does not know the job, or no longer"
+    raise SlurmError(f"job {job_id}: no file of it was found in {where}{knows}; give its logs, or --run FOLDER")
 
 
 def _find_later_job(log: Path, job_id: str) -> int | None:
@@ -227,38 +205,22 @@ def _find_later_job(log: Path, job_id: str) -> int | None:
 
 
 def _shown(job_id: str) -> dict[str, str]:
-    """Return Slurm's fields of a job, by scontrol name, and `by` which command; empty if Slurm does not know the job.
+    """Return what the controller shows of a job, by field; empty if it does not know the job, as minutes after its end.
 
-    The controller forgets a job some minutes after its end; the accounting database still has it. Raises SlurmError for
-    the id of an array or a heterogeneous job, which are several jobs.
+    Raises SlurmError for the id of an array or a heterogeneous job, which are several jobs.
     """
     try:
-        found = [_record(text) for text in slurm("scontrol", "show", "job", job_id).split("\n\n") if text.strip()]
+        shown = slurm("scontrol", "show", "job", job_id)
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise SlurmError(f"{error}. Give the job's logs, or --run FOLDER") from None
-        try:
-            rows = slurm("sacct", "-j", job_id, "-n", "-P", "-X", "-o", "JobID,JobIDRaw,State,WorkDir,SubmitLine")
-        except SlurmError:
-            return {}
-        names = ("id", "JobId", "JobState", "WorkDir", "SubmitLine", "by")
-        cells = [row.split("|", 4) for row in rows.splitlines() if row.count("|") > 3]
-        found = [dict(zip(names, (*row, "the accounting (sacct)"), strict=True)) for row in cells]
-    if len(found) > 1:
-        found.sort(key=lambda one: one.get("JobState", "").startswith(("COMPLETED", "PENDING", "RUNNING")))
-        named = ", ".join(f"{one.get('id')} ({one.get('JobState', '').partition(' ')[0]})" for one in found[:8])
-        raise SlurmError(f"job {job_id} is {len(found)} jobs: {named}{', ...' * (len(found) > 8)}. Give the id of one")
-    return found[0] if found else {}
-
-
-def _record(shown: str) -> dict[str, str]:
-    """What the controller shows of one job; `id` is the name of an array's task or of a component."""
+        return {}
+    if (count := len(re.findall(r"^JobId=", shown, re.MULTILINE))) > 1:
+        raise SlurmError(f"job {job_id} is {count} jobs: give the id of one, as `squeue` and `scontrol` show them")
     found = dict(line.strip().partition("=")[::2] for line in shown.splitlines())
     for name, nothing in (("Reason", "None"), ("Restarts", "0")):
         value = re.search(rf"\s{name}=(\S*)", shown)
         found[name] = value[1] if value and value[1] != nothing else ""
     if found["Restarts"]:
         found["Restarts"] = f"restart {found['Restarts']}"
-    parts = re.findall(r"\b(?:ArrayJobId|ArrayTaskId|HetJobId|HetJobOffset)=(\S+)", shown)
-    found["id"] = ("+" if "HetJobId=" in shown else "_").join(parts)
-    return {**found, "by": "the controller"}
+    return found

@@ -16,50 +16,27 @@ from agent.cluster.client import ApiError, Client, path_of
 from contracts.redaction import redact
 from planner.kubernetes.manifests import POD_LABELS, Document
 
-GONE_SECONDS = 30.0  # for the deletion of a failed job, after the grace period of its pods
 WAIT_SECONDS = 60.0  # a controller creates pods within seconds; image pulls can take longer
 _POLL_SECONDS = 1.0
 _REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
 
 
-def why_not_served(client: Client, group: str, version: str) -> str:
-    """Return why the cluster does not have this version of the API; empty if it has. Raises ApiError if unknown."""
-    try:
-        known = client.get(f"/apis/{group}")
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        return f"the cluster serves no {group}"
-    versions = [str(each.get("version")) for each in known.get("versions") or ()]
-    return "" if version in versions else f"the cluster serves {group} {', '.join(versions)} and not {version}"
-
-
 def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
     """Create the objects through the API, after the server has accepted each in a dry run.
 
-    The job, which is last, must be new or have failed. A failed job is deleted first, and the new one resumes from its
-    checkpoints. An existing claim is not changed; other objects are applied over those of an earlier launch. Yields a
-    line per object. Raises ApiError with what the server refused and what was created before.
+    The job, which is last, must be new. An existing claim is not changed; other objects are applied over those of an
+    earlier launch. Yields a line per object. Raises ApiError with what the server refused and what was created before.
     """
     done: list[str] = []
-    failed = False
     for really in (False,) if dry_run else (False, True):
         for document in made:
             name = named(document)
             try:
-                if document is not made[-1]:
-                    line = _prepare(client, document, dry_run=not really)
-                elif not really:
-                    line, failed = "created", _admit(client, document)
-                else:
-                    if failed:
-                        _delete(client, document, GONE_SECONDS + max(_grace(made), default=0))
-                        yield f"{name} had failed: deleted"
-                    client.create(_path(client, document), document)
-                    line = "created"
+                line = _send(client, document, is_job=document is made[-1], dry_run=not really)
             except ApiError as error:
                 so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
-                text = f"{name}: the API server says {error.status}: {error}{so_far}"
+                served = f"; is {document['apiVersion']} served by this cluster?" if error.status == 404 else ""
+                text = f"{name}: the API server says {error.status}: {error}{served}{so_far}"
                 raise ApiError(error.status, text) from None
             if really or dry_run:
                 done += [name] if really and line == "created" else []
@@ -76,36 +53,26 @@ def _path(client: Client, document: Document, name: str = "") -> str:
     return path_of(document["apiVersion"], f"{document['kind'].lower()}s", name, namespace=namespace)
 
 
-def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
-    """Create an object that the job needs; return what was done."""
-    if document["kind"] == "PersistentVolumeClaim":  # applying another size would resize a claim that is not ours
-        try:
-            client.create(_path(client, document), document, dry_run=dry_run)
-        except ApiError as error:
-            if error.status != 409:
-                raise
-            return "already exists and was not changed"
+def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) -> str:
+    """Create an object, or apply it over that of an earlier launch; return what was done."""
+    path = _path(client, document, document["metadata"]["name"])
+    if not is_job and document["kind"] != "PersistentVolumeClaim":
+        new, _ = client.apply(path, document, dry_run=dry_run)
+        return "created" if new else "was there: updated"
+    try:  # applying another size would resize a claim that is not ours, and a job must be new
+        client.create(_path(client, document), document, dry_run=dry_run)
         return "created"
-    new, _ = client.apply(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
-    return "created" if new else "was there: updated"
-
-
-def _admit(client: Client, job: Document) -> bool:
-    """Validate the job in a dry run; return whether a failed job of the same name must be deleted first."""
-    try:
-        client.create(_path(client, job), job, dry_run=True)
-        return False
     except ApiError as error:
         if error.status != 409:
             raise
-        state = job_state(client.get(_path(client, job, job["metadata"]["name"])))
-        if state != "failed":
-            state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
-            raise ApiError(409, f"{error}, and is {state_text}") from None
-    about = {key: value for key, value in job["metadata"].items() if key != "name"}
-    about["generateName"] = f"{job['metadata']['name']}-"
-    client.create(_path(client, job), {**job, "metadata": about}, dry_run=True)
-    return True
+        if not is_job:
+            return "already exists and was not changed"
+        state = job_state(client.get(path))
+        if state == "failed":
+            again = f"`kubectl delete {named(document)}`, then the same command resumes from its checkpoints"
+            raise ApiError(409, f"{error}, and has failed: {again}") from None
+        state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
+        raise ApiError(409, f"{error}, and is {state_text}") from None
 
 
 def stored(client: Client, document: Document) -> Document:
@@ -135,31 +102,6 @@ def why_failed(job: Document) -> list[str]:
     conditions = (job.get("status") or {}).get("conditions") or ()
     return [_line(str(each.get("reason") or "Failed"), "", each.get("message")) for each in conditions
             if each.get("type") == "Failed" and str(each.get("status")) == "True"]  # fmt: skip
-
-
-def _grace(node: Any) -> Iterator[int]:
-    """Return the termination grace period of each pod in the document."""
-    below = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
-    if isinstance(node, Mapping) and "terminationGracePeriodSeconds" in node:
-        yield node["terminationGracePeriodSeconds"]
-    for one in below:
-        yield from _grace(one)
-
-
-def _delete(client: Client, job: Document, seconds: float) -> None:
-    """Delete the job and wait until it is gone. Raises ApiError if it is not deleted in time."""
-    path = _path(client, job, job["metadata"]["name"])
-    until = time.monotonic() + seconds
-    try:
-        client.delete(path)
-        while time.monotonic() < until:
-            client.get(path)
-            time.sleep(0.5)
-    except ApiError as error:
-        if error.status == 404:
-            return
-        raise
-    raise ApiError(409, f"the job that failed is still there {seconds:.0f} s after it was deleted")
 
 
 class Came(NamedTuple):
@@ -199,7 +141,8 @@ def wait(
         if held and not pods and late:
             return Came(EXIT_PASS, ("no pod yet: the job waits for its queue to admit it",))
         if late:
-            return Came(EXIT_UNKNOWN, (_silence(client, job, namespace, seconds, api),))
+            why = f"no pod within {seconds:.0f} s, and no event says why: is its operator running?"
+            return Came(EXIT_UNKNOWN, (why,))
         sleep(_POLL_SECONDS)
 
 
@@ -245,20 +188,6 @@ def _refusals(client: Client, namespace: str, name: str, since: str) -> tuple[st
         if owned and event.get("reason") in _REFUSED and when >= since:
             found[_line(str(event["reason"]), "", event.get("message"))] = None
     return tuple(found)
-
-
-def _silence(client: Client, job: Document, namespace: str, seconds: float, api: str) -> str:
-    """Explain the lack of pods and events: from the job's status, or because no controller handles it."""
-    try:
-        now = client.get(path_of(job["apiVersion"], f"{api}s", job["metadata"]["name"], namespace=namespace))
-    except ApiError as error:
-        return f"no pod within {seconds:.0f} s, and the job cannot be read: {error}"
-    conditions: Sequence[Mapping[str, Any]] = (now.get("status") or {}).get("conditions") or ()
-    messages = [str(each.get("message") or each.get("reason")) for each in conditions if each.get("status") == "True"]
-    state = job_state(now) or (
-        messages[-1] if messages else "its controller has reported nothing: is its operator running?"
-    )
-    return f"no pod within {seconds:.0f} s: {state}"
 
 
 def _line(what: str, reason: str, message: object) -> str:

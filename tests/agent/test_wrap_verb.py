@@ -87,34 +87,6 @@ def test_a_forecast_that_cannot_be_made_is_unknown_and_the_rest_is_added(tmp_pat
     assert "NCCL_DEBUG_FILE" in said.stdout and "topoflight.io/forecast" not in said.stdout
 
 
-def test_what_mpirun_starts_is_said(tmp_path: Path) -> None:
-    said = wrap(tmp_path / "job.yaml", manifest(tmp_path).replace("torchrun", "mpirun -np 2 python"))
-    assert said.exit_code == 0 and "only the variables that -x names" in said.stderr
-
-
-def test_the_environment_of_the_manifest_is_judged_beside_the_diff(tmp_path: Path) -> None:
-    """As lint-env judges it: a name that NCCL does not have, a value that it does not take; and both stay."""
-    path = tmp_path / "job.yaml"
-    config, job = yaml.safe_load_all(manifest(tmp_path))
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        replica["restartPolicy"] = "Never"
-        (container,) = replica["template"]["spec"]["containers"]
-        container["env"] += [{"name": "NCCL_IB_HAC", "value": "mlx5_0"}, {"name": "NCCL_IB_TIMEOUT", "value": "99"}]
-        container["env"].append({"name": "NCCL_SOCKET_IFNAME", "value": "eth0"})  # the pod's own, which no host has
-    done = wrap(path, yaml.safe_dump_all([config, job], sort_keys=False), "-o", tmp_path / "new.yaml")
-    assert done.exit_code == 0, done.output
-    judged = [line for line in done.stderr.splitlines() if "env." in line]
-    assert any("NCCL_IB_HAC" in line for line in judged) and any("NCCL_IB_TIMEOUT" in line for line in judged)
-    assert "env.interface.absent" not in done.stderr
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        replica["template"]["spec"]["hostNetwork"] = True
-    assert "fail env.interface.absent" in wrap(path, yaml.safe_dump_all([config, job], sort_keys=False)).stderr
-    assert "Master: restartPolicy is Never: no pod is recreated" in done.stderr
-    assert "NCCL_IB_HAC" in (tmp_path / "new.yaml").read_text()
-    plain, _ = wrapped(tmp_path)
-    assert "restartPolicy is Never:" not in plain.stderr and "env." not in plain.stderr
-
-
 def ended(processes: list[subprocess.Popen[str]]) -> None:
     """Wait for processes, which all succeed; none is left when one does not end."""
     try:
@@ -184,7 +156,7 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     (tmp_path / "sft.py").write_text("import atexit, os\natexit.register(os.abort)\nprint(__name__, __file__)")
     aborted = topoflight(*words)  # after its work
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert aborted.exit_code == 3 and "SIGABRT" in record["reason"] and "had run to its end" in record["reason"], record
+    assert aborted.exit_code == 3 and "SIGABRT" in record["reason"], record
     assert record["reason"] in aborted.stderr
     assert f"__main__ {tmp_path}/sft.py" in (tmp_path / "run" / "job.log").read_text()
     (tmp_path / "sft.py").write_text("raise ValueError('no such layer')")

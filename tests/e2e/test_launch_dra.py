@@ -146,27 +146,25 @@ def test_beside_multus_the_claim_takes_the_rdma_device_once(cluster: ApiServer) 
 RACK = ["--machine", "gb200-nvl72", *WORDS]
 
 
-@pytest.mark.parametrize(
-    ("served", "words", "why"),
-    [
-        (True, (), ""),
-        (False, (), "the cluster serves no resource.nvidia.com"),
-        (True, ("--no-compute-domain",), "--no-compute-domain"),
-    ],
-)
-def test_a_job_over_nvlink_is_made_with_its_compute_domain_or_told_that_it_has_none(
-    cluster: ApiServer, served: bool, words: tuple[str, ...], why: str
+@pytest.mark.parametrize("words", [(), ("--no-compute-domain",)])
+def test_a_job_over_nvlink_is_made_with_its_compute_domain_unless_told_otherwise(
+    cluster: ApiServer, words: tuple[str, ...]
 ) -> None:
-    """The GPUs stay the device plugin's. Without NVIDIA's DRA driver the job runs all the same, over the network."""
-    if not served:
-        del cluster.kinds["/apis/resource.nvidia.com/v1beta1/computedomains"]
+    """The GPUs stay the device plugin's. Without it the job runs over the network."""
     done = CliRunner().invoke(launch, [*RACK, "--wait", "0", *words])
     assert done.exit_code == 0, done.output
     (job,) = cluster.of_kind("Job")
     claims = job["spec"]["template"]["spec"].get("resourceClaims", [])
     domains = [each["spec"]["numNodes"] for each in cluster.of_kind("ComputeDomain")]
     assert limits(job)["nvidia.com/gpu"] == "4"
-    assert domains == ([] if why else [0])
-    assert [each["resourceClaimTemplateName"] for each in claims] == ([] if why else ["sft-compute-domain-channel"])
-    none = f"no ComputeDomain: {why}; between nodes NCCL uses the network, not NVLink"
-    assert (none in done.stderr) == bool(why)
+    assert domains == ([] if words else [0])
+    assert [each["resourceClaimTemplateName"] for each in claims] == ([] if words else ["sft-compute-domain-channel"])
+    assert ("no ComputeDomain: between nodes NCCL uses the network" in done.stderr) == bool(words)
+
+
+def test_a_cluster_without_nvidias_dra_driver_refuses_the_compute_domain(cluster: ApiServer) -> None:
+    """The message names the API; --no-compute-domain makes the job without it."""
+    del cluster.kinds["/apis/resource.nvidia.com/v1beta1/computedomains"]
+    done = CliRunner().invoke(launch, [*RACK, "--wait", "0"])
+    assert done.exit_code == 1 and "is resource.nvidia.com/v1beta1 served by this cluster?" in done.output, done.output
+    assert cluster.of_kind("Job") == []

@@ -291,20 +291,6 @@ def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch
     assert "SOCKET_IFNAME" not in str(documents)
 
 
-@each_row(
-    ("ranks", "resources", "threads"),
-    [(1, (), "8"), (2, (), "4"), (1, ("cpu=4",), "4"), (2, ("cpu=4",), "2"), (1, ("cpu=500m",), "1")],
-)
-def test_a_rank_starts_as_many_threads_as_its_pod_may_use(ranks: int, resources: tuple[str, ...], threads: str) -> None:
-    """torchrun sets nothing for a rank that is alone, which then takes the whole node; --ranks says how many share."""
-    found = host("n", gpus=0, cores=8, threads=16)
-    request = Request.of(model="tiny-llama", nodes=2, ranks_per_node=ranks)
-    given = {"hosts": ("n.json",), "machine": None, "resources": resources, "nodes": 2}
-    made, _ = cluster_job.for_pods(answer(request, [found]), given, [found])
-    spec = cluster_job.spec_of(made, {**GIVEN, "resources": resources})
-    assert (spec.processes_per_node, spec.environment["OMP_NUM_THREADS"]) == (ranks, threads)
-
-
 def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
     """Where nvidia_peermem is loaded that driver is on the node; ofedDriver and useHostMofed exclude each other."""
 

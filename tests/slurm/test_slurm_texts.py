@@ -140,10 +140,6 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     path.write_text(script.replace("export", "#SBATCH --time=1\nexport"))
     late = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "line 6: sbatch ignores this option" in late.output, late.output
-    for shell in ("zsh", "ksh"):
-        path.write_text(f"#!/usr/bin/env {shell}\nfiles=(*(.))\nsrun train\n")
-        done = topoflight("wrap", path, "--machine", "p5.48xlarge")
-        assert done.exit_code == 0 and f"for {shell}, whose syntax is not checked" in done.stderr, done.output
     long = {"longer than 65536 characters": f"#!/bin/bash\n#SBATCH --comment={'x' * 70_000}\nsrun x\n"}
     for message, wrong in (rows("bad")() | long).items():
         path.write_bytes(wrong.encode())
@@ -251,12 +247,12 @@ def test_a_statement_is_not_split() -> None:
     assert made.startswith("#!/bin/bash\n# Added by") and made.endswith(SPLIT.partition("\n")[2])
 
 
-@each_row(("job", "shown", "row", "here", "wanted", "where", "awaited", "again"), rows("jobs"))
+@each_row(("job", "shown", "here", "wanted", "where", "awaited", "again"), rows("jobs"))
 def test_the_logs_of_a_job_are_found(
-    job: str, shown: str, row: str, here: str, wanted: list[str], where: str, awaited: str, again: str, tmp_path: Path,
+    job: str, shown: str, here: str, wanted: list[str], where: str, awaited: str, again: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """By the controller, by the accounting when the controller has forgotten the job, or in the current folder.
+    """By the controller, or in the current folder when it has forgotten the job.
 
     NCCL's logs of an array's task are in the folder of the task's own id.
     """
@@ -264,11 +260,10 @@ def test_the_logs_of_a_job_are_found(
     for name in ("a.out", OF_TASK, "run/slurm-1234.log", "run/job.sbatch"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("x\n")
-    for command, said in (("scontrol", shown), ("sacct", row)):
-        path = tmp_path / command
-        is_error = " error: " in said
-        path.write_text(f"#!/bin/sh\ncat <<'END'{' >&2; exit 1' * is_error}\n{said.format(folder=folder)}\nEND\n")
-        path.chmod(0o755)
+    path = tmp_path / "scontrol"
+    is_error = " error: " in shown
+    path.write_text(f"#!/bin/sh\ncat <<'END'{' >&2; exit 1' * is_error}\n{shown.format(folder=folder)}\nEND\n")
+    path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.chdir(folder / here)
     try:
@@ -295,9 +290,9 @@ def test_an_interface_that_a_recorded_node_lacks_is_refused(
 def test_the_record_of_a_later_job_in_the_same_folder_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("scontrol", "sacct"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
-        (tmp_path / name).chmod(0o755)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "run" / "ranks").mkdir(parents=True)
     for name in ("slurm-7.log", "slurm-9.log", "slurm-9.0.log"):
