@@ -38,22 +38,10 @@ KEPT_RANKS = 8  # the latest stragglers
 KEPT_TRANSPORTS = 16
 KEPT_COLLECTIVES = 16  # kinds of collectives in a step
 
-_TABLE = read_table(__file__, "metrics.toml")
-_COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 3)}  # or the benchmark, the search, the run
-
-FORBIDDEN_LABELS = frozenset(_TABLE["forbidden_labels"])
-SYMBOLS: dict[str, str] = _TABLE["symbols"]
-
-LABELS: dict[str, tuple[str, str]] = {
-    label: (row["text"], _COUNTED.get(label, row.get("most", ""))) for label, row in _TABLE["labels"].items()
-}
-"""What each label holds, and the most values that one host has of it: a number, a symbol, or "" where the value follows
-from the other labels."""
-
-OWN: tuple[Metric, ...] = tuple(Metric(**{**row, "labels": tuple(row.get("labels", ()))}) for row in _TABLE["metrics"])
+TABLE = read_table(__file__, "metrics.toml")  # dashboards/generate.py reads what it says about labels
+OWN: tuple[Metric, ...] = tuple(Metric(**{**row, "labels": tuple(row.get("labels", ()))}) for row in TABLE["metrics"])
 PROBES: tuple[Metric, ...] = tuple(metric for probe in ALL for metric in probe.metrics)
 CATALOGUE: tuple[Metric, ...] = (*OWN, *PROBES)
-BY_SOURCE: dict[str, tuple[Metric, ...]] = {"agent": OWN, **{p.name: p.metrics for p in ALL if p.metrics}}
 
 
 MOST_SUBJECT = 96  # characters per label; the longest subject of the project's machines has 41

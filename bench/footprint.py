@@ -32,7 +32,7 @@ ENDPOINTS = (
 PER_ENDPOINT = 10
 ALONE, PUBLISHING = 90, 110  # MiB at most, agent and probes' child together, shared pages once (PSS)
 VERBS = (  # from start to end
-    "--help", "explain limits.memlock.low", "topo --from tests/machines/hgx-h100-8xH100-8hca.json", "scan", "preflight",
+    "--help", "explain limits.memlock.low", "topo --host tests/machines/hgx-h100-8xH100-8hca.json", "scan", "preflight",
     "evidence tests/collectives/ib_on.log", "recommend --machine p5.48xlarge --nodes 2048 --model Llama-3.1-405B",
 )  # fmt: skip
 # the agent itself, scanning without a pause; it writes how many scans it has made

@@ -45,7 +45,7 @@ from planner.forecast.compute import DEFAULT, Constants, gpu_rates
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.search import TIGHT_SHARE, Candidate, degrees_of, search, simplest
+from planner.search import TIGHT_SHARE, Candidate, Planned, degrees_of, search, simplest
 from planner.stacks import ENGINES
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
@@ -207,10 +207,10 @@ def searched(row: Row, constants: Constants = DEFAULT) -> Layout:
     """The layout of a row that publishes none: what the planner would run with this batch."""
     engine = row.stack.engine
     able = replace(row, stack=replace(row.stack, engine=replace(engine, methods=frozenset({"full", "lora", "qlora"}))))
-    found = search(
-        _job(able, row.precision, constants), world=row.layout.world_size, global_batch=row.layout.global_batch,
+    found = search(Planned(
+        job=_job(able, row.precision, constants), world=row.layout.world_size, global_batch=row.layout.global_batch,
         precision=row.precision, capacity=row.gpu.memory_bytes,
-    )  # fmt: skip
+    ))  # fmt: skip
     return found.best[0].layout if found.best else row.layout
 
 

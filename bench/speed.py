@@ -11,7 +11,8 @@ import time
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import plan, search_planned
+from planner.recommend import plan
+from planner.search import search
 
 WORLD_SIZES = (8, 64, 512, 2048, 4096, 16384)
 REPEATS = 5
@@ -27,7 +28,7 @@ def main() -> None:
             seconds = []
             for _ in range(REPEATS):
                 start = time.process_time()
-                found = search_planned(plan(cluster, (), model_named("Llama-3.1-405B"), train))
+                found = search(plan(cluster, (), model_named("Llama-3.1-405B"), train))
                 seconds.append(time.process_time() - start)
             print(f"| {world} | {engine} | {found.tried} | {statistics.median(seconds):.3f} |", flush=True)
 

@@ -19,8 +19,9 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import alerts  # noqa: E402 - found by the path above
 
-from agent.metrics import BY_SOURCE, FORBIDDEN_LABELS, LABELS, SYMBOLS  # noqa: E402 - found by the path above
+from agent.metrics import OWN, TABLE  # noqa: E402 - found by the path above
 from probes.api import Metric  # noqa: E402
+from probes.registry import ALL  # noqa: E402
 
 
 def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | None = None) -> dict[str, str]:
@@ -100,6 +101,14 @@ def _map(name: str, body: str) -> dict[str, Any]:
 
 # docs/reference/metrics.md: the tables between the markers are generated from the metric families.
 
+BY_SOURCE: dict[str, tuple[Metric, ...]] = {"agent": OWN, **{p.name: p.metrics for p in ALL if p.metrics}}
+_COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 3)}  # or the benchmark, the search, the run
+LABELS: dict[str, tuple[str, str]] = {
+    label: (row["text"], _COUNTED.get(label, row.get("most", ""))) for label, row in TABLE["labels"].items()
+}
+"""What each label holds, and the most values that one host has of it: a number, a symbol, or "" where the value follows
+from the other labels."""
+
 BEGIN, END = "<!-- made by dashboards/generate.py -->", "<!-- end of what is made -->"
 
 
@@ -111,8 +120,8 @@ def metrics_page(old: str) -> str:
 
 
 def _tables() -> str:
-    never = ", ".join(f"`{name}`" for name in sorted(FORBIDDEN_LABELS))
-    symbols = "; ".join(f"{symbol} {meaning}" for symbol, meaning in SYMBOLS.items())
+    never = ", ".join(f"`{name}`" for name in sorted(TABLE["forbidden_labels"]))
+    symbols = "; ".join(f"{symbol} {meaning}" for symbol, meaning in TABLE["symbols"].items())
     lines = ["## Families", ""]
     for source, families in BY_SOURCE.items():
         lines += [f"### {source}", "", *(_line(family) for family in families), ""]

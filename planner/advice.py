@@ -12,7 +12,7 @@ from typing import Any
 from contracts.finding import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.nccl_env.situation import Note, PodNeed, Setting
+from planner.nccl_env.situation import Note, Setting
 
 SCHEMA_VERSION = 1
 
@@ -66,7 +66,7 @@ class Recommendation:
 
     settings: tuple[Setting, ...]
     notes: tuple[Note, ...] = ()
-    needs: tuple[PodNeed, ...] = ()
+    needs: tuple[Setting, ...] = ()
     backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
     model: ModelSpec | None = None
     train: TrainSpec | None = None
@@ -97,8 +97,6 @@ class ExportRequest:
     layout: Layout
     model: ModelSpec
     train: TrainSpec
-    settings: tuple[Setting, ...] = ()
-    needs: tuple[PodNeed, ...] = ()
     ranks_per_node: int = 1
     on_gpu: bool = True
 
@@ -108,7 +106,7 @@ class ExportRequest:
         return max(1, self.layout.world_size // self.ranks_per_node)
 
 
-Formats = Mapping[str, tuple[str, Callable[[ExportRequest], str]]]  # format -> (description, exporter)
+Formats = Mapping[str, Callable[[ExportRequest], str]]  # format -> exporter
 
 
 def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> ExportRequest:
@@ -120,8 +118,6 @@ def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> Export
         layout=recommendation.chosen.layout,
         model=recommendation.model,
         train=replace(recommendation.train, steps=recommendation.total_steps or recommendation.train.steps),
-        settings=recommendation.settings,
-        needs=recommendation.needs,
         ranks_per_node=ranks_per_node,
         on_gpu=recommendation.backend == "nccl",
     )
@@ -152,9 +148,7 @@ def from_template(name: str, request: ExportRequest, **values: Any) -> str:
 
 
 def yaml_from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """Render a YAML template, and format the result with PyYAML. Comment lines come first."""
+    """Render a YAML template, and format the result with PyYAML."""
     import yaml
 
-    text = from_template(name, request, **values)
-    comments = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
-    return "".join(comments) + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)
+    return yaml.safe_dump(yaml.safe_load(from_template(name, request, **values)), sort_keys=False)

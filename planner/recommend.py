@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from contracts.job_config import resolve_layout
@@ -16,19 +16,19 @@ from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
-from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device
+from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, repair_links, repaired, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
-from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
+from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.names import newest_read, version_text
 from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
-from planner.search import TIGHT_SHARE, Candidate, Found, difference_sigma, fitting, search, usual_options
+from planner.search import TIGHT_SHARE, Candidate, Found, Planned, difference_sigma, fitting, search, usual_options
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -52,36 +52,11 @@ _TOKENS_PER_STEP = ((20e9, 1 << 20), (200e9, 1 << 22), (math.inf, 1 << 24))
 MeasuredStep = tuple[Mapping[str, Any], float]  # (fields of its layout, seconds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """All inputs of a forecast, collected from the facts."""
-
-    job: Job
-    world: int
-    global_batch: int
-    precision: Precision
-    capacity: float | None
-    unknowns: tuple[str, ...]
-    calibrated: bool
-    scale: float = 1.0  # measured step / its forecast
-    slowed: tuple[str, ...] = ()  # effects of findings, as included in the forecast
-    requested: Mapping[str, Any] = field(default_factory=dict)  # layout fields set by the job's settings
-
-    @property
-    def budget(self) -> float | None:
-        """Limit for the forecast bytes of a rank; None: unknown."""
-        return bytes_that_fit(self.job, self.capacity) if self.capacity else None
-
-    def candidate(self, layout: Layout, *, tight: bool = False) -> Candidate:
-        """Return the forecast of one layout, whether or not it fits."""
-        parts, memory = step_parts(self.job, layout), memory_of(self.job, layout)
-        return Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale, tight=tight)
-
-    def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
-        """Return a layout with its forecast, compared with the winner."""
-        why = why_not(self.job, winner, candidate) if winner is not None else ""
-        forecast = forecast_of(self.job, candidate, self.capacity, calibrated=self.calibrated, scale=self.scale)
-        return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)
+def rank(planned: Planned, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
+    """Return a layout with its forecast, compared with the winner."""
+    why = why_not(planned.job, winner, candidate) if winner is not None else ""
+    forecast = forecast_of(planned.job, candidate, planned.capacity, calibrated=planned.calibrated, scale=planned.scale)
+    return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)
 
 
 def _find_rates(
@@ -320,18 +295,6 @@ def _describe_unmeasured(speed: Speed) -> str:
     return words
 
 
-def search_planned(planned: Planned, named: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
-    """Run the search on collected inputs, among layouts with the values in `named`.
-
-    By default these are the values in the job's settings. `surely`: see `search`.
-    """
-    return search(
-        planned.job, world=planned.world, global_batch=planned.global_batch,
-        precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
-        named=planned.requested if named is None else named, surely=surely,
-    )  # fmt: skip
-
-
 def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
     """Return the plan with all step times scaled by the ratio of this measured step to its forecast.
 
@@ -365,8 +328,8 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     if {"micro_batch", "gradient_accumulation"} <= set(named):
         planned = replace(planned, global_batch=shape.global_batch)
     for surely in (True, False):
-        if best := search_planned(planned, degrees, surely=surely).best:
-            ranked = planned.rank(best[0])
+        if best := search(planned, degrees, surely=surely).best:
+            ranked = rank(planned, best[0])
             return ranked if surely else replace(ranked, why=may_not_fit(planned, ranked))
     accumulation, left = divmod(planned.global_batch, shape.data_parallel * shape.micro_batch)
     if "gradient_accumulation" not in named:
@@ -404,7 +367,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
             f"breaks memory-fits: needs {(needs - budget) / GIB:.1f} GiB more than the {budget / GIB:.1f} GiB "
             "that are certain to fit"
         )
-    return replace(planned.rank(candidate), why=why)
+    return replace(rank(planned, candidate), why=why)
 
 
 def error_of_difference(planned: Planned, first: RankedLayout, second: RankedLayout) -> float:
@@ -477,15 +440,15 @@ def recommend(
         if links:
             again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
             sound, sound_here = _forecast_sound(planned, again)
-    found = search_planned(planned)
+    found = search(planned)
     for other in _list_other_batches(planned):
         if found.best:
             break
         planned = _replace_batch(planned, other)
-        found = search_planned(planned)
+        found = search(planned)
     uncertain = not found.best
     if uncertain:
-        found = replace(found, best=search_planned(planned, surely=False).best[:1])
+        found = replace(found, best=search(planned, surely=False).best[:1])
     chosen = None
     runners: list[RankedLayout] = []
     helps: tuple[str, ...] = ()
@@ -497,13 +460,13 @@ def recommend(
         unknowns += assumed
     for candidate in found.best[: 1 + _RUNNERS_UP]:
         if chosen is None:
-            chosen = planned.rank(candidate)
+            chosen = rank(planned, candidate)
             helps = helps_most(planned.job, candidate, planned.capacity)
             if uncertain and not assumed:
                 unknowns.append(may_not_fit(planned, chosen))
                 helps = (*nearest(planned), *helps) if planned.requested else helps
         else:
-            runners.append(planned.rank(candidate, found.best[0]))
+            runners.append(rank(planned, candidate, found.best[0]))
     if chosen is None and planned.requested:
         found.rejected.insert(0, _explain_refusal(planned, found))
         helps = nearest(planned)
@@ -541,12 +504,12 @@ def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tup
     def job_of(longest: int) -> Job:
         return replace(planned.job, train=replace(train, length_histogram=((longest, 1),)))
 
-    if not search_planned(replace(planned, job=job_of(1))).best:
+    if not search(replace(planned, job=job_of(1))).best:
         return found, (f"{words}. Shorter rows do not help: the settings do not fit with rows of one token either",)
     longest, shorter = train.sequence_length, found
     while not shorter.best:
         longest //= 2
-        shorter = search_planned(replace(planned, job=job_of(longest)))
+        shorter = search(replace(planned, job=job_of(longest)))
     layout = shorter.best[0].layout
 
     def needs(tokens: int) -> float:
@@ -595,68 +558,27 @@ def _explain_refusal(planned: Planned, found: Found) -> Rejected:
 
 
 _TELLING = ("micro_batch", "sharding", "checkpointing", "offload", "precision", "tp", "pp", "cp")
+_FREED = ("gradient_accumulation", "reshard_after_forward", "fused_cross_entropy")
 
 
 def nearest(planned: Planned) -> tuple[str, ...]:
-    """Return the smallest changes with which the job's settings can run, smallest first; empty if nothing helps.
+    """Return the changes to the job's settings with which it can run with the same batch; empty if nothing helps.
 
-    Settings are changed one at a time (a smaller micro-batch with more accumulation), then all together.
+    A smaller micro-batch with more accumulation is preferred; else every setting but the precision may change.
     """
-    requested, found = dict(planned.requested), _find_smaller_batch(planned)
-    for changed in _list_changes(requested):
-        if search_planned(replace(planned, requested={**requested, **changed})).best:
-            found.append(spelled(*next(iter(changed.items()))))
-    if length := _find_shorter_rows(planned):
-        found.append(f"max_length: {length}")
-    if not found:
-        free = {name: value for name, value in requested.items() if name == "precision"}
-        for best in search_planned(replace(planned, requested=free)).best[:1]:
-            layout = best.layout
-            other = {n: getattr(layout, n) for n in (*_TELLING, "gradient_accumulation") if n in requested
-                     and getattr(layout, n) != requested[n]}  # fmt: skip
-            found.append(", ".join(spelled(name, value) for name, value in other.items()) + f" ({layout.family})")
-    return tuple(found)
-
-
-def _find_smaller_batch(planned: Planned) -> list[str]:
-    """Return the largest smaller micro-batch that fits with the same global batch."""
-    micro = planned.requested.get("micro_batch", 1)
+    requested = {"gradient_accumulation": 1, **planned.requested}
     rest = {name: value for name, value in planned.requested.items() if name != "gradient_accumulation"}
-    for smaller in (n for n in range(micro - 1, 0, -1) if micro % n == 0):
-        if best := search_planned(replace(planned, requested={**rest, "micro_batch": smaller})).best:
-            times = best[0].layout.gradient_accumulation
-            words = (spelled("micro_batch", smaller), spelled("gradient_accumulation", times))
-            return [f"{' with '.join(words)}, for the same batch of {planned.global_batch}"]
-    return []
-
-
-def _list_changes(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return single changes that need less memory than the requested settings, or that remove a limit."""
-    dp = requested.get("dp_replicate", 1) * requested.get("dp_shard", 1)
-    sharded = {"sharding": "zero3", "dp_replicate": 1, "dp_shard": dp} if dp > 1 else {}
-    other: tuple[tuple[str, tuple[object, ...], dict[str, Any]], ...] = (
-        ("checkpointing", ("none", "selective"), {"checkpointing": "full"}), ("sharding", ("ddp",), sharded),
-        ("reshard_after_forward", (False,), {"reshard_after_forward": True}),
-        ("fused_cross_entropy", (False,), {"fused_cross_entropy": True}), ("offload", ("none",), {"offload": "all"}),
-        ("offload", ("all",), {"offload": "none"}),
-    )  # fmt: skip
-    return [changed for name, values, changed in other if changed and requested.get(name) in values]
-
-
-def _find_shorter_rows(planned: Planned) -> int | None:
-    """Return the longest rows, among halvings of the requested length, that fit without other changes."""
-    length = longest_row(planned.job.train) // 2
-    while length >= _SHORTEST:
-        train = replace(planned.job.train, sequence_length=length)
-        if search_planned(replace(planned, job=replace(planned.job, train=train))).best:
-            return length
-        length //= 2
-    return None
-
-
-_SHORTEST = 128  # tokens; shorter rows are too short for a question and its answer
+    micro = requested.get("micro_batch", 1)
+    smaller = [{**rest, "micro_batch": n} for n in range(micro - 1, 0, -1) if micro % n == 0]
+    free = {name: value for name, value in rest.items() if name == "precision"}
+    found = (best for named in (*smaller, free) for best in search(planned, named).best[:1])
+    for layout in (best.layout for best in found):
+        chosen = {name: getattr(layout, name) for name in (*_TELLING, *_FREED)}
+        other = [spelled(name, value) for name, value in chosen.items() if value != requested.get(name, value)]
+        return (f"{', '.join(other)} ({layout.family}), for the same batch of {planned.global_batch}",)
+    return ()
 
 
 def best_layout(planned: Planned) -> RankedLayout | None:
     """Return only the best layout."""
-    return next((planned.rank(one) for one in search_planned(planned).best[:1]), None)
+    return next((rank(planned, one) for one in search(planned).best[:1]), None)

@@ -66,6 +66,32 @@ class Candidate:
         return tuple(name for name, there in kinds if there)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """All inputs of a search, collected from the facts."""
+
+    job: Job
+    world: int
+    global_batch: int
+    precision: Precision
+    capacity: float | None  # bytes of a rank's device
+    unknowns: tuple[str, ...] = ()
+    calibrated: bool = False
+    scale: float = 1.0  # measured step / its forecast
+    slowed: tuple[str, ...] = ()  # effects of findings, as included in the forecast
+    requested: Mapping[str, Any] = field(default_factory=dict)  # layout fields set by the job's settings
+
+    @property
+    def budget(self) -> float | None:
+        """Limit for the forecast bytes of a rank; None: unknown."""
+        return bytes_that_fit(self.job, self.capacity) if self.capacity else None
+
+    def candidate(self, layout: Layout, *, tight: bool = False) -> Candidate:
+        """Return the forecast of one layout, whether or not it fits."""
+        parts, memory = step_parts(self.job, layout), memory_of(self.job, layout)
+        return Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale, tight=tight)
+
+
 @dataclass(slots=True, kw_only=True)
 class Found:
     """All results of a search."""
@@ -174,24 +200,20 @@ def usual_options(job: Job, tp: int, precision: Precision) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def search(
-    job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
-    scale: float = 1.0, named: Mapping[str, object] | None = None, surely: bool = True,
-) -> Found:  # fmt: skip
-    """Forecast every allowed layout; `scale` is the calibration's factor for time.
+def search(planned: Planned, named: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
+    """Forecast every allowed layout among those with the field values in `named`; other fields are chosen as usual.
 
-    If `named` is given, only layouts with these field values are tried; other fields are chosen as usual. If `surely`
-    is False, layouts are included whose memory only may fit.
+    By default these are the values in the job's settings. If `surely` is False, layouts are included whose memory only
+    may fit.
     """
-    named = named or {}
-    budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
+    job, capacity = planned.job, planned.capacity
+    named = planned.requested if named is None else named
     if not surely:  # try the options that save most memory first
         named = {"checkpointing": job.engine.checkpointing[-1], **named}
     run = _Search(
-        job=job, world=world, global_batch=global_batch, precision=precision,
-        budget=budget, capacity=capacity, scale=scale, named=named,
-    )  # fmt: skip
-    alone = Layout(world_size=1, precision=precision)
+        planned=planned, job=job, named=named, budget=bytes_that_fit(job, capacity, surely=surely) if capacity else None
+    )
+    alone = Layout(world_size=1, precision=planned.precision)
     if broken := first_broken(job, alone, RULES_OF_DEGREES):  # independent of the degrees: due to model or precision
         run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
         return run.found
@@ -206,14 +228,10 @@ def search(
 class _Search:
     """One search with its state."""
 
+    planned: Planned
     job: Job
-    world: int
-    global_batch: int
-    precision: Precision
-    budget: float | None  # limit for the forecast bytes of a rank
-    capacity: float | None  # memory of its device
-    scale: float
     named: Mapping[str, object]
+    budget: float | None  # limit for the forecast bytes of a rank
     found: Found = field(default_factory=Found)
     # by family, and by whether a layout is tight, needs too much memory, or offloads
     best: dict[tuple[str, bool, bool, bool], Candidate] = field(default_factory=dict)
@@ -225,14 +243,14 @@ class _Search:
 
     def splits(self) -> Iterator[Layout]:
         """Yield every combination of degrees and sharding."""
-        for tp, pp, cp, ep in _list_degrees(self.job, self.world, self.found):
+        for tp, pp, cp, ep in _list_degrees(self.job, self.planned.world, self.found):
             if any(
                 self.named.get(name, degree) != degree
                 for name, degree in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))
             ):
                 continue
-            dp = self.world // (tp * pp * cp)
-            if self.global_batch % dp:
+            dp = self.planned.world // (tp * pp * cp)
+            if self.planned.global_batch % dp:
                 self.uneven[dp] = None
                 continue
             links = self.job.links
@@ -240,15 +258,15 @@ class _Search:
             shardings = _list_shardings(self.job, dp, in_node, self.named.get("dp_shard"))
             for sharding, shard, replicate_degree, reshard in shardings:
                 yield Layout(
-                    world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
-                    sharding=sharding, reshard_after_forward=reshard,
+                    world_size=self.planned.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp,
+                    ep=ep, sharding=sharding, reshard_after_forward=reshard,
                 )  # fmt: skip
 
     def attempt_batches(self, split: Layout) -> None:
         """Forecast one split with increasing micro-batch, until one fits with no number of chunks."""
-        free = usual_options(self.job, split.tp, self.precision)
+        free = usual_options(self.job, split.tp, self.planned.precision)
         free |= {name: value for name, value in self.named.items() if name in free and name != "precision"}
-        per_rank = self.global_batch // split.data_parallel
+        per_rank = self.planned.global_batch // split.data_parallel
         self.fitted = None
         for micro in self._list_micro_batches(per_rank):
             if micro > per_rank or per_rank % micro:
@@ -314,8 +332,8 @@ class _Search:
         if layout.virtual_stages == 1:
             self.fitted = layout
         parts = step_parts(self.job, layout)
-        seconds = parts.total * self.scale
-        capacity = self.capacity or math.inf
+        seconds = parts.total * self.planned.scale
+        capacity = self.planned.capacity or math.inf
         tight, over = memory.total > TIGHT_SHARE * capacity, memory.total > capacity
         slot = key, tight, over, layout.offload != "none"
         self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
@@ -336,7 +354,7 @@ class _Search:
         listed = {row.rule for row in rejected}
         rejected += [row for rule, row in self.forbidden.items() if rule not in listed]
         for dp in self.uneven:
-            reason = f"global batch {self.global_batch} does not divide by {dp}"
+            reason = f"global batch {self.planned.global_batch} does not divide by {dp}"
             rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
         rejected += [
             Rejected(

@@ -1,7 +1,4 @@
-"""Sweeps: the best layout for each machine, number of nodes and network, and the points with best time and cost.
-
-Results are a table of points, and charts of run time and cost over the number of nodes.
-"""
+"""Sweeps: the best layout for each machine, number of nodes and network, and the points with best time and cost."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.finding import Interval
-from planner.advice import RankedLayout, render
+from planner.advice import RankedLayout
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.recommend import best_layout, plan, search_planned, unjudged
+from planner.recommend import best_layout, plan, unjudged
+from planner.search import search
 from topology.graph import ClusterTopology
 
 
@@ -94,7 +92,7 @@ def _make_point(
     planned = plan(cluster, (), model, train)
     best = best_layout(planned)
     if best is None:
-        misses = (row.reason for row in search_planned(planned).rejected if row.rule == "memory-fits")
+        misses = (row.reason for row in search(planned).rejected if row.rule == "memory-fits")
         return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest excess comes first
     forecast = best.forecast
     step = forecast.step_seconds
@@ -108,79 +106,3 @@ def _make_point(
         memory_bytes=forecast.memory_bytes.mid, seconds=seconds, gpu_hours=mid / 3600.0 * cluster.world_size,
         cost=cost,
     )  # fmt: skip
-
-
-# The charts: two panels of equal size, with a logarithmic axis for nodes, and the other axis from zero.
-
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 440.0, 48.0, 252.0  # axes of a panel, in its own units
-_LABEL = 30.0  # units between two labels on the node axis
-_TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
-
-
-def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
-    """Return a file with both charts: run time, and cost (GPU-hours where a price is missing), over nodes."""
-    return render("frontier.svg", title=title, panels=panels(points), series=series(points))
-
-
-def panels_svg(points: Sequence[FrontierPoint]) -> list[str]:
-    """Return each chart as a separate element for a page, whose style sheet has the colours."""
-    return [render("panel.svg", panel=panel) for panel in panels(points)]
-
-
-def series(points: Sequence[FrontierPoint]) -> list[str]:
-    """Return the name (machine and network) of each line in the charts, which selects its colour."""
-    return list(dict.fromkeys(map(_label, points)))
-
-
-def _label(point: FrontierPoint) -> str:
-    return point.machine + ("" if point.network in ("-", "catalogue") else f", {point.network}")
-
-
-def panels(points: Sequence[FrontierPoint]) -> tuple[dict[str, object], ...]:
-    """Return the data that the templates draw, for run time and cost."""
-    fits = [p for p in points if p.seconds is not None]
-    longest = max((p.seconds.high for p in fits if p.seconds), default=0.0)
-    unit, scale = next((each for each in _TIMES if longest >= 2 * each[1]), _TIMES[-1])
-    times = {id(p): p.seconds.scaled(1.0 / scale) for p in fits if p.seconds}
-    title = "Cost (in the currency of the price)"
-    costs = {id(p): p.cost for p in fits if p.cost}
-    if not fits or len(costs) < len(fits):
-        title = "GPU-hours"
-        costs = {id(p): p.seconds.scaled(p.ranks / 3600.0) for p in fits if p.seconds}
-    return _make_panel(points, f"Run time ({unit})", times), _make_panel(points, title, costs)
-
-
-def _make_panel(points: Sequence[FrontierPoint], title: str, values: Mapping[int, Interval]) -> dict[str, object]:
-    top, ticks = _ticks(max((value.high for value in values.values()), default=0.0))
-    counts = sorted({p.nodes for p in points})
-    wide = math.log2(counts[-1] / counts[0]) if len(counts) > 1 else 0.0
-    x = {n: _LEFT + 24 + (math.log2(n / counts[0]) / wide if wide else 0.5) * (_RIGHT - _LEFT - 48) for n in counts}
-    labels: list[int] = []
-    for n in counts:
-        if not labels or x[n] - x[labels[-1]] >= _LABEL:
-            labels.append(n)
-
-    def y(value: float) -> float:
-        return _BOTTOM - value / top * (_BOTTOM - _TOP)
-
-    lines: dict[str, list[dict[str, object]]] = {name: [] for name in series(points)}
-    missing = []
-    for p in sorted(points, key=lambda point: point.nodes):
-        if value := values.get(id(p)):
-            words = f"{p.nodes} x {_label(p)}: {p.layout}, {value.mid:,.4g} ({value.low:,.4g} to {value.high:,.4g})"
-            at = {"x": x[p.nodes], "y": y(value.mid), "low": y(value.low), "high": y(value.high)}
-            lines[_label(p)].append({**at, "best": p.best, "words": words})
-        else:
-            missing.append({"x": x[p.nodes], "words": f"{p.nodes} x {_label(p)}: no layout fits, {p.reason}"})
-    return {
-        "title": title, "lines": list(lines.values()), "missing": missing, "x": [(n, x[n]) for n in labels],
-        "y": [(f"{tick:,.10g}", y(tick)) for tick in ticks],
-    }  # fmt: skip
-
-
-def _ticks(highest: float) -> tuple[float, list[float]]:
-    """Return the end of an axis from zero and its ticks: at most six steps of 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10((highest or 1.0) / 5.0))
-    step = next(s * power for s in (1.0, 2.0, 5.0, 10.0) if s * power * 5.0 >= (highest or 1.0))
-    steps = math.ceil((highest or 1.0) / step - 1e-9)
-    return steps * step, [n * step for n in range(steps + 1)]

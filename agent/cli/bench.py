@@ -180,7 +180,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 @command("calibrate")
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
-    from agent.jobs.child import calibration, default_ranks, has_gpu
+    from agent.jobs.benchmark import calibration, default_ranks, has_gpu
     from probes.registry import ALL
 
     found_hosts, seconds = snapshots((), ALL), options["budget"]

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,8 +69,8 @@ def launch(
         raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), why))))
     if why:
         print_text(why, err=True)
-    shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
-    if shown != "brief" and not options["over"] and advice.total_seconds is not None:  # its duration is known
+    shown = (form or "yaml") if dry_run else None
+    if not options["over"] and advice.total_seconds is not None:  # its duration is known
         for word, line in summary(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # the output folder of the job's settings
@@ -86,16 +86,8 @@ def launch(
         _launch_here(advice, found, folder, timeout, options)
 
 
-def _in_brief(advice: Recommendation) -> None:
-    """Print the result of a dry run in brief on a terminal; a file or pipe gets the full document."""
-    from agent.terminal.advice import in_brief
-
-    print_text("✓ Dry run succeeded. → Remove --dry-run to start the job. In full: -o yaml")
-    in_brief(console(), advice, "reasons and other layouts: topoflight recommend --explain")
-
-
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
-    """Print the job in `form` ("brief": a summary), or create it if `form` is None."""
+    """Print the job in `form`, or create it if `form` is None."""
     from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
     from planner.kubernetes.job import SAVE_SECONDS, storage_rate
@@ -116,8 +108,6 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     documents = (*cluster_job.storage(options), *made)
     if options["with_network"]:
         documents = (*cluster_job.network(found, spec.namespace, options["host_mofed"]), *documents)
-    if form == "brief":
-        _in_brief(advice)
     of_network = cluster_job.network_warnings(found, options["host_mofed"]) if options["with_network"] else ()
     notice = grace_notice(advice, "the pods", spec.save_seconds, SAVE_SECONDS, storage_rate(options["storage_rate"]))
     for line in filter(None, (*plan.notes, *left_out, notice)):
@@ -140,14 +130,12 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
 def _launch_on_slurm(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, form: str | None, options: dict[str, Any]
 ) -> None:
-    """Print the batch script, or with "brief" a summary; submit it if `form` is None."""
+    """Print the batch script, or submit it if `form` is None."""
     from agent.jobs import slurm
 
     folder = folder.absolute()
     script, notes = slurm.script_of(advice, found, folder, options)
-    if form == "brief":
-        _in_brief(advice)
-    elif form:
+    if form:
         print_text(script, nl=False)
         if not folder.is_dir():
             notes.append(f"the folder {folder} must exist before the script is submitted")
@@ -202,9 +190,6 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
     words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
     for line in plan.notes:
         print_text(f"note: {line}", err=True)
-    if form == "brief":
-        _in_brief(advice)
-        return
     print_text(render(plain.write(plan), "json" if form == "json" else "yaml"), nl=False)
     print_text("# " + " ".join(words), err=form == "json")  # JSON has no comments
 
@@ -216,7 +201,8 @@ def _pass_gate(
 
     Exits if a check fails.
     """
-    from agent.jobs.child import measure, sigterm
+    from agent.jobs.benchmark import measure
+    from agent.jobs.signals import sigterm
 
     if options["no_preflight"]:
         return
@@ -273,15 +259,11 @@ def _launch_script(
         print_text(render(plain.write(plan.document), form or "yaml"), nl=False)
         print_text("# " + shlex.join(plan.words), err=form == "json")
         return
-    require_writable("--output", folder, folder=True)
-    progress = Progress()
-    _pass_gate(found, options, plan.document.environment, plan.ranks, progress)
-    progress.step(f"launch: {script.name} on {count(plan.ranks, 'rank')}")
-    try:
-        done = trainer.train(plan, folder, timeout, progress.note)
-    finally:
-        progress.done()
-    measured.comparison(console(), _store(done))
+    record = _run_here(
+        found, options, folder, plan.document.environment, plan.ranks,
+        f"{script.name} on {count(plan.ranks, 'rank')}", lambda note: trainer.train(plan, folder, timeout, note),
+    )  # fmt: skip
+    measured.comparison(console(), record)
     print_text(f"record: {folder / 'run.json'}", err=True)
 
 
@@ -294,23 +276,34 @@ def _launch_here(
     from planner.kubernetes.job import storage_rate
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
-    require_writable("--output", folder, folder=True)
-    progress = Progress()
-    settings = {setting.name: setting.value for setting in advice.settings}
-    _pass_gate(found, options, settings, advice.chosen.layout.world_size, progress)
-    progress.step(f"launch: {advice.chosen.layout.family}")
     bytes_per_second = storage_rate(options["storage_rate"])
     seconds = grace(advice, bytes_per_second)
     if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
         print_text(f"note: {notice}", err=True)
-    try:
-        plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-        done = launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=progress.note)
-    finally:
-        progress.done()
-    record = _store(done)
+    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
+    record = _run_here(
+        found, options, folder, {setting.name: setting.value for setting in advice.settings},
+        advice.chosen.layout.world_size, advice.chosen.layout.family,
+        lambda note: launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=note),
+    )  # fmt: skip
     measured.run(console(), record)
     measured.comparison(console(), record)
+
+
+def _run_here(
+    found: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
+    train: Callable[[Callable[[str], None]], Launched],
+) -> RunRecord:  # fmt: skip
+    """Check this host, run the job on it, and return its stored record; exit if the check or the job failed."""
+    require_writable("--output", folder, folder=True)
+    progress = Progress()
+    _pass_gate(found, options, settings, ranks, progress)
+    progress.step(f"launch: {title}")
+    try:
+        done = train(progress.note)
+    finally:
+        progress.done()
+    return _store(done)
 
 
 def _store(done: Launched) -> RunRecord:

@@ -51,12 +51,12 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
 
 def _here(options: dict[str, Any]) -> NetworkBars:
     """Run over network namespaces of this host."""
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, job_request
+    from agent.advice.job_settings import explicit_settings, job_request
     from agent.advice.request import Request
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
-    from agent.jobs.child import sigterm
     from agent.jobs.namespaces import HOSTS
+    from agent.jobs.signals import sigterm
     from contracts.run_record import read
     from probes.registry import ALL
 
@@ -89,13 +89,18 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     for record in records:
         store_run(record)
     done = max((record.steps_done or 0 for record in records), default=0)
-    model = "a tiny Llama" if request.model == EMBEDDED_MODEL else request.model
-    family = job.layout.family if job.layout else ""
     return networks.priced(networks.NetworkBars(
-        title=f"One fine-tune of {model}, {family} over {HOSTS} ranks, by network",
+        title=_title(request.model, job.layout.family if job.layout else "", HOSTS),
         where="two network namespaces of this host, one rank each on the CPU; networks shaped by tc tbf",
         nodes=HOSTS, steps=options["steps"] or done, node_hour_price=options["price"], bars=tuple(bars),
     ))  # fmt: skip
+
+
+def _title(model: str | None, family: str, ranks: int) -> str:
+    from agent.advice.job_settings import EMBEDDED_MODEL
+
+    name = "a tiny Llama" if model == EMBEDDED_MODEL else model
+    return f"One fine-tune of {name}, {family} over {ranks} ranks, by network"
 
 
 def _there(options: dict[str, Any]) -> NetworkBars:
@@ -148,10 +153,8 @@ def _there(options: dict[str, Any]) -> NetworkBars:
                 report=lambda line: print_text(line, err=True), sleep=time.sleep, clock=time.monotonic,
             ))  # fmt: skip
     order = {network.name: place for place, network in enumerate(over)}
-    model = "a tiny Llama" if request.model == EMBEDDED_MODEL else request.model
     return networks.priced(networks.NetworkBars(
-        title=f"One fine-tune of {model}, {layout.family} over "
-        f"{layout.world_size} ranks, by network",
+        title=_title(request.model, layout.family, layout.world_size),
         where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
         nodes=options["nodes"], steps=options["steps"] or advice.total_steps or settings.get("max_steps") or 1,
         node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.options import NothingFitsError, RequestError, command
-from agent.base.output import emit, print_text, waiting, write_result
+from agent.base.output import emit, print_text, waiting
 from contracts.question import most
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def recommend(**options: object) -> None:
         if form not in ("table", "json", "yaml"):
             raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
         if options["sweep"]:
-            _sweep(request, str(options["sweep"]), cast("Path | None", options["plot"]), form)
+            _sweep(request, str(options["sweep"]), form)
         else:
             _compare(request, cast("tuple[str, ...]", options["compare"]), form)
         return
@@ -70,7 +70,7 @@ def recommend(**options: object) -> None:
         explain = bool(options["explain"])
         from agent.terminal.advice import recommendation
 
-        emit(advice, form, lambda out: recommendation(out, advice, explain=explain, brief=not explain))
+        emit(advice, form, lambda out: recommendation(out, advice, brief=not explain))
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         nodes = request.nodes or max(1, len(request.hosts))
         print_text(export(advice, form, nodes=nodes), nl=False)
@@ -109,16 +109,12 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
+def _sweep(request: Request, text: str, form: str) -> None:
     from agent.advice.advise import frontier_of
     from agent.base.tables import table
-    from planner.sweep import frontier_svg
 
     with waiting(f"recommend: forecasting layouts for {text}"):
         points = frontier_of(request, _numbers(text))
-    if plot is not None:
-        drawn = frontier_svg(points, f"{request.model}, {request.train.method}")
-        write_result(plot, drawn, named=f"--plot {plot}")
 
     def show(out: Console) -> None:
         priced = ["cost"] if any(p.cost for p in points) else []

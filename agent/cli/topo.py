@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import re
 import sys
 import zlib
 from collections.abc import Sequence
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
     from topology.graph import NodeTopology
 
-# Matches a matrix header in a JSON string. A recording contains no output of nvidia-smi, so it never matches.
-_MATRIX_IN_JSON = re.compile(rb"GPU0(?:\\t|[\s\"'|])+(?:GPU1|NIC0|mlx|CPU)")
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
 
 
@@ -39,7 +36,12 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     if form.startswith("slurm"):
         _slurm(hosts, root, source, form)
         return
-    nodes = [with_expectations(node) for node in ([read_topology(source)] if source else _nodes(hosts, root))]
+    if source:
+        nodes = [with_expectations(read_topology(source))]
+    else:
+        from topology.build import SOURCES, build  # not needed by --from
+
+        nodes = [with_expectations(build(snapshot)) for snapshot in snapshots(hosts, SOURCES, root=root)]
     if form == "svg":
         from topology.svg import svg
 
@@ -50,17 +52,17 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     from topology.check import check
     from topology.render import json_document
 
-    found = [check(node) for node in nodes]
+    checked = [check(node) for node in nodes]
     documents = [
         json_document(node) | {"findings": [asdict(finding) for finding in findings]}
-        for node, findings in zip(nodes, found, strict=True)
+        for node, findings in zip(nodes, checked, strict=True)
     ]
 
     def show(out: Console) -> None:
         from agent.base.lines import block
         from agent.terminal import topology as topology_view
 
-        for node, findings in zip(nodes, found, strict=True):
+        for node, findings in zip(nodes, checked, strict=True):
             if verbose:
                 topology_view.node(out, node)
             else:
@@ -92,43 +94,20 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> N
     print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
 
 
-def _nodes(hosts: Sequence[Path], root: str = "/") -> list[NodeTopology]:
-    """Return the topologies of recorded hosts, or of this host."""
-    from topology.build import SOURCES, build  # not needed by `topo --from` with a matrix
-
-    return [build(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
-
-
 def read_topology(source: str) -> NodeTopology:
-    """Read a matrix, an XML file or a recording; the format is detected from the content."""
+    """Read a matrix or an XML file; the format is detected from the content."""
+    from topology.formats import TopologyFileError, text, xml
+
     name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", which no topology is")
-    from topology.formats import TopologyFileError
-    from topology.formats.text import parse
-
     try:
-        plain = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
-    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError):
-        return _recording(source, raw)  # its reader reports what is wrong with the file
-    if plain.lstrip()[:1] == b"{" and not _MATRIX_IN_JSON.search(plain):
-        return _recording(source, raw)
-    text = b"".join(bounded.utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
+        raw = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
+    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError) as error:
+        raise InputError(f"{name}: not a whole gzip file of at most {_LIMIT_BYTES >> 20} MiB: {error}") from None
+    words = b"".join(bounded.utf8_chunks(BytesIO(raw))).decode("utf-8", errors="replace")
+    # a matrix in HTML also begins with "<"
+    is_xml = "<system" in words[:4096] or (words.lstrip().startswith("<") and "GPU0" not in words)
     try:
-        # A matrix in HTML also begins with "<".
-        if "<system" in text[:4096] or (text.lstrip().startswith("<") and "GPU0" not in text):
-            from topology.formats import xml
-
-            return xml.parse(text, source=name)
-        return parse(text, source=name)
+        return xml.parse(words, source=name) if is_xml else text.parse(words, source=name)
     except TopologyFileError as error:
-        raise InputError(f"{name}: {error}") from None
-
-
-def _recording(source: str, raw: bytes) -> NodeTopology:
-    if source != "-":
-        return _nodes((Path(source),))[0]
-    from tempfile import NamedTemporaryFile
-
-    with NamedTemporaryFile(suffix=".json") as copy:
-        copy.write(raw)
-        copy.flush()
-        return _nodes((Path(copy.name),))[0]
+        hint = "; --host FILE reads a recording" if words.lstrip().startswith("{") else ""
+        raise InputError(f"{name}: {error}{hint}") from None

@@ -19,7 +19,7 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from agent.checks.verdict import Verdict, View
@@ -158,14 +158,6 @@ def complaints(error: ValidationError | RequestValidationError, most: int | None
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
     """Describe, for the OpenAPI document, a body that the endpoint parses itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
-
-
-async def read_body(request: Request) -> bytes:
-    """Read the whole body of a request. Raises ProblemError 400 if the client disconnects before its end."""
-    try:
-        return await request.body()
-    except ClientDisconnect:
-        raise ProblemError(400, "incomplete request body") from None
 
 
 def problem(

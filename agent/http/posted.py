@@ -17,13 +17,14 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from agent.base import result_store
 from agent.base.output import document as plain_document
 from agent.checks.groups import worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, judge, select
-from agent.http.answers import TOKEN, Gate, StoreAnswer, body_of, complaints, problems, read_body
+from agent.http.answers import TOKEN, Gate, StoreAnswer, body_of, complaints, problems
 from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts import plain
@@ -140,7 +141,10 @@ def install(app: FastAPI, state: State) -> None:
     async def post_run(request: Request) -> JSONResponse:
         """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
         who = request.state.user
-        body = await read_body(request)
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            raise ProblemError(400, "incomplete request body") from None
         new = await run_in_threadpool(lambda: store_record(state, lock, read_record(body), who))
         log.info("POST /runs by %s: kept %s", who, "now" if new else "before")
         headers = {"Location": "/runs", "Cache-Control": "no-store"}

@@ -66,8 +66,7 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
 
     form, view = dict(fields), known.view
     if not form.get("model"):
-        worked = [(one, advise.for_view(view, read_form(one))) for one in pages.examples()]
-        return page_of(pages.what_if_page(view, form, None, "", examples=worked))
+        return page_of(pages.what_if_page(view, form, None, ""))
     try:
         wanted = read_form(form)
         advice = advise.for_view(view, wanted)

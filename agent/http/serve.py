@@ -44,7 +44,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     _check(hosts, options)
     _make_state_folder(options["folder"])
     client = connected(options)
-    places = bind(address, port)  # clients that connect during the imports wait instead of being refused
+    place = bind(address, port)  # clients that connect during the imports wait instead of being refused
     os.environ.setdefault(ROLE, "agent")  # the probe process inherits it, so it is set first
     scanner = None if hosts else Scanner(root, probes=ALL)
     if scanner:  # the child imports while this process does
@@ -55,11 +55,11 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         expected=lambda: _expected(options),
         history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
-    if port := places[0].getsockname()[1]:
+    if port := place.getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
         print_text(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
-        listen(application(state, {**options, "hosts": _names(address, options)}, client), address, port, places)
+        listen(application(state, {**options, "hosts": _names(address, options)}, client), address, port, place)
     finally:
         if scanner:
             scanner.close()
@@ -79,26 +79,21 @@ def _url(address: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def bind(address: str, port: int) -> list[socket.socket]:
-    """Listen on every address of the name. Raises ClickException if that fails."""
-    places: list[socket.socket] = []
+def bind(address: str, port: int) -> socket.socket:
+    """Listen on the first address of the name. Raises ClickException if that fails."""
     try:
-        named = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        for family, host in dict.fromkeys((family, str(found[0])) for family, _, _, _, found in named):
-            wanted = places[0].getsockname()[1] if places else port  # the first socket's port if port is 0
-            places.append(socket.create_server((host, wanted), family=family))
-            # Connections inherit it. asyncio sets it only if the socket names its protocol. Without it each response on
-            # a kept connection takes 40 ms more (Nagle's algorithm and the client's delayed acknowledgement).
-            places[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(place[:2], family=family)
     except OSError as error:
-        for place in places:
-            place.close()
         raise click.ClickException(f"--address {address} --port {port}: {error.strerror or error}") from None
-    return places
+    # Connections inherit it. asyncio sets it only if the socket names its protocol. Without it each response on a kept
+    # connection takes 40 ms more (Nagle's algorithm and the client's delayed acknowledgement).
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
-def listen(app: Any, address: str, port: int, places: list[socket.socket] | None = None) -> None:
-    """Serve until a signal arrives, on the sockets in `places` if they are already bound."""
+def listen(app: Any, address: str, port: int, place: socket.socket | None = None) -> None:
+    """Serve until a signal arrives, on the socket `place` if it is already bound."""
     import uvicorn
 
     from agent.http.access import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
@@ -122,7 +117,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
 
     server = Server(config)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    server.run(sockets=places or bind(address, port))  # raises KeyboardInterrupt after Ctrl-C, when all is closed
+    server.run(sockets=[place or bind(address, port)])  # raises KeyboardInterrupt after Ctrl-C, when all is closed
     if not server.started:  # uvicorn has logged the reason
         raise click.ClickException("the HTTP agent did not start")
 

@@ -90,7 +90,7 @@ def create(
         title="Topoflight", version=base.version(), lifespan=lifespan,
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
         generate_unique_id_function=lambda route: route.name,  # operation id: the name of the handler
-        docs_url=None, redoc_url=None,  # both load scripts from other hosts; the agent has its own page
+        docs_url=None, redoc_url=None,  # both load scripts from other hosts
         description="Topology-aware preflight for GPU training: devices, findings and recommendations for this node.",
     )  # fmt: skip
     answers.install(app)
@@ -201,13 +201,6 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
         return await rendered.asked(
             request, worker, state.current(), "what_if", fields=tuple(asked.model_dump().items())
         )
-
-    @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
-    def docs() -> Response:
-        """Every endpoint with its parameters, from the OpenAPI document."""
-        from agent.pages import render as pages
-
-        return respond(page_of(pages.endpoints_page(app.openapi())))
 
 
 def _recommended(view: View) -> tuple[Recommendation | None, str]:

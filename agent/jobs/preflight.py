@@ -37,8 +37,9 @@ from agent.checks.verdict import (
     unjudged,
     with_environment,
 )
-from agent.jobs import child
-from agent.jobs.child import ChildError
+from agent.jobs import benchmark, launch
+from agent.jobs.benchmark import BenchmarkError
+from agent.jobs.signals import sigterm
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import compress_host_list, slurm_name
@@ -104,7 +105,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     """
     started, clock = time.time(), time.monotonic()
     expected = expectation_of(options["expect"], options["expect_file"])  # first: a wrong word costs no run
-    with child.sigterm() as stop:
+    with sigterm() as stop:
         # first, so that a wrong file is rejected before the run
         needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
         before = read_baseline(options["baseline"], needs)
@@ -266,13 +267,13 @@ def _measure(
     if options["hosts"]:
         notes.append("not measured: recorded hosts cannot be measured")
         return None, None
-    ranks = options["ranks"] or child.default_ranks(found)
+    ranks = options["ranks"] or benchmark.default_ranks(found)
     try:
-        result = child.measure(
+        result = benchmark.measure(
             found[0], ranks, progress, stop, budget_seconds=options["bench_seconds"], quick=options["quick"],
             force=options["force"], due=due,
         )  # fmt: skip
-    except ChildError as error:
+    except BenchmarkError as error:
         notes.append(f"not measured: {error}")
         return None, None
     if not options["train"] or result.stopped_by:
@@ -282,12 +283,12 @@ def _measure(
     progress.step(f"measure: GEMMs and a layer of {model}")
     try:
         tokens = request.train.sequence_length * max(1, (request.train.global_batch or ranks) // ranks)
-        return result, child.calibration(
+        return result, benchmark.calibration(
             model, sequence_length=request.train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
-            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=child.has_gpu(found),
+            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=benchmark.has_gpu(found),
             stop=stop,
         )  # fmt: skip
-    except (ChildError, ValueError) as error:
+    except (BenchmarkError, ValueError) as error:
         notes.append(f"not calibrated: {error}")
         return result, None
 
@@ -318,15 +319,17 @@ def _train(
     output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
         plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
-        record, why = child.train(
+        done = launch.train(
             plan, output, timeout_seconds=options["timeout"], grace_seconds=grace(advice, None),
             on_line=progress.note, stop=stop,
         )  # fmt: skip
-    except (InputError, ChildError, OSError) as error:
+    except (InputError, OSError) as error:
         return None, str(error)
-    if record is not None:
-        result_store.store_run(record)
-    return (None, why) if why else (record, "")
+    if done.record is not None:
+        result_store.store_run(done.record)
+        if done.exit_code == 0 or (done.wrote_its_end and not done.cut_short):
+            return done.record, ""
+    return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
 def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:

@@ -1,7 +1,4 @@
-"""The agent's pages: the sections of the report, and a small optional script.
-
-`policy` is the Content Security Policy that limits the pages to the content of the document itself.
-"""
+"""The agent's pages: the sections of the report, and a small optional script."""
 
 from __future__ import annotations
 
@@ -31,10 +28,9 @@ from agent.jobs import search
 from agent.pages.report import Row, digest, lines, make_environment, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
-from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast import machines, models
-from planner.sweep import FrontierPoint, panels_svg, series
+from planner.sweep import FrontierPoint
 from topology import diff
 from topology.paths import with_expectations
 
@@ -49,7 +45,7 @@ def node_page(
     `trouble` is why the newest scan failed, if this view is an older one; `others` says that the page of the whole
     cluster is not empty.
     """
-    return _page("node", view, advice=advice, why_not=why_not, trouble=trouble, others=others)
+    return _rendered("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
 
 
 def fleet_page(fleet: Fleet, *, source: str, behind: str | None, asked: NodeFilter | None = None) -> str:
@@ -75,53 +71,26 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
 
 def what_if_page(
     view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str,
-    examples: Sequence[tuple[Mapping[str, str], Recommendation]] = (), points: Sequence[FrontierPoint] = (),
+    points: Sequence[FrontierPoint] = (),
 ) -> str:  # fmt: skip
-    """Return the form with, if it was answered, layouts and the comparison of machines; without a request, examples."""
+    """Return the form and, if it was answered, the layouts and the comparison of numbers of nodes."""
     given = {name: asked[name] for name in FORM if asked.get(name)}
-    drawn = Markup("".join(panels_svg(points))) if points else ""  # noqa: S704 - escaped there
-    return _page(
-        "what_if", view, asked=given, query=given, advice=advice, error=error, examples=examples, points=points,
-        drawn=drawn, series=series(points),
+    return _rendered(
+        "what_if", view=view, asked={**dict.fromkeys(FORM, ""), **given}, query=given, advice=advice, error=error,
+        points=points, machines=machines.names(), models=[model.name for model in models.KNOWN],
     )  # fmt: skip
 
 
-def examples() -> list[dict[str, str]]:
-    """Return the requests that the what-if page opens with."""
-    found: list[dict[str, str]] = read_table(__file__, "examples.toml")["example"]
-    return found
-
-
-def endpoints_page(document: Mapping[str, Any]) -> str:
-    """Return the page of all endpoints, from the OpenAPI document."""
-    endpoints = [
-        {"path": path, "method": method, "about": about.get("description", ""), "takes": about.get("parameters", [])}
-        for path, methods in document["paths"].items()
-        for method, about in methods.items()
-    ]
-    return _rendered("endpoints", endpoints=endpoints)
-
-
-def policy() -> str:
-    """Return the Content Security Policy of the agent's pages: only content from the document and this agent."""
-    return (
+def headers() -> dict[str, str]:
+    """Return the headers of the agent's pages; their policy allows only content of the document and of this agent."""
+    policy = (
         f"default-src 'none'; style-src '{digest('style.css')}'; script-src '{digest('page.js')}'; img-src data:; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     )
-
-
-def headers() -> dict[str, str]:
-    """Return the headers of the agent's pages."""
     return {
         "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-        "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store", "Content-Security-Policy": policy(),
+        "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store", "Content-Security-Policy": policy,
     }  # fmt: skip
-
-
-def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **more: Any) -> str:
-    asked = {**dict.fromkeys(FORM, ""), **(asked or {})}
-    known = [model.name for model in models.KNOWN]
-    return _rendered(name, view=view, models=known, machines=machines.names(), asked=asked, **more)
 
 
 def _rendered(name: str, **values: Any) -> str:

@@ -11,7 +11,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,12 +38,12 @@ from agent.terminal.advice import (
 )
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
-from collectives.bench.results import BenchResult
+from collectives.bench.results import BenchResult, Measurement
 from contracts.finding import Finding
 from contracts.host_list import list_names
 from planner.advice import RankedLayout, Recommendation
-from planner.nccl_env.environment import render_k8s, render_shell
-from probes.api import Absent, Failed, Ok, Snapshot
+from planner.nccl_env.environment import render_settings
+from probes.api import Snapshot
 from topology import svg
 from topology.check import departures
 from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
@@ -114,8 +114,9 @@ def make_environment() -> Environment:
              lines)  # fmt: skip
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
-        kind=_kind, glyph=GLYPHS.__getitem__, outcome=_outcome, tilde=_round, counted=units.count, need=need_words,
-        shell_lines=render_shell, k8s_lines=render_k8s,
+        kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(outcome_lines(one)),
+        tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count, need=need_words,
+        settings_as=render_settings,
     )  # fmt: skip
     shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
               as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
@@ -180,14 +181,6 @@ def _kind(label: str) -> str:
     return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
 
 
-def _round(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:,.0f}"
-
-
-def _outcome(outcome: Ok[object] | Absent | Failed) -> Markup:
-    return Markup("<br>").join(outcome_lines(outcome))
-
-
 # The drawing of a node: the topology, with glyphs for findings and the results of a benchmark.
 
 
@@ -209,12 +202,17 @@ def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
 
 def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, ...], str]:
     """Return results for islands on which a benchmark of one host ran as a whole."""
-    gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    if bench is None or not gathers or len(set(bench.hosts)) != 1:
+    best = _best_gather(bench)
+    if bench is None or best is None or len(set(bench.hosts)) != 1:
         return {}
-    best = max(gathers, key=lambda m: m.bytes)
     words = f"{units.rate(best.busbw_bytes_per_second)} bus bandwidth measured (all_gather)"
     return {island.gpus: words for island in node.islands if len(island.gpus) == bench.world_size}
+
+
+def _best_gather(bench: BenchResult | None) -> Measurement | None:
+    """Return the largest all-gather that was verified."""
+    found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
+    return max(found, key=lambda m: m.bytes, default=None)
 
 
 # Nodes as rows of a table, and the summary of one node.
@@ -224,31 +222,35 @@ def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, 
 class Row:
     """One node in a table."""
 
-    name: str
+    record: NodeRecord
     word: str  # status word of its verdict
-    worst: Group | None  # the first finding to read, if something failed or warned
-    more: int  # further findings
-    codes: tuple[str, ...]  # of all failures and warnings, worst first
-    gpus: str
-    links: str
-    rdma: str
-    memlock: str
+    groups: tuple[Group, ...]  # failures, warnings and required checks that could not run, worst first
+    codes: tuple[str, ...]  # of all of them
     version: str
     age: float | None  # seconds since its scan; None: never scanned
     since: float  # Unix seconds of the start of its oldest finding; 0 if unknown
 
+    @property
+    def name(self) -> str:
+        """Return the name of the node."""
+        return self.record.name
+
+    def shown(self) -> tuple[str, ...]:
+        """Return what nodes of one line of the table have in common: hardware, versions and findings."""
+        one = self.record
+        hardware = (one.gpu_text, one.links or "unknown", one.rdma_text, one.memlock or "unknown")
+        return (*hardware, self.version, self.word, *self.codes, *(group.message for group in self.groups[:1]))
+
     def text(self) -> str:
         """Return the text that a search reads."""
-        found = self.worst.message if self.worst else ""
-        about = (self.name, self.gpus, self.links, self.version, *self.codes, found)
-        return " ".join(about).lower()
+        return " ".join((self.name, *self.shown())).lower()
 
 
 def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
     """Return every node, failed ones first. A node that stopped reporting is unknown, whatever its last verdict was."""
     mine: dict[str, list[Finding]] = defaultdict(list)
     for check in checks:
-        if check.status != "pass":
+        if check.status in ("fail", "warn") or (check.required and check.status == "unknown"):
             mine[check.node].append(check)
     agents = {record.agent_version for record in records}
     made = (_row(record, mine[record.name], now, agents=len(agents) > 1) for record in records)
@@ -256,33 +258,21 @@ def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -
 
 
 def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> Row:
-    found = [
-        group
-        for group in grouped(checks)
-        if group.status in ("fail", "warn") or (group.required and group.status == "unknown")
-    ]
-    codes = dict.fromkeys(check.code for check in checks if check.status in ("fail", "warn") or check.required)
-    since = min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0)
     agent = f", agent {record.agent_version or 'unknown'}" if agents else ""
-    version = f"driver {record.driver or 'unknown'}{agent}"
     return Row(
-        name=record.name, word="unknown" if record.silent(now) else record.verdict, version=version,
-        worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=record.gpu_text,
-        links=record.links or "unknown", rdma=record.rdma_text, since=since,
-        memlock=record.memlock or "unknown", age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
+        record=record, word="unknown" if record.silent(now) else record.verdict, groups=tuple(grouped(checks)),
+        codes=tuple(dict.fromkeys(check.code for check in checks)),
+        version=f"driver {record.driver or 'unknown'}{agent}",
+        age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
+        since=min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0),
     )  # fmt: skip
 
 
 def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
-    """Return the lines of a table, in row order: one per failed node, and one per group of equal nodes.
-
-    Equal nodes have the same findings, hardware and versions; name and times may differ.
-    """
-    found: dict[tuple[object, ...], list[Row]] = {}
+    """Return the lines of a table, in row order: one per failed node, and one per group of equal nodes."""
+    found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        same = replace(row, name="", age=0.0, since=0.0, worst=None)
-        key = (row.name,) if row.word == "fail" else (row.worst and row.worst.message, *astuple(same))
-        found.setdefault(key, []).append(row)
+        found.setdefault((row.name,) if row.word == "fail" else row.shown(), []).append(row)
     return tuple(map(tuple, found.values()))
 
 
@@ -294,8 +284,7 @@ def by_name(text: str) -> list[tuple[int, str]]:
 def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
     """Return the main facts about a machine as the terminal shows them, and the newest measurement."""
     yield from machine(snapshot, node)
-    found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    best = max(found, key=lambda m: m.bytes, default=None)
+    best = _best_gather(bench)
     rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
     yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
     yield "recognised as", node.sku or "not in the reference table"

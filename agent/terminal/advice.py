@@ -19,13 +19,13 @@ MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (set
 NOTHING_TO_SET = "nothing: NCCL detects what this machine has"
 
 
-def recommendation(out: Console, advice: Recommendation, *, brief: bool = False, explain: bool = False) -> None:
+def recommendation(out: Console, advice: Recommendation, *, brief: bool = False) -> None:
     """Print the layout with its forecast, then the settings; unless `brief`, also reasons and other layouts."""
     if brief:
         in_brief(out, advice)
         return
     layout(out, advice)
-    if explain and advice.chosen is not None:
+    if advice.chosen is not None:
         out.print(table_of(parts_grid([advice.chosen])))
         for line in advice.chosen.forecast.inputs:
             out.print(f"· {escape(line)}")
@@ -52,8 +52,8 @@ def need_words(name: str, value: str) -> str:
     return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
 
 
-def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
-    """Print layout, speed, hours, cost, memory and the first settings; `where` says where to find the reasons."""
+def in_brief(out: Console, advice: Recommendation) -> None:
+    """Print layout, speed, hours, cost, memory and the first settings."""
     if advice.chosen is None and advice.model is not None:
         layout(out, advice)
         return
@@ -70,7 +70,7 @@ def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
     rows.append(("set", words + (f" and {more} more (-o env)" if more > 0 else "")))
     pairs(out, rows)
     _remarks(out, advice)
-    out.print(f"[dim]{where}[/dim]")
+    out.print(f"[dim]{MORE}[/dim]")
 
 
 def _title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:

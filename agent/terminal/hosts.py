@@ -21,10 +21,10 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.imex.probe import ImexFacts
-from probes.interfaces.facts import InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.limits.probe import size as limit_words
-from probes.rdma.facts import RdmaFacts
+from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
 
 
@@ -76,21 +76,25 @@ def outcome_lines(outcome: Ok[object] | Absent | Failed) -> list[str]:
 def facts_lines(facts: object) -> list[str]:
     """Return one probe's facts in a few lines."""
     if isinstance(facts, HostinfoFacts):
+        counts = f"{facts.sockets or '?'} sockets, {facts.threads or '?'} threads, {units.size(facts.memory_bytes)}"
         where = f", virtual machine ({facts.virtual_machine})" if facts.virtual_machine else ""
-        return [
-            f"{facts.cpu_name or 'unknown CPU'}: {_counted(facts.sockets, 'socket')}, "
-            f"{_counted(facts.threads, 'thread')}, {units.size(facts.memory_bytes)}{where}",
-            *(f"NUMA {n.node}: CPUs {_cpus(n.cpus)}" for n in facts.numa),
-        ]
+        return [f"{facts.cpu_name or 'unknown CPU'}: {counts}{where}"]
     if isinstance(facts, GpuFacts):
         names = sorted({gpu.name or "unknown model" for gpu in facts.gpus})
         lost = [gpu.index for gpu in facts.gpus if gpu.error]
         text = f"{len(facts.gpus)} x {', '.join(names)}, driver {facts.driver_version or 'unknown'}"
         return [text + (f"; not answering: {lost}" if lost else "")]
     if isinstance(facts, RdmaFacts):
-        return _rdma_lines(facts)
+        ports = [f"{device.name}:{port.port} {device.kind} {_port_words(port)} {port.link_layer or ''}"
+                 f"{f' netdev {port.netdev}' if port.netdev else ''}"
+                 for device in facts.devices for port in device.ports]  # fmt: skip
+        return [*ports, *(f"{one.name} {one.kind}, no port" for one in facts.devices if not one.ports)] or ["no device"]
     if isinstance(facts, InterfacesFacts):
-        return _interface_lines(facts)
+        return [
+            f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} {_speed(i)} "
+            f"{' '.join(i.addresses[:2])}{' ← NCCL uses this one' if i.name == facts.nccl_choice else ''}"
+            for i in facts.interfaces
+        ]
     if isinstance(facts, LimitsFacts):
         memlock = limit_words(facts.memlock_soft_bytes) if facts.memlock_known else "unknown"
         return [f"memlock {memlock}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
@@ -100,42 +104,12 @@ def facts_lines(facts: object) -> list[str]:
     return [units.count(len(devices), "PCI device") if devices is not None else type(facts).__name__]
 
 
-def _rdma_lines(facts: RdmaFacts) -> list[str]:
-    lines = []
-    for device in facts.devices:
-        for port in device.ports:
-            lines.append(
-                f"{device.name}:{port.port} {device.kind} {port.state or 'state unknown'} "
-                f"{port.rate_text or units.bits(port.rate_bytes_per_second)} {port.link_layer or ''}"
-                f"{f' netdev {port.netdev}' if port.netdev else ''}"
-            )
-        if not device.ports:
-            lines.append(f"{device.name} {device.kind}, no port")
-    return lines or ["no device"]
+def _port_words(port: RdmaPort) -> str:
+    return f"{port.state or 'state unknown'} {port.rate_text or units.bits(port.rate_bytes_per_second)}"
 
 
-def _interface_lines(facts: InterfacesFacts) -> list[str]:
-    return [
-        f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} "
-        f"{units.bits(i.speed_bytes_per_second) if i.speed_bytes_per_second else 'speed unknown'} "
-        f"{' '.join(i.addresses[:2])}"
-        f"{' ← NCCL uses this one' if i.name == facts.nccl_choice else ''}"
-        for i in facts.interfaces
-    ]
-
-
-def _counted(number: int | None, one: str) -> str:
-    return f"{one}s unknown" if number is None else units.count(number, one)
-
-
-def _cpus(text: str) -> str:
-    """Format a kernel CPU list; a long one (CPUs that alternate between sockets) becomes a count."""
-    parts = text.split(",")
-    if len(parts) < 5:
-        return text
-    ends = [part.partition("-") for part in parts]
-    total = sum(int(last or first) - int(first) + 1 for first, _, last in ends if first.isdecimal())
-    return f"{','.join(parts[:3])} … {parts[-1]} ({total} CPUs)"
+def _speed(one: Interface) -> str:
+    return units.bits(one.speed_bytes_per_second) if one.speed_bytes_per_second else "speed unknown"
 
 
 TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measure again."}
@@ -202,12 +176,6 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
     out.print(f"[dim]{'; '.join([*quiet, '-v shows details'])}[/dim]")
 
 
-def last_line(out: Console, judged: Verdict, seconds: float) -> None:
-    """Print the verdict in one line, with the duration."""
-    summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.listed))))
-    out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")
-
-
 def machine(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:
     """Return the hardware of a host: GPUs, links, RDMA, sockets; a probe without a result shows the reason."""
     yield "GPUs", _gpus(snapshot, topology)
@@ -216,8 +184,7 @@ def machine(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, s
     sockets = snapshot.facts(InterfacesFacts)
     chosen = next((i for i in sockets.interfaces if i.name == sockets.nccl_choice), None) if sockets else None
     if chosen is not None:
-        speed = units.bits(chosen.speed_bytes_per_second) if chosen.speed_bytes_per_second else "speed unknown"
-        yield "sockets", f"NCCL uses {chosen.name}, {speed}"
+        yield "sockets", f"NCCL uses {chosen.name}, {_speed(chosen)}"
     else:
         yield "sockets", _silent(snapshot, "interfaces") or "NCCL's choice unknown"
 
@@ -243,11 +210,7 @@ def _rdma(snapshot: Snapshot) -> str:
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
         return _silent(snapshot, "rdma")
-    ports = Counter(
-        f"{port.state or 'state unknown'} {port.rate_text or units.bits(port.rate_bytes_per_second)}"
-        for device in facts.devices
-        for port in device.ports
-    )
+    ports = Counter(_port_words(port) for device in facts.devices for port in device.ports)
     return ", ".join(f"{number} x {words}" for words, number in ports.most_common()) or "no port"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -150,31 +150,18 @@ LEAST_STEPS = 3  # a median of fewer values is one of them, or the mean of two: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One bar of a comparison."""
-
-    label: str  # "RDMA", "TCP on net1"
-    step_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """A comparison of runs."""
+    """A comparison of runs: the step time of each by its network, the slowest first."""
 
     title: str
-    runs: tuple[Run, ...]
+    steps: Mapping[str, float]  # seconds by "RDMA", "TCP on net1"
 
     def rows(self) -> list[tuple[str, float, str]]:
         """Return for each run its label, its share of the longest bar, and its value with the factor to the best."""
-        values = [run.step_seconds for run in self.runs]
-        full, best = max(values), min(values)
+        full, best = max(self.steps.values()), min(self.steps.values())
         return [
-            (
-                run.label,
-                step / full,
-                f"{units.seconds(step)} a step" + (f" ({step / best:.2f} x)" if step > best else ""),
-            )
-            for run, step in zip(self.runs, values, strict=True)
+            (label, step / full, f"{units.seconds(step)} a step" + (f" ({step / best:.2f} x)" if step > best else ""))
+            for label, step in self.steps.items()
         ]
 
 
@@ -224,15 +211,12 @@ def by_network(records: Iterable[RunRecord]) -> tuple[Bars, ...]:
     The newest run of each network that is long enough counts; fewer than two networks give no comparison. `not_drawn`
     returns the excluded runs with reasons.
     """
-    newest: dict[str, dict[str, Run]] = {}  # by job and network
+    newest: dict[str, dict[str, float]] = {}  # by job and network
     for record in records:
-        step = record.measured.step_seconds
-        if step and not why_not_drawn(record):
-            run = Run(label=transport_of(record), step_seconds=step)
-            newest.setdefault(_job(record), {}).setdefault(run.label, run)
+        if record.measured.step_seconds and not why_not_drawn(record):
+            newest.setdefault(_job(record), {}).setdefault(transport_of(record), record.measured.step_seconds)
     return tuple(
-        Bars(title=f"{job}: step time by network, measured",
-             runs=tuple(sorted(runs.values(), key=lambda run: -run.step_seconds)))
+        Bars(title=f"{job}: step time by network, measured", steps=dict(sorted(runs.items(), key=lambda one: -one[1])))
         for job, runs in newest.items() if len(runs) > 1
     )  # fmt: skip
 

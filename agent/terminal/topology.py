@@ -1,4 +1,4 @@
-"""Print a node's links: the matrix, or blocks if it is too wide."""
+"""Print a node's links."""
 
 from __future__ import annotations
 
@@ -10,60 +10,25 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import headline
-from agent.base.tables import pairs, point, table
+from agent.base.tables import pairs, point
 from agent.base.units import expected_rate
 from contracts.finding import Finding
 from topology.check import departures
-from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
-from topology.render import columns, render_matrix
+from topology.graph import UNKNOWN, NodeTopology, Pairs
+from topology.render import render_matrix
 
 
-def matrix(out: Console, node: NodeTopology) -> None:
-    """Print the link matrix: like `nvidia-smi topo -m` for a pipe or a wide terminal, else in blocks that fit."""
-    whole = render_matrix(node)
-    widest = max(len(line.expandtabs()) for line in whole.splitlines()[: len(node.devices) + 1])
-    if not out.is_terminal or widest <= out.width:
-        out.print(whole, markup=False, overflow="ignore", no_wrap=True, crop=False)
-        return
-    blocks(out, node)
-
-
-def blocks(out: Console, node: NodeTopology) -> None:
-    """Print GPU to GPU, then GPU to NIC, in blocks of as many columns as fit; NICs by number."""
-    known, labels = Pairs(node.pairs), columns(node)
-    fitting = max(1, (out.width - 6) // 7)
-    for devices in (node.devices,) if len(node.devices) <= fitting else (node.gpus, node.nics):
-        for start in range(0, len(devices), fitting):
-            part = devices[start : start + fitting]
-            rows = table("", *(labels[device.name] for device in part))
-            for column in rows.columns:
-                column.no_wrap = True
-            for gpu in node.gpus:
-                rows.add_row(gpu.name, *("X" if gpu is d else known.label(gpu.name, d.name) for d in part))
-            if node.gpus and part:
-                out.print(rows)
-    named = [f"{labels[nic.name]} {nic.name}" for nic in node.nics if labels[nic.name] != nic.name]
-    if named:
-        out.print(escape(", ".join(named)), style="dim")
-    seen = {"nv" if pair.nvlinks else level(pair.label).lower() for pair in node.pairs}
-    words = [text for word, text in CLASSES if word in seen]
-    if words:
-        out.print(escape("; ".join(words)), style="dim")
-
-
-def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
-    """Print matrix, islands, nearest NICs, expectations and warnings of one node; in a report the matrix in blocks."""
+def node(out: Console, topology: NodeTopology) -> None:
+    """Print matrix, islands, nearest NICs, expectations and warnings of one node."""
     out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
     if topology.sku or topology.gpus:
         out.print(f"recognised as: {escape(topology.sku or 'not in the reference table')}")
     for departure in departures(topology):
         out.print(f"[yellow]! differs from the reference:[/yellow] {escape(departure)}")
-    if not topology.gpus and not topology.nics:
-        out.print("no GPU and no RDMA device was read: there is no link to show")
-    elif brief:
-        blocks(out, topology)
+    if topology.gpus or topology.nics:  # lines are never wrapped, as those of `nvidia-smi topo -m`
+        out.print(render_matrix(topology), markup=False, overflow="ignore", no_wrap=True, crop=False)
     else:
-        matrix(out, topology)
+        out.print("no GPU and no RDMA device was read: there is no link to show")
     labels = Pairs(topology.pairs)
     for island in topology.islands:
         known = all(labels.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from contracts.layout import EIGHT_BITS
 from hardware.gpus import Gpu
 from planner.forecast.engine import NF4_BYTES, NF4_SCALES, Engine
-from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, linear_products, mlp_width, weights
+from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, mlp_width, weights
 
 # Float32 multiplication rate of an unknown CPU core, reported as assumed, with a wide interval. AVX2 at 2.5 GHz has at
 # most 80 GFLOP/s per core, and small models reach a fraction of it.
@@ -25,7 +25,6 @@ ASSUMED_CPU_MEMORY_BYTES_PER_SECOND = 10e9
 # Bytes through memory per score of transformers' eager attention, both passes: what the kernels of a profile on a GPU
 # read and write (docs/measurements/gpu.md). torch casts fp16 scores within its softmax kernel, bf16 ones in another.
 EAGER_SCORE_BYTES = {"bf16": 80.0, "fp16": 64.0, "fp32": 80.0}
-_DELTA_CHUNK = 64.0  # tokens per chunk in which the delta rule is a matrix product (arXiv 2412.06464)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,19 +280,11 @@ def layer_cost(
 
 def _split_by_kind(model: ModelSpec) -> list[tuple[ModelSpec, float]]:
     """Return one model per kind of layer, with that kind's fraction of the layers."""
-    kinds = [(model, 1.0)]
-    if model.dense_layers:
-        share = model.dense_layers / model.layers
-        plain = replace(model, dense_layers=0)
-        kinds = [(plain, 1.0 - share), (replace(plain, experts=0, experts_per_token=0), share)]
-    if 0 < model.linear_layers < model.layers:
-        share = model.linear_layers / model.layers
-        kinds = [
-            pair for kind, of in kinds
-            for pair in ((replace(kind, linear_layers=0), of * (1.0 - share)),
-                         (replace(kind, linear_layers=kind.layers), of * share))
-        ]  # fmt: skip
-    return kinds
+    if not model.dense_layers:
+        return [(model, 1.0)]
+    share = model.dense_layers / model.layers
+    plain = replace(model, dense_layers=0)
+    return [(plain, 1.0 - share), (replace(plain, experts=0, experts_per_token=0), share)]
 
 
 def _count_routing_passes(model: ModelSpec, ep: int) -> float:
@@ -316,7 +307,7 @@ def _time_products(shapes: Sequence[_Product], rates: Rates, constants: Constant
 
 def _list_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
     """Return the multiplications of a layer on one rank."""
-    attention = linear_products(model, tp) if model.linear_layers else attention_products(model, tp)
+    attention = attention_products(model, tp)
     shapes = (*((tokens, out, into, 1) for into, out in attention), *_list_mlp_shapes(model, tokens, tp, ep))
     if model.experts and model.shared_expert_ffn:
         h, shared = float(model.hidden), model.shared_expert_ffn / tp
@@ -337,10 +328,6 @@ def _list_mlp_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple
 
 def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates: Rates, constants: Constants) -> float:
     """Return the seconds of the attention kernel."""
-    if model.linear_layers:  # gated delta rule: a state of keys x values per head, updated and read in chunks
-        state = model.linear_key_width * model.linear_value_width / model.linear_heads / tp
-        chunks = _DELTA_CHUNK * (model.linear_key_width + model.linear_value_width) / tp
-        return 2.0 * tokens * (4.0 * state + chunks) / rates.attention
     window = _compute_window(model, sequence)
     seconds = 2.0 * tokens * window * model.heads / tp * (model.head_dim + (model.value_dim or model.head_dim))
     seconds /= rates.attention

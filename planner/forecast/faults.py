@@ -57,15 +57,6 @@ Slow = Callable[[ClusterState, str, Finding], None]
 Repair = Callable[[NodeTopology, Finding], NodeTopology]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """The effect of one finding code: `slow` changes the current state, `repair` the graph for the comparison."""
-
-    slow: Slow
-    repair: Repair | None = None
-    shown: str = ""  # description of a fault that the graph shows
-
-
 def _is_about(finding: Finding, name: str, bus_id: str | None) -> bool:
     """Whether a finding is about a device: "mlx5_3:1", "GPU2", "0000:a1:00.0"."""
     subject = finding.subject.removeprefix("GPU ")
@@ -139,7 +130,7 @@ def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # 
 def _report(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - equal nodes share a note
     """Add a note about a fault that the graph shows."""
     where = f" on {finding.subject}" if finding.subject else ""
-    now.add_note(f"{finding.code}{where}: {RULES[finding.code].shown}")
+    now.add_note(f"{finding.code}{where}: {RULES[finding.code]['shown']}")
 
 
 def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
@@ -282,11 +273,7 @@ _SLOW: Mapping[str, Slow] = {
 _REPAIRS: Mapping[str, Repair] = {
     "nic": _repair_nic, "pcie": _repair_pcie, "nvlink": _repair_nvlink, "gpu": _repair_gpu,
 }  # fmt: skip
-RULES: Mapping[str, Rule] = {
-    code: Rule(slow=_SLOW[row["slow"]], repair=_REPAIRS.get(row.get("repair")), shown=row.get("shown", ""))
-    for row in _TABLE["rule"]
-    for code in row["codes"]
-}
+RULES: Mapping[str, Mapping[str, str]] = {code: row for row in _TABLE["rule"] for code in row["codes"]}
 ENDS = frozenset(_TABLE["ends"])
 
 _BY_SETTING = {  # faults that the recommended environment fixes
@@ -315,7 +302,7 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
         host: tuple(
             one for one in found
             if one.code in RULES and one.code not in solved and not is_excluded(one)
-            and (one.status == Status.FAIL or (one.status == Status.WARN and RULES[one.code].slow is _clock))
+            and (one.status == Status.FAIL or (one.status == Status.WARN and RULES[one.code]["slow"] == "clock"))
         )
         for host, found in findings.items()
     }  # fmt: skip
@@ -326,12 +313,12 @@ def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     nodes = []
     known: dict[tuple[int, ...], NodeTopology] = {}
     for node in cluster.nodes:
-        found = [(repair, one) for one in findings.get(node.hostname, ()) if (repair := RULES[one.code].repair)]
+        found = [one for one in findings.get(node.hostname, ()) if "repair" in RULES[one.code]]
         key = (id(node.gpus), id(node.nics), id(node.pairs))
         if found and key not in known:
             sound = node
-            for repair, one in found:
-                sound = repair(sound, one)
+            for one in found:
+                sound = _REPAIRS[RULES[one.code]["repair"]](sound, one)
             known[key] = complete(sound)
         nodes.append(replace(known[key], hostname=node.hostname) if found else node)
     return join(nodes) if known else cluster
@@ -344,7 +331,7 @@ def repair_links(
 
     Ports without RDMA device cannot be read; assume one card per GPU, at the rate of its family's fastest card.
     """
-    off = {one.subject for found in findings.values() for one in found if RULES[one.code].slow is _sockets}
+    off = {one.subject for found in findings.values() for one in found if RULES[one.code]["slow"] == "sockets"}
     if not off or links.network is None or sound.inter_node_transport in ("rdma", "efa", "nvlink"):
         return links
     pci = snapshots[0].facts(PciFacts) if snapshots else None
@@ -369,5 +356,5 @@ def apply_findings(
     now = ClusterState(links=links, hosts=hosts, interface=interface)
     for host, found in findings.items():
         for one in found:
-            RULES[one.code].slow(now, host, one)
+            _SLOW[RULES[one.code]["slow"]](now, host, one)
     return now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hardware.gpus import gpu_named
@@ -45,17 +45,6 @@ def machine(name: str) -> Known:
     raise MachineError(f"machine={name!r}: not in the catalogue{hint}; --machine list names all")
 
 
-def _make_gpu_pairs(gpus: tuple[GpuNode, ...], linked: Callable[[int, int], Pair | None]) -> list[Pair]:
-    """Return all GPU pairs, by NVLink if the pair has any, else by the path between their CPUs."""
-    pairs = []
-    for a, b in itertools.combinations(gpus, 2):
-        same = a.numa_node == b.numa_node
-        over = Pair(a="", b="", label="NODE" if same else "SYS", path=PathClass.PHB if same else PathClass.SYS,
-                    evidence="catalogue")  # fmt: skip
-        pairs.append(replace(linked(a.index, b.index) or over, a=a.name, b=b.name))
-    return pairs
-
-
 def _find_nearest(row: Known, gpu: int) -> list[int]:
     """Return the indices of the NICs on the same switch as a GPU."""
     by_nic = [j for j in range(row.nics) if j * row.gpus // row.nics == gpu]
@@ -64,11 +53,33 @@ def _find_nearest(row: Known, gpu: int) -> list[int]:
     return sorted({*by_nic, gpu * row.nics // row.gpus} & set(range(row.nics)))
 
 
-def _make_nic_pair(gpu: GpuNode, nic: NicNode, *, local: bool) -> Pair:
-    same = gpu.numa_node == nic.numa_node
-    label = "PIX" if local else "NODE" if same else "SYS"
-    path = PathClass.PIX if local else PathClass.PHB if same else PathClass.SYS
-    return Pair(a=gpu.name, b=nic.name, label=label, path=path, evidence="catalogue")
+def _make_pairs(row: Known, gpus: Sequence[GpuNode], nics: Sequence[NicNode], per_link: float | None) -> list[Pair]:
+    """Return all GPU pairs, by NVLink if the pair has any, and each GPU's NICs: on its switch, or beyond its CPU."""
+    pairs = []
+    for a, b in itertools.combinations(gpus, 2):
+        links = row.nvlinks[a.index][b.index] if row.nvlinks else min(row.links_per_pair, default=0)
+        pair = _join_by_cpus(a, b)
+        if links:
+            nvlinks = links if _is_nvidia(row) else 0
+            pair = replace(pair, label=f"NV{links}" if nvlinks else "XGMI", path=PathClass.NVL, nvlinks=nvlinks,
+                           bytes_per_second=per_link * links if per_link else None)  # fmt: skip
+        pairs.append(pair)
+    for gpu in gpus:
+        near = _find_nearest(row, gpu.index)
+        over = [_join_by_cpus(gpu, nic) for nic in nics]
+        pairs += [replace(p, label="PIX", path=PathClass.PIX) if j in near else p for j, p in enumerate(over)]
+    return pairs
+
+
+def _join_by_cpus(a: GpuNode, b: GpuNode | NicNode) -> Pair:
+    same = a.numa_node == b.numa_node
+    return Pair(a=a.name, b=b.name, label="NODE" if same else "SYS", path=PathClass.PHB if same else PathClass.SYS,
+                evidence="catalogue")  # fmt: skip
+
+
+def _is_nvidia(row: Known) -> bool:
+    gpu = gpu_named(row.gpu)
+    return gpu is None or gpu.maker == "NVIDIA"
 
 
 def get(name: str, hostname: str | None = None) -> NodeTopology:
@@ -96,23 +107,9 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         )
         for i in range(row.nics)
     )
-    nvidia = gpu is None or gpu.maker == "NVIDIA"
     fewest = min(row.links_per_pair, default=0)
-    per_link = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
-    linked = f"NV{fewest}" if nvidia else "XGMI"
-
-    def joined_by(links: int) -> Pair | None:
-        """Return a pair of GPUs with this number of links; None if it is 0."""
-        if not links:
-            return None
-        return Pair(a="", b="", label=f"NV{links}" if nvidia else linked, path=PathClass.NVL,
-                    nvlinks=links if nvidia else 0, evidence="catalogue",
-                    bytes_per_second=per_link * links if per_link else None)  # fmt: skip
-
-    pairs = _make_gpu_pairs(gpus, lambda a, b: joined_by(row.nvlinks[a][b] if row.nvlinks else fewest))
-    for i, device in enumerate(gpus):
-        mine = _find_nearest(row, i)
-        pairs += [_make_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
+    linked = f"NV{fewest}" if _is_nvidia(row) else "XGMI"
+    pairs = _make_pairs(row, gpus, nics, nvlink_bytes_per_second(gpu.compute_capability if gpu else None))
     whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
     joined = mark_through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
     return with_expectations(NodeTopology(

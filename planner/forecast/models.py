@@ -1,7 +1,7 @@
 """Models: creates a `ModelSpec` from a Hugging Face config.json or a known name.
 
 Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, GPT-2, Phi3,
-Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite, MiniMax-M2, OLMo2
+Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite, MiniMax-M2, OLMo2
 and OLMo3 classes (text models only). models.toml has the shapes of known names and the defaults of the classes.
 """
 
@@ -119,6 +119,7 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
     )  # fmt: skip
     window, sliding = _read_window(config, family, layers)
     tied = config.get("tie_word_embeddings")
+    latent = _TABLES["latent"] if family == "deepseek_v3" else {}
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or kind),
         family=family,
@@ -134,13 +135,12 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
         attention_bias=_has_attention_bias(config, family),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
-        max_positions=_read_positions(config),
+        max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=0) or None,
         rope_types=_read_rope_types(config),
         sliding_window=window,
         sliding_layers=sliding,
         quantised=_read_quantisation(config),
-        **_read_latent(config, family),
-        **_read_linear(config, family, layers),
+        **{name: _whole(config, (key,), default=0 if name == "q_rank" else None) for name, key in latent.items()},
         **_read_mixture(config, family, layers, ffn),
     )
 
@@ -167,36 +167,6 @@ def _read_quantisation(config: Mapping[str, Any]) -> str:
     return str(kind.get("quant_method") or "in an unknown way") if isinstance(kind, Mapping) else ""
 
 
-def _read_latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
-    """Return the ranks and columns of multi-head latent attention."""
-    if family != "deepseek_v3":
-        return {}
-    return {
-        "q_rank": _whole(config, ("q_lora_rank",), default=0),  # null: full queries
-        "kv_rank": _whole(config, ("kv_lora_rank",)),
-        "rope_dim": _whole(config, ("qk_rope_head_dim",)),
-        "value_dim": _whole(config, ("v_head_dim",)),
-    }
-
-
-def _read_linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, int]:
-    """Return Qwen 3 Next's linear attention layers: those in layer_types, else all except every fourth."""
-    if family != "qwen3_next":
-        return {}
-    if _whole(config, ("linear_conv_kernel_dim",), default=4) != 4:
-        raise ModelError(f"config.json: linear_conv_kernel_dim={config['linear_conv_kernel_dim']!r}: must be 4")
-    kinds = config.get("layer_types")
-    linear = layers - layers // _whole(config, ("full_attention_interval",))
-    if isinstance(kinds, list):
-        linear = sum(kind == "linear_attention" for kind in kinds[:layers])
-    heads = _whole(config, ("linear_num_value_heads",))
-    keys = _whole(config, ("linear_num_key_heads",)) * _whole(config, ("linear_key_head_dim",))
-    values = heads * _whole(config, ("linear_value_head_dim",))
-    return {
-        "linear_layers": linear, "linear_heads": heads, "linear_key_width": keys, "linear_value_width": values,
-    }  # fmt: skip
-
-
 def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
     """Return the properties of the experts, if any layer has experts."""
     dense = _count_dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
@@ -206,7 +176,7 @@ def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int)
     shared = 0
     if family in _FAMILIES["shared"]:
         shared = width * _whole(config, ("n_shared_experts",), default=0)
-    elif family in ("qwen2_moe", "qwen3_next"):
+    elif family == "qwen2_moe":
         shared = _whole(config, ("shared_expert_intermediate_size",))
     elif family == "llama4":
         shared = width
@@ -243,12 +213,6 @@ def _has_attention_bias(config: Mapping[str, Any], family: str) -> bool:
     return bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))
 
 
-def _read_positions(config: Mapping[str, Any]) -> int | None:
-    names = ("max_position_embeddings", "n_positions")
-    present = any(config.get(name) is not None for name in names)
-    return _whole(config, names, default=1 << 20) if present else None
-
-
 def _read_rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the types in rope_parameters (rope_scaling before transformers 5); a model may have one per layer kind."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -274,7 +238,7 @@ def _count_dense_layers(config: Mapping[str, Any], family: str, layers: int) -> 
         step = _whole(config, ("interleave_moe_layer_step",))
         named = _read_indices(config, "moe_layers") or range(step - 1, layers, step)
         return layers - len({i for i in named if 0 <= i < layers})
-    if family not in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
+    if family not in ("qwen3_moe", "qwen2_moe"):
         return 0
     step = _whole(config, ("decoder_sparse_step",), default=1)
     only = _read_indices(config, "mlp_only_layers")
@@ -282,26 +246,33 @@ def _count_dense_layers(config: Mapping[str, Any], family: str, layers: int) -> 
 
 
 def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
-    """Return the window, and the number of sliding layers unless it is the default (all, or half in Gemma 2)."""
-    if family == "llama4":
-        return _read_chunks(config, layers)
+    """Return the window, and the number of sliding layers unless it is the default (all, or half in Gemma 2).
+
+    Llama 4 divides the sequence into chunks, in the layers with rotary positions: three of four.
+    """
     enabled = family in _FAMILIES["sliding"] or (
         family in _FAMILIES["sliding_where_asked"] and bool(config.get("use_sliding_window"))
     )
-    window = config.get("sliding_window") if enabled else None
+    name, word = ("sliding_window", "sliding_attention")
+    if family == "llama4":
+        name, word = ("attention_chunk_size", "chunked_attention")
+    window = config.get(name) if enabled else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         return None, None
     if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # transformers ignores layer_types there
         return window, None
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list):
-        sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
-    elif family == "gpt_oss":
-        sliding = (layers + 1) // 2  # the first, and every other
+        sliding = sum(kind == word for kind in kinds[:layers])
+    elif family == "llama4" and (rotary := _read_indices(config, "no_rope_layers")):
+        sliding = sum(map(bool, rotary[:layers]))
+    elif family in ("gemma3", "llama4"):
+        pattern = "sliding_window_pattern" if family == "gemma3" else "no_rope_layer_interval"
+        sliding = layers - layers // _whole(config, (pattern,))
     elif family == "olmo3":
         sliding = layers - layers // 4
-    elif family == "gemma3":
-        sliding = layers - layers // _whole(config, ("sliding_window_pattern",))
+    elif family == "gpt_oss":
+        sliding = (layers + 1) // 2  # the first, and every other
     elif family == "qwen2_moe" and isinstance(first, int):
         sliding = (min(first, layers) + 1) // 2  # every other of the first ones
     elif family in _FAMILIES["sliding_where_asked"] and isinstance(first, int):
@@ -309,20 +280,6 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     else:
         return window, None
     return (window, None if sliding == layers else sliding) if sliding else (None, None)
-
-
-def _read_chunks(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | None]:
-    """Return Llama 4's chunk size, and its chunked layers: those with rotary positions, three of four."""
-    if config.get("attention_chunk_size") is None:
-        return None, None
-    chunk, kinds = _whole(config, ("attention_chunk_size",)), config.get("layer_types")
-    if isinstance(kinds, list):
-        chunked = sum(kind == "chunked_attention" for kind in kinds[:layers])
-    elif _read_indices(config, "no_rope_layers"):
-        chunked = sum(map(bool, _read_indices(config, "no_rope_layers")[:layers]))
-    else:
-        chunked = layers - layers // _whole(config, ("no_rope_layer_interval",))
-    return (chunk, None if chunked == layers else chunked) if chunked else (None, None)
 
 
 def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:

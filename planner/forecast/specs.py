@@ -23,23 +23,19 @@ class Weights:
     dense_mlp_per_layer: int  # per layer without experts, in a mixture that has such layers
     dense_layers: int  # 0 if all layers are alike
     small_per_layer: int  # norms and biases
-    linear_per_layer: int  # attention, norms and biases of a layer with linear attention
-    linear_layers: int
     embedding: int  # including the position table
     head: int  # 0 if tied to the embedding
     layers: int
 
     @property
     def layer(self) -> int:
-        """Weights of one layer with full attention (and, in a mixture, with experts)."""
+        """Weights of one layer (in a mixture, of one with experts)."""
         return self.attention_per_layer + self.mlp_per_layer + self.small_per_layer
 
     @property
     def all_layers(self) -> int:
         """Weights of all layers."""
-        linear = self.linear_layers * (self.attention_per_layer + self.small_per_layer - self.linear_per_layer)
-        dense = self.dense_layers * (self.mlp_per_layer - self.dense_mlp_per_layer)
-        return self.layers * self.layer - linear - dense
+        return self.layers * self.layer - self.dense_layers * (self.mlp_per_layer - self.dense_mlp_per_layer)
 
     @property
     def total(self) -> int:
@@ -65,34 +61,25 @@ def attention_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, floa
             (values, h),
         )
     kv = model.kv_heads * model.head_dim / min(tp, model.kv_heads)
-    # Qwen 3 Next's queries have a gate of the same width.
-    return (h, q * (2 if model.family == "qwen3_next" else 1) + 2.0 * kv), (q, h)
+    return (h, q + 2.0 * kv), (q, h)
 
 
 def attention_columns(model: ModelSpec) -> float:
-    """Return the columns per token of queries, keys, values and attention output; mean over the layers."""
+    """Return the columns per token of queries, keys, values and attention output."""
     heads, values = model.heads, model.value_dim or model.head_dim
     own = heads if model.kv_rank else model.kv_heads  # latent attention expands its keys for every head
-    full = float(heads * model.head_dim + own * (model.head_dim + values) + heads * values)
-    linear = 2.0 * (model.linear_key_width + model.linear_value_width)
-    return full + (linear - full) * model.linear_layers / model.layers
-
-
-def linear_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], ...]:
-    """As `attention_products`, for linear attention: q, k, v with gate and two numbers per head; output."""
-    h, keys, values = float(model.hidden), model.linear_key_width / tp, model.linear_value_width / tp
-    return (h, 2.0 * (keys + values + model.linear_heads / tp)), (values, h)
+    return float(heads * model.head_dim + own * (model.head_dim + values) + heads * values)
 
 
 _BIASED_BUT_OUTPUT = ("gpt2", "qwen2", "qwen2_moe", "glm", "glm4", "glm4_moe")
 
 
-def _count_small(model: ModelSpec) -> tuple[int, int]:
-    """Return the norm and bias weights of a layer with full attention, and with linear attention."""
+def _count_small(model: ModelSpec) -> int:
+    """Return the norm and bias weights of a layer."""
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     norms = 2 * h * (2 if model.family in ("gemma2", "gemma3", "glm4") else 1)
     small = norms + model.q_rank + model.kv_rank
-    if model.qk_norm or model.family in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3"):
+    if model.qk_norm or model.family in ("qwen3", "qwen3_moe", "gemma3"):
         small += 2 * model.head_dim
     if model.family in ("minimax_m2", "olmo2", "olmo3"):  # one norm over all heads
         small += q + kv
@@ -106,10 +93,7 @@ def _count_small(model: ModelSpec) -> tuple[int, int]:
         small += 2 * model.ffn + h
     if model.family == "gpt2":
         small += 2 * h + h + model.ffn + h  # norm biases, projection and MLP biases
-    # In addition to norms: a filter over four tokens, decay and step per head, one norm per head.
-    linear = norms + 4 * (2 * model.linear_key_width + model.linear_value_width) + 2 * model.linear_heads
-    linear += model.linear_value_width // model.linear_heads if model.linear_heads else 0
-    return small, linear if model.linear_layers else 0
+    return small
 
 
 @lru_cache(maxsize=256)
@@ -124,23 +108,19 @@ def weights(model: ModelSpec) -> Weights:
         if model.family == "gpt_oss":  # biases of the experts and the router
             one, every = one + (matrices - 1) * model.expert_ffn + h, every + model.experts
         if model.shared_expert_ffn:  # Qwen's has a gate with one column
-            gate = h if model.family in ("qwen2_moe", "qwen3_next") else 0
+            gate = h if model.family == "qwen2_moe" else 0
             every += matrices * h * model.shared_expert_ffn + gate
         routed = model.experts * one
         mlp, active = routed + every, model.experts_per_token * one + every
-    small, linear_small = _count_small(model)
-    linear = sum(into * out for into, out in linear_products(model)) + linear_small
     positions = (model.max_positions or 0) * h if model.family == "gpt2" else 0
     return Weights(
         attention_per_layer=round(sum(into * out for into, out in attention_products(model))),
-        linear_per_layer=round(linear) if model.linear_layers else 0,
-        linear_layers=model.linear_layers,
         mlp_per_layer=mlp,
         active_mlp_per_layer=active,
         routed_per_layer=routed,
         dense_mlp_per_layer=dense,
         dense_layers=model.dense_layers,
-        small_per_layer=small,
+        small_per_layer=_count_small(model),
         embedding=model.vocab * h + positions + h * (2 if model.family == "gpt2" else 1),  # and the final norm
         head=0 if model.tied_embeddings else model.vocab * h,
         layers=model.layers,
@@ -307,10 +287,6 @@ class ModelSpec:
     kv_rank: int = 0  # rank of keys and values together; 0: no latent attention
     rope_dim: int = 0  # columns of head_dim with positions; keys share them among all heads
     value_dim: int = 0  # columns of a value head; 0: head_dim
-    linear_layers: int = 0  # layers with linear attention (gated delta rule) instead of full attention
-    linear_heads: int = 0  # value heads per linear layer
-    linear_key_width: int = 0  # columns of all its keys
-    linear_value_width: int = 0  # columns of all its values
     mlp_bias: bool = False  # biases of Llama's three MLP matrices
     experts: int = 0  # MoE; 0 dense
     experts_per_token: int = 0

@@ -25,8 +25,6 @@ from probes.interfaces.facts import Interface, InterfacesFacts, preferred_by_ncc
 
 def socket_ifname(case: Situation) -> Setting | Note | None:
     """NCCL_SOCKET_IFNAME, if NCCL would not select the right interface by default."""
-    if case.backend != "nccl" or case.one_node:
-        return None
     if case.cxi:
         return _name_slingshot(case)
     judged = [(node, facts) for node in case.nodes if (facts := node.interfaces()) is not None]

@@ -7,6 +7,7 @@ that cloud providers and vendors publish, with a source per row.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -136,8 +137,7 @@ def is_read(name: str) -> bool:
 def nearest(name: str) -> tuple[str, ...]:
     """Return known names that differ from `name` by a typing error, best first; empty if there are none.
 
-    Such a name has the same words, with one or two different letters in one word, or different underscores. A different
-    word (TIMEOUT for IFNAME) means a different variable, however many letters are equal.
+    Nine of ten letters agree. A different word (TIMEOUT for IFNAME) means a different variable.
     """
     known = read_table(__file__, "data/right_names.toml")["known_wrong"].get(name)
     if known is not None:
@@ -150,8 +150,7 @@ def nearest(name: str) -> tuple[str, ...]:
         live: list[str] = sorted(torch_names())
     else:
         live = sorted(known for known, entry in names().items() if entry.status != "removed")
-    found = [(distance, known) for known in live if (distance := _count_typing_errors(name, known)) is not None]
-    return tuple(known for _distance, known in sorted(found)[:2])
+    return tuple(difflib.get_close_matches(name, live, n=2, cutoff=0.9))
 
 
 def with_right_prefix(name: str) -> str:
@@ -160,42 +159,13 @@ def with_right_prefix(name: str) -> str:
     Other libraries have the same names after their own prefix (RCCL_, HCCL_, CCL_), which never starts with N.
     """
     match = re.fullmatch(r"(?:(T\w{2,5})_)?(N[A-Z]{1,4})_(\w+)", name)
-    if match is None or max(_count_letters(match[1] or "TORCH", "TORCH"), _count_letters(match[2], "NCCL")) > 1:
+    if match is None:
+        return ""
+    pairs = ((match[1] or "TORCH", "TORCH"), (match[2], "NCCL"))
+    if any(difflib.SequenceMatcher(None, *pair).ratio() < 0.75 for pair in pairs):  # more than one letter differs
         return ""
     right = f"{'TORCH_' if match[1] else ''}NCCL_{match[3]}"
     return right if right != name and (right in names() or right in torch_names()) else ""
-
-
-def _count_typing_errors(wrong: str, right: str) -> int | None:
-    """Return the number of wrong letters, if two names differ by a typing error; None if they are different names."""
-    if wrong.replace("_", "") == right.replace("_", ""):
-        return 0
-    ours, theirs = wrong.split("_"), right.split("_")
-    if len(ours) != len(theirs):
-        return None
-    differing = [(one, other) for one, other in zip(ours, theirs, strict=True) if one != other]
-    if len(differing) != 1:
-        return None
-    one, other = differing[0]
-    if max(len(one), len(other)) <= 2:  # different words, such as TC and SL
-        return None
-    distance = _count_letters(one, other)
-    return distance if distance <= (1 if max(len(one), len(other)) < 6 else 2) else None
-
-
-def _count_letters(one: str, other: str) -> int:
-    """Count insertions, deletions, substitutions and swaps of neighbours (optimal string alignment)."""
-    before: list[int] = []
-    last = list(range(len(other) + 1))
-    for row, letter in enumerate(one, start=1):
-        now = [row]
-        for column, wanted in enumerate(other, start=1):
-            cost = min(last[column] + 1, now[column - 1] + 1, last[column - 1] + (letter != wanted))
-            if row > 1 and column > 1 and letter == other[column - 2] and one[row - 2] == wanted:
-                cost = min(cost, before[column - 2] + 1)
-            now.append(cost)
-        before, last = last, now
-    return last[-1]
 
 
 def replacement(name: str) -> str | None:

@@ -31,8 +31,6 @@ def amd(case: Situation) -> Note | None:
 
 def vendor_script(case: Situation) -> Note | None:
     """Report a platform whose vendor's plugin has its own environment, which must not be overridden."""
-    if case.one_node or case.backend != "nccl":
-        return None
     for node in case.nodes:
         row = recognise(node)
         if row is None or not row.plugin:
@@ -63,7 +61,7 @@ def has_vendor_script(case: Situation) -> bool:
 
 def unknown_platform(case: Situation) -> Note | None:
     """Report a cloud machine that is not in the table: its provider may publish settings that probes cannot see."""
-    if case.one_node or case.backend != "nccl" or any(recognise(node) for node in case.nodes):
+    if any(recognise(node) for node in case.nodes):
         return None
     for node in case.nodes:
         info = node.hostinfo()
@@ -78,7 +76,7 @@ def unknown_platform(case: Situation) -> Note | None:
 
 def slingshot_protocol(case: Situation) -> Setting | Note | None:
     """NCCL_PROTO for Slingshot with Grace Hopper: LL128 over GPUDirect produced wrong data there."""
-    if not case.cxi or case.one_node or case.backend != "nccl" or case.older_than((2, 27, 0)):
+    if not case.cxi or case.older_than((2, 27, 0)):
         return None
     coherent = [
         node.hostname for node in case.nodes if (facts := node.gpu()) and any(gpu.c2c_links for gpu in facts.gpus)
@@ -90,7 +88,7 @@ def slingshot_protocol(case: Situation) -> Setting | Note | None:
 
 def slingshot_tuning(case: Situation) -> Note | None:
     """Report settings on which sites with Slingshot disagree."""
-    if not case.cxi or case.one_node or case.backend != "nccl":
+    if not case.cxi:
         return None
     return note("cxi.sites_differ", f"{case.nodes[0].hostname}: {', '.join(_list_cxi(case)[:8])}")
 
@@ -101,7 +99,7 @@ def _list_cxi(case: Situation) -> tuple[str, ...]:
 
 def collnet(case: Situation) -> Note | None:
     """NCCL_COLLNET_ENABLE: SHARP in InfiniBand switches, through nccl-rdma-sharp-plugins."""
-    if case.one_node or case.backend != "nccl" or published(case, "NCCL_COLLNET_ENABLE") is not None:
+    if published(case, "NCCL_COLLNET_ENABLE") is not None:
         return None
     infiniband = [
         node for node in case.nodes if any(view.port.link_layer == "InfiniBand" for view in node.default_ports())
@@ -212,20 +210,18 @@ def which_platform(case: Situation) -> str:
     for node in case.nodes:
         if (row := recognise(node)) is not None:
             return f"platform {row.name}"
-    return "unknown platform, because " + (_describe_unknown(case) or "no node was probed")
-
-
-def _describe_unknown(case: Situation) -> str:
     for node in case.nodes:
-        info = node.hostinfo()
-        if info is None:
+        if (info := node.hostinfo()) is None:
             continue
-        dmi_name = " ".join(filter(None, (info.vendor, info.product))) or "nothing"
+        says = " ".join(filter(None, (info.vendor, info.product))) or "nothing"
         cloud = cloud_of(info)
         of = f", which is of {CLOUDS[cloud[0]]}" if cloud else ""
         gpus = f" with {names[0]}" if (names := node.gpu_names()) else ""
-        return f"DMI of {node.hostname} says {dmi_name}{of}{gpus}, and no published recipe is known for it"
-    return ""
+        return (
+            f"unknown platform, because DMI of {node.hostname} says {says}{of}{gpus}, and no published recipe is known "
+            "for it"
+        )
+    return "unknown platform, because no node was probed"
 
 
 def published(case: Situation, name: str) -> Setting | None:

@@ -21,8 +21,6 @@ from topology.graph import NicNode
 
 def ib_hca(case: Situation) -> Setting | Note | None:
     """NCCL_IB_HCA, if NCCL would otherwise use a port that the job must not use."""
-    if case.backend != "nccl" or case.one_node:
-        return None
     if not case.rdma_ports:
         return _note_no_hca(case)
     choices = {node.hostname: choose_ports(node) for node in case.nodes if node.default_ports()}
@@ -119,7 +117,6 @@ def _note_automatic(case: Situation, choices: dict[str, PortChoice]) -> Note:
     more = ["hca.other_names"] if choice.secondary and any(map(is_virtual_function, choice.chosen)) else []
     if len(choice.chosen) > 1 and not _is_known_machine(node, choice):
         more.append("hca.storage_unknown")
-        count += _describe_differences(node, choice)
     return note("hca.automatic", count, *more)
 
 
@@ -132,31 +129,6 @@ def _is_known_machine(node: NodeView, choice: PortChoice) -> bool:
     platform = recognise(node)
     known = [machine(name) for name in platform.catalogue] if platform else []
     return any((each.nics, each.gpus) == (count, node.gpu_count()) for each in known)
-
-
-def _describe_differences(node: NodeView, choice: PortChoice) -> str:
-    """Describe facts that may show the storage ports: ports that share a GPU, subnets, neighbours (LLDP)."""
-    parts = []
-    near: dict[tuple[str, ...], list[str]] = {}
-    for entry in node.topology.nearest_nic if node.topology else ():
-        near.setdefault(entry.nics, []).append(entry.gpu)
-    crowded = [(nics, gpus) for nics, gpus in near.items() if len(nics) > len(gpus)]
-    if crowded and len(crowded) < len(near):
-        parts += [f"{' and '.join(nics)} are equally near to {', '.join(gpus)}" for nics, gpus in crowded[:4]]
-    subnets = {view.device.name: str(subnet) for view in choice.chosen if (subnet := port_subnet(node, view))}
-    if len(set(subnets.values())) > 1:
-        parts.append("subnets: " + ", ".join(f"{name} {subnet}" for name, subnet in subnets.items()))
-    facts = node.interfaces()
-    ends: dict[str | None, list[str]] = {}
-    for each in facts.interfaces if facts else ():
-        if each.neighbour:
-            ends.setdefault(each.master or each.name, []).append(each.neighbour)  # a bond has the links of its ports
-    wires = [
-        f"{view.device.name} {' and '.join(found)}" for view in choice.chosen if (found := ends.get(view.port.netdev))
-    ]
-    if wires:
-        parts.append("neighbours by LLDP: " + ", ".join(wires))
-    return "".join(f"; {part}" for part in parts)
 
 
 def _note_no_hca(case: Situation) -> Note:
@@ -238,7 +210,7 @@ def _list_returning(node: NodeView, choice: PortChoice) -> list[PortView]:
 
 def silent_ports(case: Situation) -> Note | None:
     """Report a port that is down: NCCL loses a rail without a message."""
-    if case.backend != "nccl" or case.one_node or not case.rdma_ports:
+    if not case.rdma_ports:
         return None
     down = [(node.hostname, f"{view.name} {view.port.state}") for node in case.nodes for view in _missing_ports(node)]
     if not down:
@@ -248,7 +220,7 @@ def silent_ports(case: Situation) -> Note | None:
 
 def cross_nic(case: Situation) -> Setting | Note | None:
     """NCCL_CROSS_NIC=0, if every rail is a separate network."""
-    if case.backend != "nccl" or case.one_node or not case.rdma_ports:
+    if not case.rdma_ports:
         return None
     for node in case.nodes:
         chosen = choose_ports(node).chosen
@@ -268,8 +240,6 @@ def cross_nic(case: Situation) -> Setting | Note | None:
 
 def net_plugin(case: Situation) -> Setting | Note | None:
     """NCCL_NET, if NCCL would fall back to TCP without a message; mainly for EFA."""
-    if case.backend != "nccl" or case.one_node:
-        return None
     if case.sockets:
         return setting("net.tcp_job", "Socket", "network between the nodes: TCP")
     seen = case.rdma_ports or case.efa or case.cxi

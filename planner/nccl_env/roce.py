@@ -172,8 +172,6 @@ def _join_numbers(priorities: Iterable[int]) -> str:
 
 def _list_roce_ports(case: Situation) -> list[tuple[str, PortView]]:
     """Return the RoCE ports that the job will use, with their hosts."""
-    if case.backend != "nccl" or case.one_node:
-        return []
     return [
         (node.hostname, view)
         for node in case.nodes

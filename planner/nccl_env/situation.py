@@ -182,18 +182,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One environment variable with its reason."""
+    """One environment variable, or another need of a job's pods, with its reason."""
 
-    name: str
-    value: str
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodNeed:
-    """A need of the job other than a variable: shm size, memlock, a resource, an annotation."""
-
-    name: str  # "shm_bytes", "memlock", "resource", "network", "capability", "compute_domain"
+    name: str  # of needs: "shm_bytes", "memlock", "resource", "network", "capability", "compute_domain"
     value: str
     reason: Reason
 
@@ -218,17 +209,9 @@ def note(key: str, evidence: str = "", /, *more: str, **fields: object) -> Note:
 
 
 def setting(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> Setting:
-    """Create a setting with its reason filled in; `more` are keys of texts to append to its rule."""
-    return Setting(name=texts()[key]["name"], value=value, reason=_make_reason(key, evidence, more, fields))
-
-
-def need(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> PodNeed:
-    """Create a need of a pod with its reason filled in."""
-    return PodNeed(name=texts()[key]["name"], value=value, reason=_make_reason(key, evidence, more, fields))
-
-
-def _make_reason(key: str, evidence: str, more: Iterable[str], fields: Mapping[str, object]) -> Reason:
-    return Reason(rule=_fill_texts((key, *more), fields), evidence=evidence, source=texts()[key]["source"])
+    """Create a setting or a need with its reason filled in; `more` are keys of texts to append to its rule."""
+    reason = Reason(rule=_fill_texts((key, *more), fields), evidence=evidence, source=texts()[key]["source"])
+    return Setting(name=texts()[key]["name"], value=value, reason=reason)
 
 
 def _fill_texts(keys: Iterable[str], fields: Mapping[str, object]) -> str:

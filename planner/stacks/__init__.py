@@ -28,7 +28,7 @@ def make_engine(base: Engine, traits: Mapping[str, Any]) -> Engine:
 
 ENGINES["automodel"] = make_engine(torchtitan.ENGINE, read_table(__file__, "automodel.toml"))
 _STACK_OF = {name: stack for stack in _STACKS for name in stack.FORMATS}
-FORMATS: dict[str, str] = {name: stack.FORMATS[name][0] for name, stack in _STACK_OF.items()}  # format -> description
+FORMATS = tuple(_STACK_OF)
 
 
 def engine_named(name: str) -> Engine:
@@ -43,7 +43,7 @@ def export(name: str, request: ExportRequest) -> str:
     if name not in FORMATS:
         raise ExportError(f"format={name!r}: allowed are {', '.join(FORMATS)}")
     try:
-        text: str = _STACK_OF[name].FORMATS[name][1](request)
+        text: str = _STACK_OF[name].FORMATS[name](request)
     except ExportError as error:
         engine, train = _STACK_OF[name].ENGINE, request.train
         if engine.name == train.engine:

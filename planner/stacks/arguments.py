@@ -50,11 +50,10 @@ class CommandSettings:
 def read_command(words: Sequence[str], files: Files) -> CommandSettings:
     """Parse the command of a container, or of a shell. A command without known parts is reported as unknown."""
     parsed = CommandSettings()
-    line = next((each for each in _split_commands(words) if _is_launch(each)), None)
+    line = next(filter(None, map(_find_launch, _split_commands(words))), None)
     if line is None:
         parsed.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
         return parsed
-    line = line[next(i for i, word in enumerate(line) if os.path.basename(word) in _LAUNCHERS) :]  # noqa: PTH119 - text
     parsed.launcher = os.path.basename(line[0])  # noqa: PTH119
     at = _find_script(line)
     if at is None:
@@ -105,15 +104,15 @@ def _split_commands(words: Sequence[str]) -> Iterator[list[str]]:
             continue
 
 
-def _is_launch(line: Sequence[str]) -> bool:
-    """Whether this is a launcher, possibly after `exec`, `env` or variables; Python needs a script or module."""
-    for word in line:
+def _find_launch(line: list[str]) -> list[str]:
+    """Return the words from the launcher on, which `exec`, `env` or variables may precede; none if there is none."""
+    for i, word in enumerate(line):
         name = os.path.basename(word)  # noqa: PTH119 - not a path
-        if name in _LAUNCHERS:
-            return not name.startswith("python") or _find_script(list(line)) is not None
+        if name in _LAUNCHERS:  # Python needs a script or module
+            return line[i:] if not name.startswith("python") or _find_script(line[i:]) is not None else []
         if name not in ("exec", "env", "time", "nohup") and "=" not in word:
-            return False
-    return False
+            break
+    return []
 
 
 def _find_script(line: Sequence[str]) -> int | None:

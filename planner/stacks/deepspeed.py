@@ -68,4 +68,4 @@ def deepspeed_json(request: ExportRequest) -> str:
     return from_template("deepspeed.json", request, stage=stage)
 
 
-FORMATS: Formats = {"deepspeed": ("DeepSpeed's configuration (JSON)", deepspeed_json)}
+FORMATS: Formats = {"deepspeed": deepspeed_json}

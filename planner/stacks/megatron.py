@@ -58,4 +58,4 @@ def megatron_arguments(request: ExportRequest) -> str:
     return from_template("megatron.txt", request, engine=ENGINE)
 
 
-FORMATS: Formats = {"megatron": ("Megatron-LM arguments", megatron_arguments)}
+FORMATS: Formats = {"megatron": megatron_arguments}

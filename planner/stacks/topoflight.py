@@ -1,12 +1,11 @@
-"""The built-in fine-tune job: its traits and terms, its YAML, the torchrun command, and a pod's environment.
+"""The built-in fine-tune job: its traits and terms, and its YAML.
 
-Surface: contracts.job_config (names in the YAML), torchrun's options, Kubernetes' EnvVar and ResourceRequirements.
+Surface: contracts.job_config (names in the YAML).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
 
 from contracts.layout import ROPE_TYPES, TRAINED, WHOLE_ROPE, Layout, most_ranks
 from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
@@ -32,11 +31,6 @@ class Topoflight(Fsdp):
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
         if unknown := set(model.rope_types) - set(ROPE_TYPES):
             return f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not {min(unknown)!r}"
-        if model.experts and (train.method == "qlora" or layout.tp > 1):
-            what = "4-bit weights of" if train.method == "qlora" else "TP over"
-            return f"topoflight does not support {what} experts, which are stacked in one tensor"
-        if model.experts and len({"gate_proj", "up_proj"} & set(train.lora_targets)) == 1 and train.method != "full":
-            return "topoflight adapts gate_proj and up_proj of experts only together"
         if layout.cp > 1 and (why := self._find_context_refusal(model, train, layout)):
             return why
         if layout.pp > 1 and model.tied_embeddings:
@@ -111,8 +105,6 @@ class Topoflight(Fsdp):
         model = share.model
         products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
         stored = products + model.hidden
-        if model.experts:  # outputs for a token's experts before they are summed
-            stored += (model.experts_per_token - 1.0) * model.hidden * (1.0 - model.dense_layers / model.layers)
         return boundary + share.tokens * share.element * stored / share.layout.tp
 
     def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
@@ -136,12 +128,6 @@ class Topoflight(Fsdp):
             rounds += 0.5
         return rounds - (3.0 if train.method != "full" and not (last and layout.pp > 1) else 0.0)
 
-    def gathered(self, share: Share) -> float:
-        """Add the experts merged with their adapters, in a layer that is recomputed."""
-        made = self.adapts_experts(share.train, share.model) and share.layout.checkpointing == "selective"
-        again = share.element * weights(share.model).routed_per_layer if made else 0.0
-        return super().gathered(share) + again
-
     def gathers(self, layout: Layout) -> int:
         """Weights that stay gathered remain so until the end of the step."""
         return layout.gradient_accumulation if layout.reshard_after_forward else 1
@@ -157,7 +143,6 @@ ENGINE = Topoflight(
     can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp", "cp"}),
     offloads=("all",),
     ends_apart=True,
-    merges_expert_adapters=True,
     splits_heads=True,
     # of torch's own loss, counted with a TorchDispatchMode; Liger's kernel, if installed, uses fewer
     loss_bytes=(62.0, 44.0),
@@ -183,26 +168,4 @@ def finetune_yaml(request: ExportRequest) -> str:
     return yaml_from_template("finetune.yaml", request, model_name=hub, members=members)
 
 
-def torchrun_line(request: ExportRequest) -> str:
-    """Export the command; with several nodes, run it on each with MASTER_ADDR set to the first."""
-    words = ["torchrun", f"--nproc-per-node={request.ranks_per_node}", f"--nnodes={request.nodes}"]
-    if request.nodes > 1:
-        tail = '--rdzv-backend=c10d --rdzv-endpoint="${MASTER_ADDR}:${MASTER_PORT:-29500}"'
-    else:
-        tail = "--standalone"
-    return f"{shlex.join(words)} {tail} -m finetune.train --config finetune.yaml\n"
-
-
-def pod_env(request: ExportRequest) -> str:
-    """Export the container's part of a pod spec."""
-    limits = {"nvidia.com/gpu": str(request.ranks_per_node)} if request.on_gpu else {}
-    resources = (need.value.rpartition(": ") for need in request.needs if need.name == "resource")
-    limits |= {name: count for name, _, count in resources if name and "*" not in name}  # the user replaces a wildcard
-    return yaml_from_template("pod.yaml", request, limits=limits)
-
-
-FORMATS: Formats = {
-    "finetune": ("the YAML of the fine-tune job that ships", finetune_yaml),
-    "torchrun": ("the torchrun line", torchrun_line),
-    "pod": ("env and resources of a pod's container, and its volume, YAML", pod_env),
-}
+FORMATS: Formats = {"finetune": finetune_yaml}

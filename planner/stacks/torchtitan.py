@@ -23,7 +23,7 @@ class Torchtitan(Fsdp):
     def selective_activations(self, share: Share, boundary: float) -> float:
         """Count the layer's input, and the outputs of the first, third, fifth and seventh of q, k, v, o, w1, w3, w2."""
         model = share.model
-        if model.experts or model.kv_rank or model.linear_layers or not model.gated_mlp:
+        if model.experts or model.kv_rank or not model.gated_mlp:
             return super().selective_activations(share, boundary)
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
         stored = 2.0 * q + kv + model.ffn + model.hidden
@@ -67,4 +67,4 @@ def torchtitan_toml(request: ExportRequest) -> str:
     return from_template("torchtitan.toml", request, names=_MODELS)
 
 
-FORMATS: Formats = {"torchtitan": ("torchtitan's job configuration (TOML)", torchtitan_toml)}
+FORMATS: Formats = {"torchtitan": torchtitan_toml}

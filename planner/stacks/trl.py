@@ -145,7 +145,4 @@ def trl_yaml(request: ExportRequest) -> str:
     return yaml_from_template("trl.yaml", request, model_name=name, dtype=_get_dtype(request), sharded=sharded)
 
 
-FORMATS: Formats = {
-    "accelerate": ("accelerate's config file (YAML)", accelerate_yaml),
-    "trl": ("TRL / transformers training arguments (YAML)", trl_yaml),
-}
+FORMATS: Formats = {"accelerate": accelerate_yaml, "trl": trl_yaml}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from generate import BY_SOURCE, LABELS
 from prometheus_client.parser import text_string_to_metric_families
 from rigs.recorded import NAMES, snapshot
 from rigs.results import benchmark, measurement, search_result
@@ -19,7 +20,7 @@ from agent.checks.history import Event
 from agent.checks.measured import with_bench
 from agent.checks.verdict import View, build_view
 from agent.cluster.client import Tally, reason_of
-from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS
+from agent.metrics import CATALOGUE, TABLE
 from collectives.bench.results import Bar, BenchResult, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.plain import MisfitError
@@ -103,7 +104,7 @@ def test_names_follow_the_rules(family: Metric) -> None:
         pytest.fail(f"{name}: the unit comes last")
     assert family.help.endswith("."), name
     for label in family.labels:
-        assert label not in FORBIDDEN_LABELS, f"{family.name}: {label} is the scraper's"
+        assert label not in TABLE["forbidden_labels"], f"{family.name}: {label} is the scraper's"
         assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics.toml"
         assert label == "UUID" or re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", label)
     assert len(set(family.labels)) == len(family.labels)

@@ -195,7 +195,7 @@ def test_a_short_run_does_not_stand_for_its_network() -> None:
     long[1]["measured"] = {"step_seconds": 0.45, "counted_steps": 20}
     found = records_of([*({**one, **smoke} for one in long), *long])
     (bars,) = by_network(found)
-    assert [run.step_seconds for run in bars.runs] == [3.35, 0.45]
+    assert list(bars.steps.values()) == [3.35, 0.45]
     assert [told.partition(": ")[2] for told in not_drawn(found)] == [
         "0 of its 2 steps count (warm-up and profiled steps do not), 3 are needed"
     ] * 2

@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
-from rigs.command import on_a_terminal, process, topoflight
+from rigs.command import on_a_terminal, topoflight
 from rigs.recorded import H100, NAMES, path_of, view
 from rigs.results import benchmark, measurement
 from rigs.tables import each_row
@@ -54,10 +53,9 @@ def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
     seen, out = view(name), console()
     hosts.host(out, seen.snapshots[0])
-    topology.node(out, seen.topologies[0], brief=True)
+    topology.brief(out, seen.topologies[0], ())
     findings_view.findings(out, seen.checks)
     advice_view.recommendation(out, advise.for_view(seen, Request.of(model="Llama-3.1-8B")))
-    hosts.last_line(out, seen.verdict, 1.0)
     text = text_of(out)
     assert max(len(line) for line in text.splitlines() if not line.startswith("  topoflight ")) <= 80
     assert "\x1b" not in text
@@ -79,11 +77,10 @@ def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
     """The verdict of a healthy machine says which checks were not measured."""
     seen, out = view(), console()
     findings_view.findings(out, seen.checks)
-    hosts.last_line(out, seen.verdict, 1.0)
     text = " ".join(text_of(out).split())
     unknown = {check.code for check in seen.checks if check.status == "unknown"}
     assert unknown and all(code in text for code in unknown)
-    assert f"{len(unknown)} checks could not run; {seen.verdict.listed['pass']} passed" in text
+    assert f"{len(unknown)} checks could not run" in text and f"{seen.verdict.listed['pass']} checks passed" in text
 
 
 def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
@@ -100,12 +97,12 @@ def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones
 
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
     """One expectation for each scope, not one for each rail and operation."""
-    text = drawn(topology.node, view("sick-h100-rdma-off").topologies[0], brief=True)
+    text = drawn(topology.node, view("sick-h100-rdma-off").topologies[0])
     for words in ("recognised as: HGX H100/H200", "! differs from the reference: no RDMA adapter",
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
-    down = drawn(topology.node, view("sick-h100-dead-hca").topologies[0], brief=True)
+    down = drawn(topology.node, view("sick-h100-dead-hca").topologies[0])
     assert "would be nearer, but has no active port" in " ".join(down.split()), "why the nearest NIC is so far"
 
 
@@ -157,29 +154,10 @@ def test_the_answer_comes_before_the_environment() -> None:
     """recommend: layout, forecast, then the long environment; the same without a model, where only that is asked."""
     seen = view()
     for model, order in (("Llama-3.1-8B", ["Layout for", "step ", "Environment"]), (None, ["Environment"])):
-        text = drawn(advice_view.recommendation, advise.for_view(seen, Request.of(model=model)), explain=True)
+        text = drawn(advice_view.recommendation, advise.for_view(seen, Request.of(model=model)))
         places = [text.index(word) for word in order]
         assert places == sorted(places)
         assert ("Layout for" in text) == (model is not None)
-
-
-def test_a_narrow_terminal_gets_blocks_that_fit() -> None:
-    """18 devices: GPUs among themselves, then GPUs to NICs."""
-    seen, out = view(), console(force_terminal=True, no_color=True)
-    topology.matrix(out, seen.topologies[0])
-    lines = text_of(out).splitlines()
-    among_gpus, to_nics = (line for line in lines if line.startswith("GPU7"))
-    assert "NV18" in among_gpus and "PIX" in to_nics
-    assert all(len(line) <= 80 for line in lines if "\x1b" not in line)
-
-
-def test_the_classes_of_a_matrix_are_explained_below_it() -> None:
-    """Those that it shows, and no others."""
-    text = " ".join(drawn(topology.node, view().topologies[0], brief=True).split())
-    for words in ("NVLink;", "PIX: one PCIe switch;", "NODE: host bridges of one NUMA node (PHB to NCCL);",
-                  "SYS: between CPUs"):  # fmt: skip
-        assert words in text, words
-    assert "PXB:" not in text and "PHB:" not in text
 
 
 ENVIRONMENT, LOG = "job.env", "nccl.log"  # written by the test
@@ -335,17 +313,6 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
         assert " ".join(lines[:2]).startswith(first) and len(lines) <= 10, "\n".join(lines)
     failed = replace(found, bars=(bars[0], replace(bars[1], status="failed", step_seconds=None, why="no route")))
     assert drawn(networks.show, failed).startswith("✗ not every network was measured: net1 failed →")
-
-
-def test_a_dry_run_at_a_terminal_is_told_in_ten_lines_and_in_a_pipe_is_the_document(tmp_path: Path) -> None:
-    words = ["launch", "--dry-run", "--host", str(path_of()), "--global-batch", "64", "--set",
-             "max_steps=100", "--set", f"output_dir={tmp_path}"]  # fmt: skip
-    code, shown = on_a_terminal(*words)
-    lines = shown.rpartition("\x1b[2K")[2].rstrip().splitlines()  # below the progress
-    assert code == 0, shown
-    assert lines[0].startswith("✓ Dry run succeeded. → ") and len(lines) <= 10, shown
-    piped = process(*words)
-    assert piped.returncode == 0 and yaml.safe_load(piped.stdout)["layout"]["world_size"] == 8, piped.stderr
 
 
 def fleet(folder: Path, faults: dict[str, list[int]], total: int) -> list[str]:

@@ -82,7 +82,7 @@ def test_plain_values_are_what_python_reads() -> None:
 @each_row(
     ("raw", "words"),
     [(b"", ""), (b"hello", ""), (b'{"communicators": 3}', ""), (b'{"communicators": [', ""),
-     (b"n1:7 NCCL DIAG === RAS Diagnostics ===\n", "--diag"),
+     (b"n1:7 NCCL DIAG === RAS Diagnostics ===\n", "give the file as LOG"),
      (b'RAS Monitor Mode\n{"event": "PEER_DEAD", "peer": {}}', "as text")],
 )  # fmt: skip
 def test_what_is_no_answer_of_ras_is_refused(raw: bytes, words: str) -> None:

@@ -1,8 +1,8 @@
-"""A stand-in for kube-apiserver: the endpoints, watch streams and errors that the product meets, over real HTTP.
+"""A stand-in for kube-apiserver: the endpoints and errors that the product meets, over real HTTP.
 
-It keeps objects with resource versions, pages lists, streams watches, applies patches, keeps status apart, validates
-NodeTopology by its own CRD, judges tokens, authorizes by RBAC rights where it has them, and fails on demand: 410, 429,
-500, refused connections.
+It keeps objects with resource versions, pages lists, applies patches, keeps status apart, validates
+NodeTopology by its own CRD, judges tokens, authorizes by RBAC rights where it has them, and fails on demand: 429, 500,
+refused connections.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
-from collections import deque
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -73,10 +71,8 @@ class ApiServer:
         self.kinds = {path: kind for path, kind in KINDS.items() if nfd or kind != "NodeFeature"}
         self.objects: dict[tuple[str, str, str], Json] = {}  # (collection, namespace, name)
         self.applied: dict[tuple[tuple[str, str, str], str], set[str]] = {}  # fields of a status, by object and manager
-        self.events: deque[tuple[int, str, str, Json]] = deque(maxlen=10_000)  # version, collection, type, object
         self.version = 100
-        self.oldest = 0  # watches from before this are gone
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         self.tokens = {"agent-token"}  # who may call the API at all
         self.reviewed: dict[str, Json] = {}  # token -> TokenReview status
         self.allowed: set[tuple[str, str, str]] = set()  # user, verb, path
@@ -90,7 +86,6 @@ class ApiServer:
         self.pods_refused = ""  # what admission says of them
         self.pod_status: Json = {"phase": "Running"}
         self.warnings: list[str] = []  # sent with each object that is made
-        self.watches = 0
         self.page = 0  # a forced page size, where not 0
         self.port = 0
         self._server: ThreadingHTTPServer | None = None
@@ -123,11 +118,9 @@ class ApiServer:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def down(self) -> None:
-        """Stop listening; watches break off."""
+        """Stop listening."""
         if self._server is not None:
             server, self._server = self._server, None
-            with self.changed:
-                self.changed.notify_all()
             server.shutdown()
             server.server_close()
 
@@ -136,40 +129,28 @@ class ApiServer:
         """Whether it listens."""
         return self._server is not None
 
-    def expire(self) -> None:
-        """Forget history: watches from before end in 410."""
-        with self.changed:
-            self.version += 10
-            self.oldest = self.version
-            self.changed.notify_all()
-
     def of_kind(self, kind: str) -> list[Json]:
         """Every object of a kind."""
-        with self.changed:
+        with self.lock:
             return [o for (path, _, _), o in self.objects.items() if self.kinds[path] == kind]
 
     def put(self, collection: str, namespace: str, document: Json) -> Json:
-        """Store as if a client had, and tell the watchers."""
-        with self.changed:
+        """Store as if a client had."""
+        with self.lock:
             key = collection, namespace, document["metadata"]["name"]
             self.version += 1
             document["metadata"]["resourceVersion"] = str(self.version)
             document["metadata"].setdefault("uid", f"uid-{self.version}")
             document["metadata"].setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
-            kind = "MODIFIED" if key in self.objects else "ADDED"
             self.objects[key] = document
-            self.events.append((self.version, collection, kind, json.loads(json.dumps(document))))
-            self.changed.notify_all()
             return document
 
     def delete(self, collection: str, namespace: str, name: str) -> Json:
-        """Remove, and tell the watchers."""
-        with self.changed:
+        """Remove."""
+        with self.lock:
             document = self.objects.pop((collection, namespace, name))
             self.version += 1
             document["metadata"]["resourceVersion"] = str(self.version)
-            self.events.append((self.version, collection, "DELETED", document))
-            self.changed.notify_all()
             return document
 
 
@@ -221,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             if url.path.count("/") > 2:  # discovery of a group is every account's
-                self._authorize(url.path, query)
+                self._authorize(url.path)
             self._route(url.path, query, body)
         except RefusedError as refused:
             self._status(refused.status, refused.reason, str(refused))
@@ -230,12 +211,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _do  # noqa: N815 - the standard library's names
 
-    def _authorize(self, path: str, query: dict[str, str], verb: str = "") -> None:
+    def _authorize(self, path: str, verb: str = "") -> None:
         """Refuse what no right grants (Kubernetes: Authorization, "Determine the request verb"; RBAC)."""
         words = path.strip("/").split("/")
         group, words = ("", words[2:]) if words[0] == "api" else (words[1], words[3:])
         namespace, words = (words[1], words[2:]) if words[0] == "namespaces" and len(words) > 2 else ("", words)
-        read = "get" if len(words) > 1 else "watch" if query.get("watch") == "true" else "list"
+        read = "get" if len(words) > 1 else "list"
         verb = verb or {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}.get(self.command, read)
         resource = "/".join([words[0], *words[2:]])
         self.api.used.add((namespace, group, resource, verb))
@@ -265,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
             what = collection.rpartition("/")[2]
             raise RefusedError(403, "Forbidden", f'{what} is forbidden: User "u" cannot list resource "{what}"')
         if self.command == "GET" and not name:
-            (self._watch if query.get("watch") == "true" else self._list)(collection, namespace, query)
+            self._list(collection, namespace, query)
         elif self.command == "GET":
             self._answer(200, self._stored(collection, namespace, name))
         elif self.command == "POST":
@@ -305,14 +286,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(404, "NotFound", f"{collection} {name!r} not found") from None
 
     def _list(self, collection: str, namespace: str, query: dict[str, str]) -> None:
-        with self.api.changed:
+        with self.api.lock:
             names = sorted(k for k in self.api.objects if k[0] == collection and namespace in ("", k[1]))
             start, version = 0, self.api.version
             if "continue" in query:
-                text, _, first = query["continue"].partition(":")
-                version, start = int(text), int(first)
-                if version < self.api.oldest:
-                    raise RefusedError(410, "Expired", "The provided continue parameter is too old")
+                version, start = map(int, query["continue"].split(":"))
             size = self.api.page or int(query.get("limit", 0)) or len(names) or 1
             items = [self.api.objects[key] for key in names[start : start + size]]
             about: Json = {"resourceVersion": str(version)}
@@ -320,37 +298,6 @@ class _Handler(BaseHTTPRequestHandler):
                 about["continue"] = f"{version}:{start + size}"
             items = [item for item in items if selected(item, query.get("labelSelector", ""))]
             self._answer(200, {"kind": self.api.kinds[collection] + "List", "metadata": about, "items": items})
-
-    def _watch(self, collection: str, namespace: str, query: dict[str, str]) -> None:
-        self.api.watches += 1
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        seen, until = int(query["resourceVersion"]), time.monotonic() + float(query.get("timeoutSeconds", 60))
-        while self.api.is_up and time.monotonic() < until:
-            with self.api.changed:
-                if seen < self.api.oldest:
-                    error = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
-                    self._chunk({"type": "ERROR", "object": error})
-                    break
-                fresh = [e for e in self.api.events if e[0] > seen and e[1] == collection]
-                if not fresh:
-                    self.api.changed.wait(0.2)
-            for version, _, kind, document in fresh:
-                if namespace in ("", document["metadata"].get("namespace", "")):
-                    self._chunk({"type": kind, "object": document})
-                seen = version
-        if self.api.is_up:
-            self.wfile.write(b"0\r\n\r\n")
-        else:
-            self.close_connection = True
-
-    def _chunk(self, event: Json) -> None:
-        raw = json.dumps(event).encode() + b"\n"
-        half = len(raw) // 2  # events do not end where chunks do
-        for part in (raw[:half], raw[half:]):
-            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
 
     def _create(self, collection: str, namespace: str, body: Json, query: dict[str, str]) -> None:
         about = body["metadata"]
@@ -390,12 +337,12 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(422, "Invalid", "PatchOptions.meta.k8s.io is invalid: fieldManager: Required value")
         if name in self.api.refused:
             raise RefusedError(self.api.refused[name], "Refused", f"{name} is refused")
-        with self.api.changed:
+        with self.api.lock:
             key = collection, namespace, name
             if key not in self.api.objects and (not applying or sub):
                 raise RefusedError(404, "NotFound", f"{collection} {name!r} not found")
             if key not in self.api.objects:
-                self._authorize(urlsplit(self.path).path, query, "create")  # apply makes what is not there
+                self._authorize(urlsplit(self.path).path, "create")  # apply makes what is not there
             old = self.api.objects.get(key, {})
             given = body.get("metadata", {}).get("resourceVersion")
             if given and old and given != old["metadata"]["resourceVersion"]:

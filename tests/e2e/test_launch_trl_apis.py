@@ -92,10 +92,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer
     told = " ".join(done.output.split())
     assert "per_device_train_batch_size: 32, bf16: true, gradient_checkpointing: true, fsdp: full_shard" in told
     assert "at max_length: 4096 does not fit" in told
-    assert (
-        "what can: per_device_train_batch_size: 16 with gradient_accumulation_steps: 2, for the same batch of 128"
-        in told
-    )
+    assert "what can: per_device_train_batch_size: 16, gradient_accumulation_steps: 2 (" in told
     assert kubeconfig.of_kind("ConfigMap") == kubeconfig.of_kind("Job") == []
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump({**yaml.safe_load(USERS.read_text()), "per_device_train_batch_size": 16,

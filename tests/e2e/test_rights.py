@@ -40,14 +40,13 @@ def rights_of(documents: list[Document]) -> set[Right]:
 
 
 def test_every_request_of_the_agent_is_granted_and_every_right_is_used(tmp_path: Path) -> None:
-    """Start, publish, watch, show the page of the cluster, judge a caller's token, end."""
+    """Start, publish, show the page of the cluster, judge a caller's token, end."""
     granted = {name: rights_of(render(ROOT / "deploy/daemonset/overlays" / name)) for name in OVERLAYS}
     rights = granted["kubernetes"]
     assert not {name: found ^ rights for name, found in granted.items() if found != rights}
     log = tmp_path / "log"
     with ApiServer() as api:
         api.rights = rights
-        api.put("/api/v1/nodes", "", {"metadata": {"name": "n1", "labels": {"topology.kubernetes.io/rack": "r1"}}})
         api.reviewed[TOKEN] = {"authenticated": True, "audiences": [AUDIENCE], "user": {"username": CALLER}}
         config = write_kubeconfig(tmp_path / "config", api.url, namespace="topoflight")
         with serving(config, "n1", log, namespace="topoflight") as url:

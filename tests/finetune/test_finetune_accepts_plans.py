@@ -22,8 +22,9 @@ from planner.forecast.links import links_of
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import KNOWN, model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import plan, search_planned
+from planner.recommend import plan
 from planner.rules import first_broken
+from planner.search import search
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 from topology.build import build
 from topology.graph import ClusterTopology
@@ -44,7 +45,7 @@ def train_of(method, packing=False):
 @cache
 def best(machine, nodes, name, method, packing):
     """The best of each family, not only the winner."""
-    found = search_planned(plan(machines.cluster(machine, nodes), (), MODELS[name], train_of(method, packing)))
+    found = search(plan(machines.cluster(machine, nodes), (), MODELS[name], train_of(method, packing)))
     assert found.tried
     return [candidate.layout for candidate in found.best]
 
@@ -54,7 +55,7 @@ def reasons(layout, model, method, **more):
     config = SimpleNamespace(
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings, sliding_window=model.sliding_window,
-        quantization_config={} if method == "qlora" else None, num_experts=model.experts, **more,
+        quantization_config={} if method == "qlora" else None, **more,
     )  # fmt: skip
     return refusals(layout, config, lora=method != "full")
 
@@ -67,7 +68,7 @@ def test_what_is_recommended_on_recorded_machines_is_accepted(name, nodes):
     found = snapshot(name)
     cluster = ClusterTopology(nodes=(build(found),) * nodes)
     for model, job in product(map(model_named, ("Llama-3.1-8B", "tiny-llama")), (*JOBS[::2], JOBS[-1])):
-        for candidate in search_planned(plan(cluster, (found,) * nodes, model, train_of(*job))).best:
+        for candidate in search(plan(cluster, (found,) * nodes, model, train_of(*job))).best:
             assert reasons(candidate.layout, model, job[0]) == [], candidate.layout
 
 
@@ -90,10 +91,10 @@ def test_whatever_is_recommended_for_the_job_it_accepts():
     ranked = 0
     for name, machine, nodes, train in questions(300):
         model, asked = model_named(name), (name, machine, nodes, train)
-        found = search_planned(plan(machines.cluster(machine, nodes), (), model, train)).best
+        found = search(plan(machines.cluster(machine, nodes), (), model, train)).best
         if model.family not in TRAINED:
             assert not found, asked
-        attention = {"flash": "flash_attention_2"}.get(train.attention, train.attention)
+        attention = "eager" if train.attention == "eager" else "by_document"
         for candidate in found:
             why = reasons(candidate.layout, model, train.method, _attn_implementation=attention)
             assert why == [], (asked, candidate.layout)
@@ -106,7 +107,6 @@ def test_whatever_is_recommended_for_the_job_it_accepts():
     [
         ({"_attn_implementation": "eager"}, "attn_implementation='eager'"),
         ({"_attn_implementation": "by_document", "sliding_window": 4096}, None),
-        ({"_attn_implementation": "flash_attention_2", "sliding_window": 4096}, None),
     ],
 )
 def test_sequence_parallelism_is_refused_where_a_mask_is_built(shape, says):

@@ -28,7 +28,7 @@ from agent.http import serve
 from contracts.run_record import record_of
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import APIS, config_map, render
-from planner.nccl_env.environment import RenderError, render_k8s, render_shell
+from planner.nccl_env.environment import RenderError, render_settings
 from planner.nccl_env.situation import Reason, Setting
 from probes.host import sysfs
 from probes.host.live import LiveHost
@@ -121,7 +121,7 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
     record = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
     result_store.store_run(record_of(record), tmp_path)
     running = agent(scan(RecordedHost(content)), tmp_path)
-    for door in ("/", "/what-if", "/cluster", "/docs"):
+    for door in ("/", "/what-if", "/cluster"):
         assert "<script>alert" not in running.get(door).text, door
     lines = running.get("/metrics").text.splitlines()
     assert 'x{a="b"} 1' not in lines and "# HELP x y" not in lines
@@ -157,7 +157,7 @@ def test_values_stay_values_in_shell_and_env_lists(value: str) -> None:
     """A value from a machine that calls its interface $(reboot) is set, not run."""
     setting = Setting(name="NCCL_SOCKET_IFNAME", value=value, reason=Reason(rule="r", evidence="e", source="s"))
     try:
-        shell, listed = render_shell([setting]), render_k8s([setting])
+        shell, listed = render_settings([setting], "shell"), render_settings([setting], "k8s")
     except RenderError:
         assert set(value) & set("\n\r\0")
         return

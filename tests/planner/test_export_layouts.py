@@ -22,7 +22,6 @@ from planner.advice import ExportError, ExportRequest, request_of
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import recommend
 from planner.stacks import ENGINES, FORMATS, export
 
@@ -36,15 +35,11 @@ PIPELINE = Layout(
 )  # fmt: skip
 NAMED = {"FSDP": FSDP, "PP": PIPELINE}
 
-WHY = Reason(rule="r", evidence="e", source="s")
-SETTINGS = (Setting(name="NCCL_SOCKET_IFNAME", value="=net1", reason=WHY),
-            Setting(name="PYTORCH_CUDA_ALLOC_CONF", value="a b'c", reason=WHY))  # fmt: skip
-
 
 def request(layout: Layout, ranks_per_node: int = 8, **train: Any) -> ExportRequest:
     """A request for Llama-3-8B."""
     spec = TrainSpec(**{"method": "full", "engine": "deepspeed", **train})
-    return ExportRequest(layout=layout, model=LLAMA, train=spec, settings=SETTINGS, ranks_per_node=ranks_per_node)
+    return ExportRequest(layout=layout, model=LLAMA, train=spec, ranks_per_node=ranks_per_node)
 
 
 # The configuration of a published run of Llama-3-8B with ZeRO-3 and CPU offload on p4d.24xlarge.
@@ -177,26 +172,6 @@ def test_an_export_has_the_steps_of_the_forecast(
     text = export(form, request_of(dataclasses.replace(answer, total_steps=steps), ranks_per_node=8))
     assert re.search(has, text, re.MULTILINE), text
     assert str(has_not) not in text
-
-
-def test_a_pods_environment_and_torchruns_line() -> None:
-    """The container's variables and its GPUs; one node stands alone, several meet at a rendezvous."""
-    pod = yaml.safe_load(export("pod", request(FSDP)))
-    assert pod["env"][0] == {"name": "NCCL_SOCKET_IFNAME", "value": "=net1"}
-    assert pod["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    for machine, names_rdma in (("p5.48xlarge", True), ("dgx-h100", False)):
-        answer = recommend(machines.cluster(machine, 2), (), LLAMA, TrainSpec())
-        text = export("pod", request_of(answer, ranks_per_node=8))
-        assert yaml.safe_load(text)["volumes"][0] == {
-            "name": "shm",
-            "emptyDir": {"medium": "Memory", "sizeLimit": "8192Mi"},
-        }
-        assert ("# For RDMA add the resource" in text) != names_rdma, (
-            "EFA's resource has a name that every cluster shares"
-        )
-    assert "--standalone" in export("torchrun", request(FSDP))
-    several = export("torchrun", request(Layout(world_size=16, dp_shard=16)))
-    assert "--nnodes=2" in several and "--rdzv-endpoint" in several
 
 
 @each_row(("name", "layout", "train", "reason"), rows("refused"))

@@ -18,8 +18,8 @@ from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.forecast.step_time import step_parts
-from planner.recommend import Planned, forecast_layout, plan, recommend
-from planner.search import Candidate
+from planner.recommend import forecast_layout, plan, recommend
+from planner.search import Candidate, Planned
 
 GB = 1e9
 

@@ -21,8 +21,8 @@ from planner.forecast import machines
 from planner.forecast.calibration import widths
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import forecast_named, plan, search_planned
-from planner.search import Candidate
+from planner.recommend import forecast_named, plan
+from planner.search import Candidate, search
 
 SLOWER, EVEN, ROOM = "slower", "even", "room"
 
@@ -69,7 +69,7 @@ def test_every_difference_from_a_published_recipe_is_explained(name: str) -> Non
     machine, nodes, *gpus = recipe.on
     cluster = machines.cluster(machine, nodes, gpus_per_node=gpus[0] if gpus else None)
     planned = plan(cluster, (), model_named(recipe.model), TrainSpec(**recipe.train))
-    found = search_planned(planned).best
+    found = search(planned).best
     assert found, "nothing fits"
     ours: Candidate = found[0]
     schedule = {"schedule": "interleaved"} if "virtual_stages" in recipe.layout else {}

@@ -14,8 +14,8 @@ from planner.advice import Recommendation
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import forecast_named, plan, recommend, search_planned
-from planner.search import Candidate, simplest
+from planner.recommend import forecast_named, plan, recommend
+from planner.search import Candidate, search, simplest
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess
 from topology.build import build
@@ -81,7 +81,7 @@ def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:
 
 def found(machine: str, nodes: int, model: str, train: TrainSpec) -> list[Candidate]:
     """The best of each family, the chosen one first."""
-    return search_planned(plan(machines.cluster(machine, nodes), (), model_named(model), train)).best
+    return search(plan(machines.cluster(machine, nodes), (), model_named(model), train)).best
 
 
 def test_experts_are_divided_without_a_global_batch() -> None:
@@ -104,7 +104,7 @@ def test_embedding_and_head_count_as_layers_of_interleaved_chunks() -> None:
     """126 layers in 8 stages of 8 chunks: the first and the last hold one layer, all others two."""
     train = TrainSpec(method="full", sequence_length=8192, engine="megatron", global_batch=256)
     planned = plan(machines.cluster("dgx-h100", 64), (), model_named("Llama-3.1-405B"), train)
-    best = search_planned(planned, {"pp": 8, "tp": 8, "cp": 2, "virtual_stages": 8}).best
+    best = search(planned, {"pp": 8, "tp": 8, "cp": 2, "virtual_stages": 8}).best
     assert best[0].layout.stage_layers == (1, *(2,) * 62, 1)
 
 
@@ -318,5 +318,5 @@ def test_offloading_needs_a_gain_beyond_the_error() -> None:
     """Eight rows at a time fit an RTX 3090 with weights on the host only, and gain less than two forecasts err."""
     train = TrainSpec(method="qlora", sequence_length=1024, global_batch=64)
     planned = plan(machines.cluster("8xrtx3090"), (), model_named("Llama-3.1-70B"), train)
-    assert search_planned(planned).best[0].layout.offload == "none"
-    assert search_planned(planned, {"offload": "all", "dp_shard": 8}).best[0].layout.micro_batch == 8
+    assert search(planned).best[0].layout.offload == "none"
+    assert search(planned, {"offload": "all", "dp_shard": 8}).best[0].layout.micro_batch == 8

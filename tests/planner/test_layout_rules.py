@@ -14,8 +14,9 @@ from planner.forecast.engine import Question, uneven_stages
 from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import plan, recommend, search_planned
+from planner.recommend import plan, recommend
 from planner.rules import RULES, first_broken
+from planner.search import search
 from planner.stacks import ENGINES, engine_named
 
 rows = rows_of(__file__)
@@ -62,7 +63,7 @@ def test_every_degree_that_divides_the_experts_is_tried(experts: int, ranks: int
     """Inside the fast domain or not: what is named is found."""
     train = TrainSpec(method="full", sequence_length=4096, global_batch=64, engine="megatron")
     planned = plan(machines.cluster("p5.48xlarge", ranks // 8), (), model_named("gpt-oss-20b"), train)
-    assert search_planned(planned, {"ep": experts}).best
+    assert search(planned, {"ep": experts}).best
 
 
 @each_row(
@@ -76,7 +77,7 @@ def test_every_degree_that_divides_the_experts_is_tried(experts: int, ranks: int
 def test_what_no_degree_changes_is_said_of_every_layout(model: str, settings: dict[str, Any], says: str) -> None:
     """One reason, and not the same one for each degree."""
     train = TrainSpec(**{"method": "full", **settings})
-    found = search_planned(plan(machines.cluster("p5.48xlarge", 2), (), model_named(model), train))
+    found = search(plan(machines.cluster("p5.48xlarge", 2), (), model_named(model), train))
     assert ([row.what for row in found.rejected], found.best) == (["every layout"], [])
     assert says in found.rejected[0].reason
 

@@ -17,7 +17,7 @@ from rigs.tables import each_row, rows_of
 from contracts.job_config import parse_config
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents, extended
-from planner.nccl_env.situation import PodNeed, Reason, Setting
+from planner.nccl_env.situation import Reason, Setting
 from planner.stacks.arguments import as_run, read_command
 
 rows = rows_of(__file__)
@@ -26,10 +26,10 @@ WHY = Reason(rule="rails", evidence="two NICs", source="a test")
 ADDED = Additions(
     settings=(Setting(name="NCCL_IB_HCA", value="=mlx5_0,mlx5_1", reason=WHY),
               Setting(name="NCCL_CROSS_NIC", value="0", reason=WHY)),
-    needs=(PodNeed(name="shm_bytes", value=str(8 << 30), reason=WHY),
-           PodNeed(name="capability", value="IPC_LOCK", reason=WHY),
-           PodNeed(name="network", value="rdmashared-net", reason=WHY),
-           PodNeed(name="resource", value="rdma/*: 1", reason=WHY)),
+    needs=(Setting(name="shm_bytes", value=str(8 << 30), reason=WHY),
+           Setting(name="capability", value="IPC_LOCK", reason=WHY),
+           Setting(name="network", value="rdmashared-net", reason=WHY),
+           Setting(name="resource", value="rdma/*: 1", reason=WHY)),
     resources={"rdma/rdma_shared_device_eth": "1"}, gate_image="registry.example/topoflight:1", log=True,
     annotations={"forecast-step": "step 1 s"},
 )  # fmt: skip
@@ -50,7 +50,7 @@ def additions(row: dict[str, Any]) -> Additions:
     if added == "all":
         return ADDED
     words = {name: value for name, value in added.items() if name not in ("all", "needs")}
-    needs = tuple(PodNeed(name=name, value=value, reason=WHY) for name, value in added.get("needs", ()))
+    needs = tuple(Setting(name=name, value=value, reason=WHY) for name, value in added.get("needs", ()))
     return replace(ADDED if added.get("all") else Additions(), needs=needs, **words)
 
 
@@ -141,21 +141,14 @@ def test_an_edit_adds_and_never_changes() -> None:
             extended(text, [changed])
 
 
-@each_row(("text", "end"), rows("endings"))
-def test_a_text_without_a_newline_at_its_end_keeps_its_last_value(text: str, end: str) -> None:
-    """Lines after a block scalar give it a newline, unless its header says that it has none."""
-    (before,) = documents(text)
-    made = extended(text, [{**before, "new": 1}])
-    assert made.endswith(end) and documents(made) == [{**before, "new": 1}]
-    assert extended(text, [{**before, "a": ["x", "y"]}]).endswith(text[text.index("b: ") :])
-
-
 @each_row(("text", "made"), rows("brackets"))
-def test_what_is_added_between_brackets_has_the_form_of_what_is_there(text: str, made: str) -> None:
-    """Quotes, lines of their own, a comma at the end, comments; with the line ends of Windows too."""
+def test_a_collection_in_brackets_is_written_anew(text: str, made: str) -> None:
+    """With the quotes of JSON where the text has them; an anchor, and what stands after the bracket, stay."""
     wanted = [{"a": [{"k": "v", "n": "2"}, {"m": "x y"}]}]
     assert extended(text, wanted) == made
     assert extended(text.replace("\n", "\r\n"), wanted) == made.replace("\n", "\r\n")
+    with pytest.raises(EditError, match="a comment is between its brackets"):
+        extended("a: [\n  {k: v},  # one\n]\n", wanted)
 
 
 FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
