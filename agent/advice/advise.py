@@ -34,7 +34,6 @@ from planner.forecast.calibration import Calibration, CalibrationError, load_cal
 from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.environment import render_env, render_k8s, render_shell
 from planner.nccl_env.situation import situation
 from planner.recommend import best_layout, plan, recommend
 from planner.sweep import FrontierPoint, frontier
@@ -47,8 +46,7 @@ if TYPE_CHECKING:  # the gate and the view are imported only if a host was scann
     from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
-_RENDERERS = {"env": render_env, "shell": render_shell, "k8s": render_k8s}
-ENVIRONMENTS = tuple(_RENDERERS)  # formats that do not need a layout
+ENVIRONMENTS = nccl_env.FORMATS  # formats that do not need a layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 texts = read_texts(__file__, "texts.toml")
@@ -317,8 +315,8 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
 
 def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
     """Export the advice in the input format of another tool; `nodes` is the number of hosts that the ranks run on."""
-    if form in _RENDERERS:
-        return _RENDERERS[form](advice.settings)
+    if form in ENVIRONMENTS:
+        return nccl_env.render_settings(advice.settings, form)
     if advice.model is None:
         raise RequestError(f"format {form}: requires a model, because it exports a layout")
     world = advice.chosen.layout.world_size if advice.chosen else nodes

@@ -42,7 +42,7 @@ from collectives.bench.results import BenchResult, Measurement
 from contracts.finding import Finding
 from contracts.host_list import list_names
 from planner.advice import RankedLayout, Recommendation
-from planner.nccl_env.environment import render_k8s, render_shell
+from planner.nccl_env.environment import render_settings
 from probes.api import Snapshot
 from topology import svg
 from topology.check import departures
@@ -116,7 +116,7 @@ def make_environment() -> Environment:
     made.filters.update(
         kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(outcome_lines(one)),
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count, need=need_words,
-        shell_lines=render_shell, k8s_lines=render_k8s,
+        settings_as=render_settings,
     )  # fmt: skip
     shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
               as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
