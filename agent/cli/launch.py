@@ -98,7 +98,6 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     advice = cluster_job.on_rails(advice, options, found)
     # A launch queries the cluster. A dry run does so if the user named a cluster.
     asks = bool(form is None or options["context"] or os.environ.get("KUBECONFIG"))
-    options = {**options, **cluster_job.with_dra(options)}
     if options["no_compute_domain"]:
         advice = cluster_job.without_compute_domain(advice)
     offered = cluster_job.resources_for(advice, options) if asks else None
