@@ -16,10 +16,9 @@ EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8")  # mxfp8 has one scale per 
 Offload = Literal["none", "optimizer", "all"]
 
 # The job can shard these `model_type`: one stack of layers, rotary embeddings, q/k/v/o and gate/up/down projections.
-MIXTURES: tuple[str, ...] = ("mixtral", "qwen3_moe")  # of these, the mixture-of-experts models
 ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 WHOLE_ROPE: tuple[str, ...] = ("dynamic", "longrope")  # RoPE types whose angles depend on the sequence length
-TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
+TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 
 _NAMED_COUNTS = (
     "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "micro_batch", "gradient_accumulation", "virtual_stages",

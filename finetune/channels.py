@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,28 +32,20 @@ LIBFABRIC = ("aws libfabric", "libfabric")  # one plugin; its releases print one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedNetwork:
-    """The plan's expectation about channels between hosts."""
+    """The plan's expectation about channels between hosts.
 
-    network: str = ""  # NCCL_NET: exactly this network
+    What NCCL never leaves (NCCL_NET, NCCL_IB_DISABLE, NCCL_SOCKET_IFNAME) is not compared: it fails instead. Without
+    usable RDMA devices it falls back to TCP, and without GPUDirect RDMA to host memory.
+    """
+
     rdma: str = ""  # any network except TCP; the planner saw "IB" or "AWS Libfabric"
-    no_ib: bool = False
-    why: str = ""  # reason for these
+    why: str = ""  # reason for it
     gdrdma: str = ""  # why GPUDirect RDMA is expected; empty: it is not
-    interface: str = ""  # NCCL_SOCKET_IFNAME
-
-    def refuses(self, network: str) -> bool:
-        """Return whether a channel over this network contradicts the plan."""
-        got, required = network.lower(), self.network.lower()
-        if required:
-            return not (got.startswith(required) or (got in LIBFABRIC and required in LIBFABRIC))
-        return network in TCP if self.rdma else self.no_ib and got.startswith("ib")
 
     def meets(self, network: str) -> bool:
-        """Whether a channel over this network is what was planned; a plugin that nobody knows is neither."""
-        if self.network or self.no_ib or not self.rdma:
-            return not self.refuses(network)
-        known = LIBFABRIC if self.rdma.lower() in LIBFABRIC else ("ib", "gib", "ucx")
-        return network.lower().startswith(known)
+        """Whether a channel over this network is what was planned; a plugin that nobody knows is not."""
+        known = LIBFABRIC if self.rdma.lower() in LIBFABRIC else ("ib", "gib", "ucx", self.rdma.lower())
+        return not self.rdma or network.lower().startswith(known)
 
 
 class Seen(NamedTuple):
@@ -94,26 +86,20 @@ def log_path(named: str | None, host: str, pid: int) -> Path | None:
 
 def planned_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> PlannedNetwork:
     """Read the plan from its environment, and from its `transport` if the environment leaves the network to NCCL."""
-    level = environment.get("NCCL_NET_GDR_LEVEL", "")
-    planned = transport.get("gdrdma")  # reason to expect it
-    why = f"gdrdma of the plan ({planned})" if planned else ""
-    return replace(
-        _between_hosts(environment, transport), interface=environment.get("NCCL_SOCKET_IFNAME", ""),
-        gdrdma=why if level in ("", "0", "LOC") else f"NCCL_NET_GDR_LEVEL={level}",
-    )  # fmt: skip
-
-
-def _between_hosts(environment: Mapping[str, str], transport: Mapping[str, Any]) -> PlannedNetwork:
-    if name := environment.get("NCCL_NET"):
-        return PlannedNetwork(network=name, why=f"NCCL_NET={name}")
-    if (value := environment.get("NCCL_IB_DISABLE", "0")) not in ("", "0"):
-        return PlannedNetwork(no_ib=True, why=f"NCCL_IB_DISABLE={value}")
+    planned, named = str(transport.get("network") or ""), environment.get("NCCL_NET", "")
+    rdma, why = (planned, f"the plan's network {planned}") if planned else ("", "")
     if value := environment.get("NCCL_IB_HCA", ""):
-        return PlannedNetwork(rdma="IB", why=f"NCCL_IB_HCA={value}")
-    planned = str(transport.get("network") or "")
-    if not planned or planned in TCP:  # a better transport than planned is not a fault
-        return PlannedNetwork()
-    return PlannedNetwork(rdma=planned, why=f"the plan's network {planned}")
+        rdma, why = "IB", f"NCCL_IB_HCA={value}"
+    if named:
+        rdma, why = named, f"NCCL_NET={named}"
+    if rdma in TCP or (not named and environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")):
+        rdma = why = ""  # a better transport than planned is not a fault
+    level = environment.get("NCCL_NET_GDR_LEVEL", "")
+    expected = transport.get("gdrdma")  # reason to expect it
+    gdrdma = f"gdrdma of the plan ({expected})" if expected else ""
+    if level not in ("", "0", "LOC"):
+        gdrdma = f"NCCL_NET_GDR_LEVEL={level}"
+    return PlannedNetwork(rdma=rdma, why=why, gdrdma=gdrdma)
 
 
 def read_log(path: Path | None, plan: PlannedNetwork, *, hosts: int) -> Seen:
@@ -132,17 +118,13 @@ def differences(found: Evidence, plan: PlannedNetwork, path: Path, *, hosts: int
     wrong = []
     networks = {name.removeprefix("NET/"): n for name, n in found.transports.items() if name.startswith("NET/")}
     for name, count in networks.items() if hosts > 1 else ():
-        if plan.refuses(name):
+        if plan.rdma and name in TCP:
             wrong.append(f"{plan.why}: {count} channels over NET/{name} ({_line(found, path, f'NET/{name}: ')})")
     # Before Ampere, NCCL stages data to send through the host by default, so only received data shows a fault.
     bare = found.receive.total - found.receive.gdrdma
     if hosts > 1 and plan.gdrdma and not wrong and bare:
         where = _line(found, path, "NET/", "receive without GDRDMA")
         wrong.append(f"{plan.gdrdma}: {bare} receiving channels without GPUDirect RDMA ({where})")
-    taken = found.socket_interface
-    if plan.interface and taken and not _matches(plan.interface, taken):
-        where = _line(found, path, "socket interfaces")
-        wrong.append(f"NCCL_SOCKET_IFNAME={plan.interface}: NCCL takes {taken} ({where})")
     return wrong
 
 
@@ -152,14 +134,6 @@ def _line(found: Evidence, path: Path, start: str, end: str = "") -> str:
         if one.proves.startswith(start) and one.proves.endswith(end):
             return f"{path}:{one.line}: {one.text}"
     return str(path)
-
-
-def _matches(pattern: str, interface: str) -> bool:
-    """Match NCCL's list of interfaces: prefixes, exact names after "=", all others after "^"."""
-    names = [word.partition(":")[0] for word in pattern.lstrip("^=").split(",")]
-    exact = pattern.lstrip("^").startswith("=")
-    named = any(interface == name if exact else interface.startswith(name) for name in names if name)
-    return named is not pattern.startswith("^")
 
 
 def channels(found: Evidence) -> dict[str, int]:
@@ -181,7 +155,7 @@ def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclCh
     unknown = [f"rank {rank}: {seen.unknown}" for rank, seen in enumerate(ranks) if seen.unknown]
     if any(seen.wrong for seen in ranks):
         verdict = "mismatch"
-    elif not plan.why and not plan.gdrdma:
+    elif not plan.rdma and not plan.gdrdma:
         verdict = "nothing planned"
     elif hosts == 1:
         verdict = "one host"
@@ -202,9 +176,7 @@ def own_host() -> str:
 
 
 # Gloo. A connection belongs to gloo if two ranks hold its two ends. The same is true of the store at MASTER_PORT, which
-# is excluded. With source NAT, which a pod network may use between nodes, the accepting rank sees another address than
-# the connecting rank has, but both see the same accepting end. One end that two ranks see is therefore enough. If no
-# end is seen twice, for example with destination NAT as well, the transport is reported as unknown.
+# is excluded. Behind address translation the ends differ, and the transport is reported as unknown.
 
 End = tuple[str, int]
 
@@ -243,36 +215,20 @@ def _plain(address: str) -> str:
 
 def addresses_taken(ranks: Sequence[GlooSeen]) -> list[list[tuple[str, tuple[str, ...]]]]:
     """Return for each rank the local addresses of its connections to other ranks, with their interfaces."""
-    turned = {(other, own) for seen in ranks for own, other in seen.connections}
     found = []
-    for rank, seen in enumerate(ranks):
-        rest = [pair for other, theirs in enumerate(ranks) if other != rank for pair in theirs.connections]
-        accepting, reached = {own for own, _ in rest}, {other for _, other in rest}
-        mine = {
-            own[0]
-            for own, other in seen.connections
-            if (own, other) in turned
-            or (not _local(other[0]) and other in accepting)
-            or (not _local(own[0]) and own in reached)
-        }
+    for seen in ranks:
+        others = {(remote, own) for other in ranks if other is not seen for own, remote in other.connections}
+        mine = {own[0] for own, remote in seen.connections if (own, remote) in others}
         found.append([(address, seen.interfaces.get(address, ())) for address in sorted(mine)])
     return found
 
 
 def gloo_transports(ranks: Sequence[GlooSeen]) -> list[str]:
-    """Return the transports of rank 0, or why they are unknown; empty for a single rank."""
-    if len(ranks) < 2:  # a connection with both ends in one process is not gloo's
+    """Return the transports of rank 0, or that they are unknown; empty for a single rank."""
+    if len(ranks) < 2:
         return []
-    if addresses_taken(ranks)[0]:
-        return [spell_address(*one) for one in addresses_taken(ranks)[0]]
-    if not ranks[0].connections:
-        return ["gloo: unknown: this rank's TCP connections cannot be read"]
-    return ["gloo: unknown: no end of a connection is seen by two ranks, as behind address translation (NAT)"]
-
-
-def _local(address: str) -> bool:
-    """Return whether it is a loopback address: every host has it, so equal ends on two hosts prove nothing."""
-    return ipaddress.ip_address(address).is_loopback
+    taken = [spell_address(*one) for one in addresses_taken(ranks)[0]]
+    return taken or ["gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"]
 
 
 def spell_address(address: str, interfaces: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import get_scheduler
 
 from contracts.job_config import EndedError, JobConfig
@@ -30,7 +31,6 @@ from contracts.layout import Layout
 from contracts.run_record import EvalLoss, RunModel
 from finetune import checkpoint, data, model, parallel, parts, verify, weights
 from finetune import recorder as runs
-from finetune.plan import experts_of
 from finetune.rows import load_tokenizer
 
 DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL
@@ -64,7 +64,6 @@ class Done(NamedTuple):
     norm: float
     rate: float
     stop: bool  # a rank was asked to stop
-    failed: bool  # a rank could not write its part of a checkpoint
 
 
 def weights_in(parameter: torch.Tensor) -> int:
@@ -77,10 +76,10 @@ def multiplied(net: Any) -> tuple[int, int]:
     """Return the number of weights multiplied per token, and how many of them are trained.
 
     An embedding is a lookup; if tied, it is the head. For a fully trained module, PEFT keeps the unused original. A
-    token passes through some of the experts.
+    token passes through some of the experts (of models that TRL trains).
     """
     lm = model.causal_lm(net)
-    experts = experts_of(lm.config)
+    experts = getattr(lm.config, "num_experts", 0) or getattr(lm.config, "num_local_experts", 0)
     chosen = lm.config.num_experts_per_tok / experts if experts else 1.0
     looked_up = set() if lm.config.tie_word_embeddings else {id(p) for p in lm.get_input_embeddings().parameters()}
     counts = [
@@ -147,7 +146,6 @@ class Trainer:
         self.steps = config.max_steps or math.ceil(config.num_train_epochs * self.loader.steps)
         self.share_at = build_schedule(self.optimizer, config, self.steps)
         self.store = checkpoint.Checkpoints(Path(config.output_dir), config.save_total_limit)
-        self.base = checkpoint.base_of(config)
         self.stop_requested = False
         signal.signal(signal.SIGTERM, self._stop)
 
@@ -173,7 +171,7 @@ class Trainer:
         config, place = self.config, self.resume()
         profiler = parts.Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1, layout=self.layout)
         self.recorder.watch_memory()
-        with runs.progress(self.steps, place.step) as bar, contextlib.closing(profiler):
+        with contextlib.closing(profiler):
             while place.step < self.steps:
                 first = math.ceil(place.samples / self.loader.global_batch)
                 began = time.perf_counter()
@@ -184,7 +182,7 @@ class Trainer:
                     place.step, place.samples = place.step + 1, place.samples + self.loader.global_batch
                     self.recorder.step(seconds, done.loss, share.tokens, profiled, profiler.result)
                     self.recorder.record.steps_done = place.step
-                    self._after(place, done, share.tokens / seconds, bar)
+                    self._after(place, done, share.tokens / seconds)
                     began = time.perf_counter()  # the next batch's making counts; saving and evaluating do not
                     if place.step >= self.steps:
                         break
@@ -198,7 +196,6 @@ class Trainer:
         self.recorder.profile(profiler.result)  # the run ended among the profiled steps
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
-        self.store.finish()
         self.recorder.find_fullest_rank()
         for text in verify.record_transports(self.recorder.record, self.plan):
             self.recorder.note(text)  # connected later, for example by a checkpoint: the training is done
@@ -212,29 +209,25 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.engine.train_step(share.batches, share.counted)
-        # One small all-reduce sends the loss and every rank's reason to stop.
-        reduced = torch.stack([loss, *(loss.new_tensor(float(b)) for b in (self.stop_requested, self.store.failed()))])
+        # One small all-reduce sends the loss and every rank's request to stop.
+        reduced = torch.stack([loss, loss.new_tensor(float(self.stop_requested))])
         dist.all_reduce(reduced)
-        mean, stop, failed = reduced.tolist()
+        mean, stop = reduced.tolist()
         norm = clip_gradients(self.named.values(), self.config.max_grad_norm, self.pipeline)
         if not math.isfinite(mean) or not math.isfinite(norm):
-            self.store.finish()
             raise DivergedError(f"step {number + 1}: loss {mean}, gradient norm {norm}; the checkpoints remain")
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
-        return Done(mean, norm, rate, stop > 0, failed > 0)
+        return Done(mean, norm, rate, stop > 0)
 
-    def _after(self, place: Place, done: Done, pace: float, bar: Any) -> None:
+    def _after(self, place: Place, done: Done, pace: float) -> None:
         """Do what follows a step: print a line, write a checkpoint, evaluate, or end."""
         config, step = self.config, place.step
         is_first = len(self.recorder.losses) == 1  # all connections for a step exist now
         if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
-        if not bar.disable:
-            bar.set_postfix({"loss": f"{done.loss:.3f}", "tok/s": f"{pace:,.0f}"}, refresh=False)
-            bar.update()
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {
@@ -243,14 +236,9 @@ class Trainer:
                 "mfu": now.mfu, "memory_bytes": now.memory_bytes,
                 "communication_share": communication.share if communication else None,  # from the profiled steps on
             })  # fmt: skip
-            if bar.disable:
-                runs.print_once(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
-        if done.failed:
-            self.store.finish()
-            raise checkpoint.SaveError("a checkpoint could not be written")
+            runs.print_once(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
         if done.stop:
             self.save(place)
-            self.store.finish()
             raise StoppedError(f"SIGTERM: saved at step {step}; start again to resume")
         if config.save_strategy == "steps" and step % config.save_steps == 0:
             self.save(place)
@@ -273,12 +261,12 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that loads it must have in common."""
         c = self.config
-        return {"model": c.model_name_or_path, "base": self.base, "use_peft": c.use_peft,
+        return {"model": c.model_name_or_path, "model_revision": c.model_revision, "use_peft": c.use_peft,
                 "lora_r": c.lora_r if c.use_peft else None,
                 "lora_target_modules": list(c.lora_target_modules) if c.use_peft else None, "seed": c.seed}  # fmt: skip
 
     def save(self, place: Place) -> None:
-        """Start writing a checkpoint of this position."""
+        """Write a checkpoint of this position."""
         about = {"epoch": place.epoch, "samples": place.samples, "identity": self.identity(),
                  "layout": asdict(self.layout)}  # fmt: skip
         if place.step:
@@ -331,35 +319,26 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: JobConfig, steps: i
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, pipeline: dist.ProcessGroup | None) -> float:
     """Scale gradients to a global norm of at most `limit` (0: only measure); return the norm.
 
-    Norms of local parts are summed over the mesh dimensions that shard them, replicated ones count once, and pipeline
-    ranks add theirs. Plain tensors are used, because each DTensor operation has dispatch overhead.
+    torch computes the norm of gradients of one mesh only; pipeline ranks add theirs.
     """
-    grads: list[torch.Tensor] = []
-    groups: dict[Any, list[torch.Tensor]] = {}
+    groups: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
-        if p.grad is None:
-            continue
         if isinstance(p.grad, DTensor) and any(placed.is_partial() for placed in p.grad.placements):
             # under sequence parallelism each norm sees a part of the tokens
             p.grad = p.grad.redistribute(placements=p.placements)
-        grad = p.grad
-        grads.append(grad)
-        groups.setdefault(_mesh_of(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
-    device = grads[0].device if grads else torch.device("cpu")
-    square = torch.zeros((), dtype=torch.float32, device=device)
-    for where, local in groups.items():
-        part = torch.stack([norm.float() for norm in torch._foreach_norm(local)]).square().sum()
-        for dim, placed in enumerate(where[1] if where else ()):
-            if not placed.is_replicate():
-                dist.all_reduce(part, group=where[0].get_group(dim))
-        square += part.to(device)
+        if p.grad is not None:
+            groups.setdefault(_mesh_of(p.grad), []).append(p)
+    square = torch.zeros(())
+    for group in groups.values():
+        norm = get_total_norm([p.grad for p in group if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        square = square.to(norm.device) + norm.float().square()
     if pipeline is not None:
         dist.all_reduce(square, group=pipeline)
-    norm = float(square.sqrt())
-    if limit and norm > limit:
-        for local in groups.values():
-            torch._foreach_mul_(local, limit / (norm + 1e-6))
-    return norm
+    total = square.sqrt()
+    for group in groups.values() if limit else ():
+        clip_grads_with_norm_(group, limit, total)
+    return float(total)
 
 
 def _mesh_of(p: torch.Tensor) -> tuple[DeviceMesh, tuple[Any, ...]] | None:

@@ -1,4 +1,4 @@
-"""The model: transformers' Llama, Mistral, Mixtral or Qwen, with LoRA by PEFT, cut into the chunks that stages run.
+"""The model: transformers' Llama, Mistral or Qwen, with LoRA by PEFT, cut into the chunks that stages run.
 
 Surface: transformers `AutoModelForCausalLM`, `LlamaConfig`; PEFT `get_peft_model`. Module names are never changed,
 so that a checkpoint of one layout loads into any other.
@@ -10,7 +10,6 @@ import copy
 import importlib.util
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +26,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from contracts.job_config import ConfigError, JobConfig
 from contracts.layout import ROPE_TYPES, TRAINED
 from finetune import hub
-from finetune.plan import experts_of
 from finetune.rows import IGNORED
 
 try:
@@ -45,8 +43,6 @@ RANDOM = {
     "micro-llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 512},
 }  # fmt: skip
-# Of Mixtral's experts, as its files and PEFT name them.
-EXPERT_TARGETS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entropy
 
 
@@ -61,14 +57,6 @@ def load_libraries(config: JobConfig) -> None:
         importlib.import_module(name)
 
 
-def usable_attention(kernel: str, note: Callable[[str], None]) -> str:
-    """The attention implementation that runs here: without flash-attn or a GPU, sdpa."""
-    if kernel == "flash_attention_2" and not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")):
-        note("attn_implementation: flash_attention_2 is not here (flash-attn and a GPU); sdpa is used")
-        return "sdpa"
-    return kernel
-
-
 def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
     """The causal language model without values: parameters on meta (`weights.fill`), with LoRA where asked."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped, unused-ignore]
@@ -77,8 +65,9 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     name = config.model_name_or_path
     if config.load_in_4bit:
         _check_four_bit(note)
-    kernel = usable_attention(config.attn_implementation, note)
-    kernel = BY_DOCUMENT if kernel == "sdpa" else kernel
+    if config.attn_implementation == "flash_attention_2":
+        note("attn_implementation: flash_attention_2: torch's own flash attention is used")
+    kernel = "eager" if config.attn_implementation == "eager" else BY_DOCUMENT
     preset = RANDOM.get(name.removeprefix("random:")) if name.startswith("random:") else None
     if preset is not None:
         shape: Any = LlamaConfig(**preset, bos_token_id=0, eos_token_id=1, pad_token_id=2)
@@ -96,8 +85,6 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
         raise ConfigError(f"model_name_or_path={name!r}: rope_type={rope!r}: this job runs {', '.join(ROPE_TYPES)}")
-    if experts_of(shape):
-        _check_mixture(config, shape)
     if getattr(shape, "quantization_config", None) is not None:
         raise ConfigError(f"model_name_or_path={name!r}: its weights are quantised; name the model they were made from")
     with init_empty_weights(include_buffers=False):
@@ -122,7 +109,7 @@ def stored_type(config: JobConfig, precision: str) -> torch.dtype:
 
 def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
     """What transformers loads without running code that comes with the model, whatever the model asks for."""
-    with hub.asking("model_name_or_path", name, str(more.get("revision"))):
+    with hub.asking("model_name_or_path", name, more.get("revision")):
         return load(*words, trust_remote_code=False, **more)
 
 
@@ -131,16 +118,6 @@ def _check_four_bit(note: Callable[[str], None]) -> None:
         raise ConfigError("load_in_4bit=true: QLoRA needs bitsandbytes: pip install 'topoflight[qlora]'")
     if not torch.cuda.is_available():
         note("load_in_4bit: without a GPU 4-bit weights are unpacked by the CPU, which takes longer than it saves")
-
-
-def _check_mixture(config: JobConfig, shape: Any) -> None:
-    if config.load_in_4bit:
-        raise ConfigError("load_in_4bit=true: experts are stacked in one tensor, which bitsandbytes does not quantise")
-    if getattr(shape, "output_router_logits", False):
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: its config.json has output_router_logits=true, a loss "
-            "that balances the experts' load; this job has the language model's alone: set it to false"
-        )
 
 
 def _into_four_bit(model: Any, precision: str) -> None:
@@ -169,16 +146,13 @@ def _into_four_bit(model: Any, precision: str) -> None:
 def _add_lora(model: Any, config: JobConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    renamed = EXPERT_TARGETS if model.config.model_type == "mixtral" else {}
     lora = LoraConfig(
         r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
-        target_modules=[renamed.get(name, name) for name in config.lora_target_modules],
+        target_modules=list(config.lora_target_modules),
         modules_to_save=list(config.lora_modules_to_save) or None,
     )  # fmt: skip
     try:
-        with warnings.catch_warnings():  # it looks for the ranks of stacked experts among modules, and uses them
-            warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
-            return get_peft_model(model, lora, low_cpu_mem_usage=True)
+        return get_peft_model(model, lora, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"lora_target_modules={list(config.lora_target_modules)}: {error}") from None
 
@@ -201,8 +175,6 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         self.across: dist.ProcessGroup | None = None  # the ranks that have a part of each sequence
         self.autocast: torch.dtype | None = None  # where nothing else casts the weights (FSDP does)
         lm = causal_lm(model)
-        # flash attention tells packed rows apart by their positions in a batch of one row only
-        self.one_row = lm.config._attn_implementation == "flash_attention_2"
         every = list(lm.model.layers)
         lm.model.layers = nn.ModuleList()
         for n in numbers:  # under the numbers that they have in the whole model
@@ -227,21 +199,19 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Tokens or hidden states in; hidden states, or the summed loss as one number in a row, out."""
-        lm, rows = causal_lm(self.net), x.shape[0]
+        lm = causal_lm(self.net)
         parts = self.across.size() if self.across is not None else 1
         documents = None if ends is None else Documents.of(ends, positions.shape[1] * parts)
         more: dict[str, Any] = {"across": self.across} if parts > 1 else {}
         # Without autocast's cache, which would keep a copy of every fp32 weight until the forward pass has ended; no
         # weight is used twice in it.
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
-            if self.one_row:
-                x, positions = x.flatten(0, 1)[None], positions.flatten()[None]
             kind = "input_ids" if self.first else "inputs_embeds"
             hidden: torch.Tensor = lm.model(
                 **{kind: x}, position_ids=positions, use_cache=False, documents=documents, **more
             ).last_hidden_state
             if not self.last:
-                return hidden.unflatten(1, (rows, -1))[0] if self.one_row else hidden
+                return hidden
             hidden, labels = hidden.flatten(0, 1), labels.flatten()
             # not a view of the sum, which FSDP warns of
             return torch.stack([self._fused_loss(hidden, labels) if self.fused_loss else self._loss(hidden, labels)])
@@ -265,17 +235,6 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
                 head.weight, hidden, labels
             )
             return summed
-        # torch's own (from 2.13) sums the loss in the type of its input: in bf16 it was 4 % off over 2,000 tokens
-        exact = hidden.dtype == head.weight.dtype == torch.float32 and self.autocast is None
-        if plain and exact and hasattr(functional, "linear_cross_entropy"):
-            return functional.linear_cross_entropy(
-                hidden,
-                head.weight,
-                labels,
-                reduction="sum",
-                ignore_index=IGNORED,
-                options=nn.LinearCrossEntropyOptions(),
-            )
         parts = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
         return torch.stack([checkpoint(self._loss, h, y, use_reentrant=False) for h, y in parts]).sum()
 

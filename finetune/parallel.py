@@ -48,16 +48,13 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default, torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }  # fmt: skip
 # A product of a shorter inner dimension, as of lora_B, is made again: writing its result takes longer than computing it
 # where a GPU's bf16 FLOP/s are more than this many times its bytes/s of memory (hardware/gpus.toml: all but P100, H20).
 SHORTEST_KEPT = 64
-# The flash-attn package's and torch's own for lengths; each is an operator only where its module has been imported.
-KEPT_NAMED = {
-    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "torch_attn::_varlen_attn",
-    "aten::_flash_attention_forward",
-}  # fmt: skip
+# torch's own for lengths; each is an operator only where its module has been imported.
+KEPT_NAMED = {"torch_attn::_varlen_attn", "aten::_flash_attention_forward"}
 
 
 def keep_values(*_chunk_device_module: Any) -> None:
@@ -120,11 +117,9 @@ def parallelize(
         )
     # Under TP or PP replicas, or a single copy, go through fully_shard too, on a mesh whose sharding dimension is 1:
     # autocast would leave the hidden states, and what is sent of them, in fp32.
-    over = sharding_mesh(layout, mesh)
     shard: Any = partial(
         fully_shard,
-        mesh=over,
-        shard_placement_fn=partial(_side, over.shape[-1]),
+        mesh=sharding_mesh(layout, mesh),
         reshard_after_forward=layout.reshard_after_forward and layout.sharding == "zero3",
         mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -160,12 +155,6 @@ def _on(chunk: Chunk, device: torch.device) -> Chunk:
 def shards(layout: Layout) -> int:
     """Ranks that weights are shared out to."""
     return layout.dp_shard * (layout.cp if layout.sharding != "ddp" else 1)
-
-
-def _side(ranks: int, p: nn.Parameter) -> Shard | None:
-    """The side that FSDP cuts: of stacked experts that the ranks do not divide another one, which needs no padding."""
-    sides = range(p.ndim) if p.ndim == 3 else ()
-    return next((Shard(side) for side in sides if p.shape[side] % ranks == 0), None)
 
 
 def check_compiler(device: torch.device) -> None:

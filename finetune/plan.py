@@ -38,16 +38,11 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
     return parse_layout(wanted, "layout")
 
 
-def experts_of(shape: Any) -> int:
-    """Experts of each layer by this transformers config; 0: it has none."""
-    return int(getattr(shape, "num_experts", 0) or getattr(shape, "num_local_experts", 0) or 0)
-
-
 def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
     ranks = layout.data_parallel * layout.tp * layout.pp
     why = {
-        f"ep={layout.ep}: expert parallelism is not implemented; FSDP shards the experts' weights": layout.ep > 1,
+        f"ep={layout.ep}: this job trains no experts": layout.ep > 1,
         "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
             layout.sharding == "zero1" and layout.dp_shard > 1,
         f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),
@@ -66,8 +61,6 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
 
 def _tensor_parallel(layout: Layout, shape: Any, lora: bool) -> dict[str, bool]:
     name = f"tp={layout.tp}"
-    if experts_of(shape):
-        return {f"{name}: experts are stacked in one tensor, which is sharded by FSDP and not split over TP": True}
     heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
     sequence, kernel = layout.sequence_parallel, getattr(shape, "_attn_implementation", None)
     return {
@@ -95,7 +88,7 @@ def _context_parallel(layout: Layout, shape: Any) -> dict[str, bool]:
         f"{name}: must divide {heads} heads and {kv_heads} key/value heads, which its ranks share out; "
         f"cp={most_ranks(layout.cp, heads, kv_heads)} runs": bool(heads % layout.cp or kv_heads % layout.cp),
         f"{name} with attn_implementation={kernel!r}: sdpa's has the exchange of heads":
-            kernel in ("eager", "flash_attention_2"),
+            kernel == "eager",
         f"{name} with compile=true: the exchange of heads is not compiled": layout.compile,
         f"{name} with load_in_4bit: runs with LoRA and in full": _is_quantised(shape),
         f"{name} with rope_type={rope!r}: its angles follow from the whole sequence's length": rope in WHOLE_ROPE,

@@ -7,8 +7,7 @@ restart pods by their own policies. Without it, in a bare Indexed Job, pod 0 lis
 whenever their image is there, and torchrun starts when all have come. The connections stay open while the ranks run, so
 that each pod knows of every other whether it lives and how it ended: all start again together (a rank saved and ended,
 a pod was lost), or all end with the code of the one that failed. With `--measure` the pods are first measured together;
-a result that fails is such a failure. Surface: TCP, one JSON object a line; SIGTERM; stdout, which is copied to
-`<output_dir>/pods/`. No torch in this process.
+a result that fails is such a failure. Surface: TCP, one JSON object a line; SIGTERM; stdout. No torch in this process.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import signal
 import socket
 import sys
 import time
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +64,6 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.closed = False
-        self.mark = ""  # of the pod at the other end
         self._left = b""
         self._received_at = self._sent_at = time.monotonic()
 
@@ -116,8 +113,8 @@ class Pod:
     listener: socket.socket | None = None
     peers: dict[int, Wire] = field(default_factory=dict)  # of pod 0: those that wait for the next start
     restarts: int = 0
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # tells a pod from the one that was made in its place
-    measured: frozenset[tuple[int, str]] = frozenset()  # by pod 0: those that have been measured together
+    is_measured: bool = False  # by pod 0: the ranks train next
+    waiting_for: str = ""
     why: str = ""  # why the job ended, in pod 0; "" while it runs and where it is done
     before: float = 0.0  # when run.json of an earlier start was written, by the file system's own clock
 
@@ -149,7 +146,7 @@ class Pod:
         for measuring in (True, False) if self.settings.measure else (False,):
             ranks = Ranks(self.settings, address, port + measuring, measuring=measuring)
             try:
-                while (ended := self._poll(ranks, troubled=False)) is None:
+                while (ended := ranks.poll(terminating=self.terminating, troubled=False)) is None:
                     time.sleep(_POLL_SECONDS)
             finally:
                 ranks.end()
@@ -170,6 +167,19 @@ class Pod:
         path = self.settings.output / "run.json"
         return run_record.own_exit_code(path, TERMINATED, self.before, cut_short=True)
 
+    def _wait(self, grace: float = 0.0) -> Iterator[None]:
+        """Yield until the time for the other pods is over. Raises RendezvousTimeout and Terminated."""
+        began, news = time.monotonic(), 1.0
+        while (waited := time.monotonic() - began) < self.settings.wait_seconds + grace:
+            if self.terminating:
+                raise Terminated
+            if waited > news:
+                self._log(f"waiting for {self.waiting_for}, {self.settings.wait_seconds - waited:.0f} s at most")
+                news = waited + NEWS_SECONDS
+            yield
+            time.sleep(_POLL_SECONDS)
+        raise RendezvousTimeout(f"{self.waiting_for} did not come within {self.settings.wait_seconds:.0f} s")
+
     # pod 0
 
     def _lead(self) -> Verdict:
@@ -178,12 +188,19 @@ class Pod:
         if self.listener is None:
             self._end_record("interrupted", RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
             self.listener = _listen(settings.meet[1])
-        self._gather(settings.wait_seconds)
+        for _ in self._wait():
+            self._accept()
+            for wire in self.peers.values():
+                wire.receive()
+            self.peers = {index: wire for index, wire in self.peers.items() if not wire.closed}
+            missing = [str(index) for index in range(1, settings.nodes) if index not in self.peers]
+            self.waiting_for = f"pod{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {settings.nodes}"
+            if not missing:
+                break
         self.before = post.written_at(settings.output)
         port, wires = _free_port(), dict(self.peers)
         self.peers = {}
-        here = frozenset({(0, self.mark), *((index, wire.mark) for index, wire in wires.items())})
-        measuring = settings.measure and here != self.measured
+        measuring, self.is_measured = settings.measure and not self.is_measured, False
         for wire in wires.values():
             wire.send(go=port, measure=measuring)
         if measuring:
@@ -197,31 +214,11 @@ class Pod:
         if not verdict.again and verdict.code and (error := ranks.last_error()):
             verdict = verdict._replace(why=f"{verdict.why}. The last error in pod 0: {error}")
         if measuring and not verdict.again:
-            self.measured = here
             verdict = verdict._replace(why=f"not started: measured before the job: {verdict.why}")
             if not verdict.code:  # passed: all pods start again, to train
+                self.is_measured = True
                 verdict = Verdict(again=True, code=0, why="measured: no result fails; the ranks train")
         return self._close(verdict, wires.values())
-
-    def _gather(self, seconds: float) -> None:
-        """Wait until all other pods are connected. Raises RendezvousTimeout and Terminated."""
-        until, news = time.monotonic() + seconds, time.monotonic() + 1.0
-        while missing := [index for index in range(1, self.settings.nodes) if index not in self.peers]:
-            if self.terminating:
-                raise Terminated
-            now = time.monotonic()
-            words = f"pod{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.settings.nodes}"
-            if now > until:
-                raise RendezvousTimeout(f"{words} did not come within {seconds:.0f} s")
-            if now > news:
-                self._log(f"waiting for {words}, {until - now:.0f} s at most")
-                news = now + NEWS_SECONDS
-            time.sleep(_POLL_SECONDS)
-            self._accept()
-            for index, wire in list(self.peers.items()):
-                wire.receive()
-                if wire.closed:
-                    del self.peers[index]
 
     def _accept(self) -> None:
         """Accept one pod that connects; it sends first which one it is."""
@@ -236,7 +233,6 @@ class Pod:
                     if isinstance(index, int) and 0 < index < self.settings.nodes:
                         if index in self.peers:
                             self.peers[index].close()
-                        wire.mark = str(message.get("mark", ""))
                         self.peers[index] = wire
                         return
                 time.sleep(_POLL_SECONDS)
@@ -263,12 +259,10 @@ class Pod:
                 troubled_at = time.monotonic()
                 for wire in wires.values():
                     wire.send(troubled=True)
-            if 0 not in codes and (code := self._poll(ranks, troubled=bool(troubled_at))) is not None:
+            code = ranks.poll(terminating=self.terminating, troubled=bool(troubled_at))
+            if code is not None:
                 codes[0] = code
         return codes, lost
-
-    def _poll(self, ranks: Ranks, *, troubled: bool) -> int | None:
-        return ranks.poll(terminating=self.terminating, troubled=troubled)
 
     def judge(self, codes: Mapping[int, int], lost: set[int]) -> Verdict:
         """Decide what follows. A lost pod, or ranks that saved and ended, make all others fail: these come first."""
@@ -331,7 +325,7 @@ class Pod:
                     ranks.end()  # the next pod 0 starts others
                     self._end_record("interrupted", RESUMABLE, why, 0.0)
                     return Verdict(again=True, code=RESUMABLE, why=why)
-                if not ended and (code := self._poll(ranks, troubled=troubled)) is not None:
+                if not ended and (code := ranks.poll(terminating=self.terminating, troubled=troubled)) is not None:
                     wire.send(ended=code)
                     ended = True
         finally:
@@ -341,34 +335,21 @@ class Pod:
     def _connect(self) -> tuple[Wire, int, bool]:
         """Return the connection to pod 0, torchrun's port, and whether this start is the measurement."""
         host, port = self.settings.meet
-        until, news, why = time.monotonic() + self.settings.wait_seconds, time.monotonic() + 1.0, ""
-        while True:
-            if self.terminating:
-                raise Terminated
-            now = time.monotonic()
-            if now > until:
-                raise RendezvousTimeout(
-                    f"pod 0 at {host}:{port} did not come within {self.settings.wait_seconds:.0f} s: {why}"
-                )
-            if now > news:
-                self._log(f"waiting for pod 0 at {host}:{port} ({why or 'others are not there yet'})")
-                news = now + NEWS_SECONDS
-            try:
-                wire = Wire(socket.create_connection((host, port), timeout=BEAT_SECONDS))
-            except OSError as error:
-                why = str(error)
-                time.sleep(1.0)
-                continue
-            wire.send(index=self.settings.index, mark=self.mark)
-            why = ""
-            while not wire.closed and not self.terminating:
+        wire = None
+        for _ in self._wait(BEAT_SECONDS):  # pod 0, which waits as long, says first who is missing
+            if wire is not None and not wire.closed:
                 for message in wire.receive():
                     if isinstance(message.get("go"), int):
                         return wire, message["go"], bool(message.get("measure"))
-                if time.monotonic() > until + BEAT_SECONDS:
-                    break  # pod 0, which waits as long, says who is missing
-                time.sleep(_POLL_SECONDS)
-            wire.close()
+                continue
+            try:
+                wire = Wire(socket.create_connection((host, port), timeout=BEAT_SECONDS))
+                wire.send(index=self.settings.index)
+                self.waiting_for = f"pod 0 at {host}:{port} (others are not there yet)"
+            except OSError as error:
+                self.waiting_for = f"pod 0 at {host}:{port} ({error})"
+                time.sleep(1.0)
+        raise AssertionError  # `_wait` ends by an error
 
     def _take_verdict(self, message: Mapping[str, Any]) -> Verdict:
         """Return pod 0's verdict; where the job failed, after pod 0 has had time to end first."""

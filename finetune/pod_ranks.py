@@ -1,6 +1,6 @@
 """The ranks of one pod under torchrun, or the benchmark with ranks of its own: how they start, print and end.
 
-What they print goes to the pod's log and to `<output_dir>/pods/`; whole lines of NCCL's logs go to the pod's log, too.
+What they print goes to the pod's log, and whole lines of NCCL's logs too.
 No torch in this process.
 """
 
@@ -13,7 +13,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from collectives.bench import processes
 from contracts import run_record
@@ -54,7 +53,6 @@ class Ranks:
         self._save_seconds = settings.save_seconds
         self._save_by = self._end_by = 0.0  # when these ranks are ended; 0.0: not decided
         self._tail = b""
-        self._log = _open_log(settings)
         words = measurement(settings, address, port) if measuring else [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={settings.nodes}",
             f"--node-rank={settings.index}", f"--nproc-per-node={settings.ranks}", f"--master-addr={address}",
@@ -102,12 +100,6 @@ class Ranks:
         with contextlib.suppress(OSError):
             sys.stdout.buffer.write(raw)
             sys.stdout.buffer.flush()
-        if self._log is not None:
-            try:
-                self._log.write(raw)
-                self._log.flush()
-            except OSError:  # the disk is full: the pod's own log goes on
-                self._log = None
 
     def poll(self, *, terminating: bool, troubled: bool) -> int | None:
         """Return the code that these ranks ended with; None while they run.
@@ -142,9 +134,6 @@ class Ranks:
         self._over.set()
         for thread in self._threads:
             thread.join(5.0)
-        if self._log is not None:
-            with contextlib.suppress(OSError):
-                self._log.close()
 
 
 def _nccl_logs(output: Path | None) -> list[Path]:
@@ -164,15 +153,3 @@ def measurement(settings: Settings, address: str, port: int) -> list[str]:
     if settings.nodes == 1:
         return words
     return [*words, f"--nodes={settings.nodes}", f"--node-rank={settings.index}", f"--rendezvous={address}:{port}"]
-
-
-def _open_log(settings: Settings) -> IO[bytes] | None:
-    """Open the pod's log in the run's output folder, where it outlives the pod."""
-    if settings.output is None:
-        return None
-    try:
-        folder = settings.output / "pods"
-        folder.mkdir(parents=True, exist_ok=True)
-        return (folder / f"{settings.index}.log").open("ab")
-    except OSError:
-        return None

@@ -39,7 +39,6 @@ PAUSE_SECONDS = 2.0  # for an agent that restarts or has not scanned yet
 BUSY = (429, 503)
 TERMINATION_LOG = Path("/dev/termination-log")  # the kubelet takes 4096 bytes of it into the pod's status
 _MOST_TOKEN_BYTES = 16384
-_MOST_ANSWER_BYTES = 4096
 _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750; a line break, for example, would start another header
 
@@ -132,20 +131,13 @@ def _send(url: str, body: bytes) -> str:
             )  # fmt: skip
             if answer.status < 300:
                 return ""
-            why = f"it answered {answer.status}{_detail_of(answer)}"
+            why = f"it answered {answer.status}"
             if answer.status not in BUSY:
                 break
         except urllib3.exceptions.HTTPError as error:
             why = str(error)
     hidden = why.replace(token, "TOKEN") if token else why
     return "".join(c if c.isprintable() else " " for c in hidden[:400])
-
-
-def _detail_of(answer: urllib3.BaseHTTPResponse) -> str:
-    """The `detail` of a problem document (RFC 9457), or "" where the answer is none."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, urllib3.exceptions.HTTPError):
-        return f": {json.loads(answer.read(_MOST_ANSWER_BYTES))['detail']}"
-    return ""
 
 
 if __name__ == "__main__":

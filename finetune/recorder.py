@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import os
 import resource
@@ -182,14 +181,11 @@ class Recorder:
             draft.replace(self.folder / "plan.json")
 
     def open_logs(self, report_to: Iterable[str]) -> None:
-        """Start metrics.jsonl, and tensorboard where asked and installed."""
+        """Start metrics.jsonl, and tensorboard where asked."""
         if not self.writes:
             return
         self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
         if "tensorboard" in report_to:
-            if importlib.util.find_spec("tensorboard") is None:
-                self.note("report_to: tensorboard is not installed; metrics.jsonl holds the same numbers")
-                return
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self.folder / "runs"))
@@ -317,14 +313,6 @@ class Recorder:
             self._metrics.close()
         if self._board is not None:
             self._board.close()
-
-
-def progress(total: int, done: int) -> Any:
-    """Return a bar of tqdm over the run's steps, which is disabled unless rank 0 has a terminal."""
-    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-
-    off = dist.get_rank() != 0 or not sys.stderr.isatty()
-    return tqdm(total=total, initial=done, unit="step", file=sys.stderr, disable=off)
 
 
 def print_once(text: str) -> None:

@@ -175,8 +175,6 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     except Exception as error:  # any kind: pyarrow's, pandas' and `datasets`' own
         if isinstance(error, OSError) and error.errno in hub.DISK_ERRORS:
             raise
-        if kind == "json":
-            _check_json(path)
         raise ConfigError(f"{path}: not {kind}, after row {number}: {first_line(error)}") from error
 
 
@@ -199,20 +197,6 @@ def _without_nulls(value: Any, where: str, level: int = 0) -> Any:
 def _starts_with_list(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(1) == b"["
-
-
-def _check_json(path: Path) -> None:
-    """Raise ConfigError that names the line of JSON lines which is no mapping: `datasets` names none."""
-    if _starts_with_list(path):
-        return
-    number = 0
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007  named in the error
-                if line.strip() and not isinstance(row := json.loads(line), dict):
-                    raise ValueError(f"every row must be a mapping, this is {type(row).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON lines: line {number}: {error}") from None
 
 
 def first_line(error: BaseException) -> str:
@@ -380,59 +364,45 @@ MEASURED_ROWS = 4000  # the mean of rows whose lengths scatter by their own mean
 LONGEST = 1_000_000  # tokens; longer rows count as so long
 
 
-class RowsError(ConfigError):
-    """Rows that are there and cannot be read or used."""
-
-
 def measure_lengths(config: JobConfig) -> dict[str, Any]:
     """Rows of the training split, how many were measured, and (tokens, rows) of those that the job would keep.
 
-    Rows of this host are counted where the tokenizer is not at hand too: `why` says what is missing. Raises RowsError
-    where they cannot be read.
+    Rows of this host are counted where the tokenizer is not at hand too: `why` says what is missing.
     """
     if config.tokenizer_name is not None:  # the model, which may be behind a gate, spells nothing then
         config = replace(config, model_name_or_path=JobConfig().model_name_or_path)
-    here = _here(config)
+    rows = load_rows(config, config.dataset_train_split) if _is_here(config) else None
     try:
         config = replace(config, **hub.commits_of(config))
         tokenizer = load_tokenizer(config)
     except ConfigError as error:
-        if here is None:
+        if rows is None:
             raise
-        return {"rows": len(here), "measured": 0, "histogram": [], "why": str(error)}
-    rows = load_rows(config, config.dataset_train_split) if here is None else here
+        return {"rows": len(rows), "measured": 0, "histogram": [], "why": str(error)}
+    rows = rows or load_rows(config, config.dataset_train_split)
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
     whole = replace(config, max_length=LONGEST)
-    try:
-        encoded = [encode_row(row, tokenizer, whole) for row in picked]
-    except ConfigError as error:
-        raise RowsError(str(error)) from None
+    encoded = [encode_row(row, tokenizer, whole) for row in picked]
     counts = Counter(len(one.tokens) for one in encoded if one is not None)
     if not counts:
-        raise RowsError(f"dataset_name={config.dataset_name!r}: no row has a token that counts")
+        raise ConfigError(f"dataset_name={config.dataset_name!r}: no row has a token that counts")
     count = len(rows) * sum(counts.values()) // len(picked)
     return {"rows": count, "measured": len(picked), "histogram": sorted(counts.items())}
 
 
-def _here(config: JobConfig) -> list[Row] | None:
-    """Rows of a file or folder of this host; None where there is none of that name."""
-    if not Path(config.dataset_name).expanduser().exists():
-        return None
-    try:
-        return load_rows(config, config.dataset_train_split)
-    except ConfigError as error:
-        raise RowsError(str(error)) from None
+def _is_here(config: JobConfig) -> bool:
+    return Path(config.dataset_name).expanduser().exists()
 
 
 def main() -> None:
-    """Measure. Errors go to stderr: wrong rows end with WRONG_ROWS, wrong settings with exit code 1."""
+    """Measure. Errors go to stderr: rows of this host end with WRONG_ROWS, what cannot be had with exit code 1."""
+    config = JobConfig()
     try:
-        sys.stdout.write(json.dumps(measure_lengths(parse_config(json.load(sys.stdin))[0])) + "\n")
-    except RowsError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(WRONG_ROWS)
+        config = parse_config(json.load(sys.stdin))[0]
+        sys.stdout.write(json.dumps(measure_lengths(config)) + "\n")
     except ConfigError as error:
-        sys.exit(f"{error}")
+        sys.stderr.write(f"{error}\n")
+        sys.exit(WRONG_ROWS if _is_here(config) else 1)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ has been run (docs/measurements/gpu.md), HSDP, TP and CP have not.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -36,39 +35,29 @@ from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
-from finetune import hub, loop, parts, recorder, rows, verify
-from finetune.model import usable_attention
+from finetune import hub, loop, recorder, rows, verify
 
 
 def train(config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder) -> None:
     """Run all remaining steps of TRL's trainer, and write the model."""
     trainer = _make_trainer(config, layout, plan, device, made)
-    args, seen, record = trainer.args, trainer.seen, made.record
-    resume = find_resume(config.resume_from_checkpoint, args.output_dir)
+    args, record = trainer.args, made.record
+    resume = config.resume_from_checkpoint
+    newest = get_last_checkpoint(args.output_dir)
+    resume = newest if resume == "auto" or (resume is True and newest) else resume
+    if resume and not (isinstance(resume, str) and Path(resume).is_dir()):
+        raise ConfigError(f"resume_from_checkpoint={resume!r}: there is no such checkpoint")
     if resume:
         made.note(f"resumed from {Path(resume).name}")
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-    finally:
-        seen.close()
-    made.profile(seen.profiler.result)
+    trainer.train(resume_from_checkpoint=resume)
     made.find_fullest_rank()
     record.checkpoint = get_last_checkpoint(args.output_dir)
-    if seen.stopped and trainer.state.global_step < trainer.state.max_steps:
+    if trainer.seen.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to resume")
     trainer.save_model(args.output_dir)
     setattr(record, "adapter" if config.use_peft else "saved_model", args.output_dir)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=config.dataset_name)
-
-
-def find_resume(requested: bool | str | None, output_dir: str) -> str | None:
-    """The checkpoint to resume from: "auto" and true take the newest. Raises ConfigError if there is none."""
-    newest = get_last_checkpoint(output_dir)
-    found = newest if requested in ("auto", True) else str(requested) if requested else None
-    if requested and requested != "auto" and not (found and Path(found).is_dir()):
-        raise ConfigError(f"resume_from_checkpoint={requested!r}: there is no such checkpoint")
-    return found
 
 
 def _make_trainer(
@@ -86,7 +75,7 @@ def _make_trainer(
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None
     counts = sum(map(loop.weights_in, net.parameters()))
-    seen = Recording(config, layout, plan, device, made)
+    seen = Recording(layout, plan, device, made)
     try:
         trainer = _Trainer(
             model=net, args=args, train_dataset=train_rows, eval_dataset=test_rows,
@@ -118,7 +107,7 @@ class _Trainer(trl.SFTTrainer):  # type: ignore[misc, unused-ignore]
         mask = inputs.get("attention_mask")
         tokens = inputs["input_ids"].numel() if mask is None else mask.sum()
         loss: torch.Tensor = super().training_step(model, inputs, *words, **more)
-        self.seen.add(loss, tokens)
+        self.seen.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
         return loss
 
 
@@ -131,19 +120,18 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
     os.environ.update({str(name): str(value) for name, value in (settings.pop("env", None) or {}).items()})
     settings.pop("dataset_mixture", None)
     settings.setdefault("disable_tqdm", not sys.stderr.isatty())
-    if "attn_implementation" in settings:
-        settings["attn_implementation"] = usable_attention(settings["attn_implementation"], note)
-    if settings.get("use_liger_kernel") and not (on_gpu and importlib.util.find_spec("liger_kernel")):
-        del settings["use_liger_kernel"]
-        note("use_liger_kernel: Liger's kernels are not here (liger-kernel and a GPU); the model's own are used")
-    if "8bit" in str(settings.get("optim")) and not on_gpu:
-        note(f"optim: {settings.pop('optim')} needs a GPU; adamw_torch_fused is used")
+    flash = settings.get("attn_implementation") == "flash_attention_2"
+    runs = {"attn_implementation": not flash or (on_gpu and importlib.util.find_spec("flash_attn") is not None),
+            "use_liger_kernel": on_gpu and importlib.util.find_spec("liger_kernel") is not None,
+            "optim": on_gpu or "8bit" not in str(settings.get("optim"))}  # fmt: skip
+    for name in [name for name in runs if settings.get(name) and not runs[name]]:
+        note(f"{name}: {settings.pop(name)} needs a GPU and its package; TRL's default is used")
     if isinstance(targets := settings.get("report_to"), str | list):
-        targets = [targets] if isinstance(targets, str) else targets
-        installed = [one for one in targets if one in ("none", "all", *get_available_reporting_integrations())]
-        for one in sorted({*targets} - {*installed}):
-            note(f"report_to: {one} is not installed; metrics.jsonl holds the same numbers")
-        settings["report_to"] = installed or "none"
+        targets = {targets} if isinstance(targets, str) else {*targets}
+        missing = targets - {"none", "all", *get_available_reporting_integrations()}
+        if missing:
+            note(f"report_to: not installed: {', '.join(sorted(missing))}; metrics.jsonl holds the same numbers")
+        settings["report_to"] = sorted(targets - missing) or "none"
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
     known = {action.dest for action in parser._actions}
     for name in [name for name in settings if name not in known]:
@@ -215,20 +203,9 @@ def _split(config: JobConfig, split: str, streaming: bool) -> Any:
             raise why from error
         raise ConfigError(f"dataset_name={config.dataset_name!r}: not {kind}: {rows.first_line(why)}") from error
     found = found if config.dataset_rows is None else found.take(config.dataset_rows)
-    _refuse_nulls(found, config)
     if {"question", "answer"} <= set(found.column_names) and not {"messages", "prompt"} & set(found.column_names):
         return found.map(rows.as_messages, remove_columns=found.column_names)
     return found
-
-
-def _refuse_nulls(found: Any, config: JobConfig) -> None:
-    """Raise ConfigError for the first row of a table in which a column that is trained on has nothing."""
-    there = set(found.column_names) if isinstance(found, datasets.Dataset) else set()
-    used = ({"messages"}, {"prompt", "completion"}, {"question", "answer"}, {config.dataset_text_field})
-    for name in sorted(next((each for each in used if each <= there), ())):
-        if (column := found.data.column(name)).null_count:
-            number = column.is_null().index(True).as_py() + 1
-            raise ConfigError(f"dataset_name={config.dataset_name!r}: row {number}: {name} is null")
 
 
 # What is recorded of the run, and what stops it.
@@ -239,35 +216,20 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
 
     trainer: transformers.Trainer  # set before it trains: it takes its callbacks when it is made
 
-    def __init__(
-        self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder
-    ) -> None:
-        self.config, self.layout, self.plan, self.device, self.recorder = config, layout, plan, device, made
-        self.around, self.profiler = contextlib.ExitStack(), parts.Profiler(0, 0, layout)
-        self.stop_requested, self.stopped, self.began, self.is_profiled = False, False, 0.0, False
+    def __init__(self, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder) -> None:
+        self.layout, self.plan, self.device, self.recorder = layout, plan, device, made
+        self.stop_requested, self.stopped, self.began = False, False, 0.0
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
 
-    def add(self, loss: torch.Tensor, tokens: Any) -> None:
-        """Add one micro-batch."""
-        self.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
-
-    def close(self) -> None:
-        """Stop the profiler, which must not outlive the run."""
-        self.around.close()
-        self.profiler.close()
-
-    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_train_begin(self, *_: Any, **_words: Any) -> None:
         """Check that the layout which was built is the layout of the plan."""
         observed = observe(self.trainer, self.device)
         self.recorder.record.layout.effective = verify.check(self.layout, observed, self.plan.environment)
-        first = state.global_step + recorder.WARM_UP + 1
-        self.profiler = parts.Profiler(self.config.profile_steps, first, self.layout)
         self.recorder.watch_memory()
 
-    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_step_begin(self, *_: Any, **_words: Any) -> None:
         """Start the clock: the batch has been read."""
-        self.is_profiled = self.around.enter_context(self.profiler.at(state.global_step))
         self.began = time.perf_counter()
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -275,14 +237,12 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         seconds, layout = time.perf_counter() - self.began, self.layout
-        self.around.close()
         sums = torch.tensor([*self.sums.tolist(), self.stop_requested], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         loss, tokens, stop = sums.tolist()
         self.sums.zero_()
         mean = loss / layout.world_size
-        self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)), self.is_profiled,
-                           self.profiler.result)  # fmt: skip
+        self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)), profiled=False)
         self.recorder.record.steps_done = state.global_step
         is_first = len(self.recorder.losses) == 1  # what a step needs is connected now
         if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, layout=layout)
         load_libraries(config)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
-        config = hub.pin(config, recorder.note)
+        config = hub.pin(config)
         recorder.store_plan(dataclasses.replace(plan, config=config))
         if plan.trl is not None:
             from finetune import sft_trl  # which imports TRL
@@ -132,10 +132,10 @@ def export(trainer: Trainer) -> None:
         if error.errno not in hub.DISK_ERRORS:
             raise
         failed = f"export: {error}"
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, failed)
-    if why := next((one for one in everyone if one), None):
-        raise checkpoint.SaveError(why)
+    told = [failed]
+    dist.broadcast_object_list(told, src=0)  # which alone exports
+    if told[0]:
+        raise checkpoint.SaveError(told[0])
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Stored:
         from transformers.utils import cached_file
 
         name, revision = self.config.model_name_or_path, self.config.model_revision
-        with hub.asking("model_name_or_path", name, f"model_revision={revision!r}"):
+        with hub.asking("model_name_or_path", name, revision):
             found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         return str(found) if found else None
 
@@ -72,40 +72,14 @@ class Stored:
             self._opened[file] = safe_open(path, framework="pt")
         return self._opened[file]
 
-    def _part(self, stored: str) -> Any:
-        if stored not in self._file_of:
-            raise ConfigError(f"model_name_or_path={self.config.model_name_or_path!r}: its files hold no {stored}")
-        return self._open(self._file_of[stored]).get_slice(stored)
-
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Of a file that is mapped into memory: what is not read takes none."""
         if name not in self._file_of and name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
             name = "model.embed_tokens.weight"
-        if name in self._file_of:
-            whole: torch.Tensor = self._part(name)[_slices(box)]
-            return whole
-        shape = self.plain.get_parameter(name).shape
-        parts = stored_as(self.plain, name)
-        if len(parts) == 1:
-            renamed: torch.Tensor = self._part(next(iter(parts)))[_slices(box)]
-            return renamed
-        return self._fused(list(parts), shape[0], box or ([0] * len(shape), shape))
-
-    def _fused(self, names: Sequence[str], experts: int, box: Box) -> torch.Tensor:
-        """[experts, rows, columns] of matrices that are stored one by one: all experts' gates, then all their ups."""
-        (first, start, left), (count, rows, columns) = box
-        made = []
-        for expert in range(first, first + count):
-            at, found = 0, []
-            for name in names[expert::experts]:
-                part = self._part(name)
-                height = part.get_shape()[0]
-                low, high = max(start, at), min(start + rows, at + height)
-                if low < high:
-                    found.append(part[low - at : high - at, left : left + columns])
-                at += height
-            made.append(torch.cat(found))
-        return torch.stack(made)
+        if name not in self._file_of:
+            raise ConfigError(f"model_name_or_path={self.config.model_name_or_path!r}: its files hold no {name}")
+        part: torch.Tensor = self._open(self._file_of[name]).get_slice(name)[_slices(box)]
+        return part
 
 
 class Drawn:
@@ -129,15 +103,6 @@ class Drawn:
 
 
 Source = Stored | Drawn
-
-
-def stored_as(plain: Any, name: str, value: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """One weight under the names, and in the parts, that the model's makers store it in; without values by default."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    value = plain.get_parameter(name) if value is None else value
-    parts: dict[str, torch.Tensor] = revert_weight_conversion(plain, {name: value})
-    return parts
 
 
 def fill(source: Source, seed: int, net: nn.Module, device: torch.device, within: nn.Module | None = None) -> None:

@@ -5,7 +5,7 @@ A rule is arithmetic or a limit of an engine. Preferences are not rules; they fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from contracts.layout import EIGHT_BITS, Layout
@@ -145,72 +145,57 @@ def engine_runs(q: Question, at: Layout) -> str | None:
 
 def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     """Return what the engine lacks to run a layout with this method."""
-    without = _lacks_method(engine, train, at, has_gpu=has_gpu)
+    runs = engine
     if not has_gpu and engine.without_gpu is not None:
-        engine = replace(engine, can=engine.without_gpu, name=f"{engine.name} on a CPU")
+        runs = replace(engine, can=engine.without_gpu, name=f"{engine.name} on a CPU")
     return (
-        _lacks_degrees(engine, at)
-        or _lacks_sharding(engine, at)
-        or _lacks_combination(engine, at)
-        or engine.refuses(model, train, at)
-        or _lacks_options(engine, at, has_gpu=has_gpu)
-        or without
+        next(_list_missing_parallelism(runs, at), None)
+        or runs.refuses(model, train, at)
+        or next(_list_missing_options(runs, at, has_gpu=has_gpu), None)
+        or next(_list_obstacles_of_method(engine, train, at, has_gpu=has_gpu), None)
     )
 
 
-def _lacks_degrees(engine: Engine, at: Layout) -> str | None:
+def _list_missing_parallelism(engine: Engine, at: Layout) -> Iterator[str]:
     for word, degree in (("tp", at.tp), ("pp", at.pp), ("cp", at.cp), ("ep", at.ep)):
         if degree > 1 and word not in engine.can:
-            return f"{engine.name} does not support {word.upper()}"
+            yield f"{engine.name} does not support {word.upper()}"
     if at.sequence_parallel and "sp" not in engine.can:
-        return f"{engine.name} does not support sequence parallelism"
-    return None
-
-
-def _lacks_sharding(engine: Engine, at: Layout) -> str | None:
+        yield f"{engine.name} does not support sequence parallelism"
     sharded = at.dp_shard > 1 and at.sharding != "ddp"
     if sharded and at.sharding not in engine.can:
-        return f"{engine.name} does not support {at.sharding}"
+        yield f"{engine.name} does not support {at.sharding}"
     if sharded and at.sharding == "zero3" and at.dp_replicate > 1 and "hsdp" not in engine.can:
-        return f"{engine.name} does not support HSDP"
+        yield f"{engine.name} does not support HSDP"
     if at.data_parallel > 1 and not sharded and "ddp" not in engine.can:
-        return f"{engine.name} does not support DDP"
-    return None
-
-
-def _lacks_combination(engine: Engine, at: Layout) -> str | None:
+        yield f"{engine.name} does not support DDP"
     axes = [w for w, degree in (("tp", at.tp), ("pp", at.pp), ("dp", at.data_parallel)) if degree > 1]
     if len(axes) > 1 and "+".join(axes) not in engine.together:
-        return f"{engine.name} does not combine {' and '.join(a.upper() for a in axes)}"
-    return None
+        yield f"{engine.name} does not combine {' and '.join(a.upper() for a in axes)}"
 
 
-def _lacks_options(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
+def _list_missing_options(engine: Engine, at: Layout, *, has_gpu: bool) -> Iterator[str]:
     if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
-        return f"{engine.name} does not support {at.precision}"
+        yield f"{engine.name} does not support {at.precision}"
     if at.checkpointing not in engine.checkpointing:
-        return f"{engine.name} does not support {at.checkpointing} checkpointing"
+        yield f"{engine.name} does not support {at.checkpointing} checkpointing"
     if at.offload == "none":
-        return None
+        return
     if at.offload not in engine.offloads:
-        return f"{engine.name} does not support offloading ({at.offload})"
+        yield f"{engine.name} does not support offloading ({at.offload})"
     if not has_gpu:
-        return "offloading needs a GPU: without one, everything is in host memory already"
+        yield "offloading needs a GPU: without one, everything is in host memory already"
     if at.offload == "all" and not (engine.as_run(at).sharding == "zero3" and at.dp_shard > 1):
-        return "offload of the weights needs them sharded (FSDP or ZeRO-3)"
-    return None
+        yield "offload of the weights needs them sharded (FSDP or ZeRO-3)"
 
 
-def _lacks_method(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
+def _list_obstacles_of_method(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> Iterator[str]:
     if train.method not in engine.methods:
-        return f"{engine.name} does not support {train.method}; it trains {' and '.join(sorted(engine.methods))}"
-    if train.method != "qlora":
-        return None
-    if not has_gpu:
-        return "QLoRA needs a GPU: the time that a CPU takes to unpack 4-bit weights cannot be forecast"
-    if at.tp > 1 or at.cp > 1:  # pipeline stages have whole layers
-        return "QLoRA's 4-bit blocks do not split over TP or CP"
-    return None
+        yield f"{engine.name} does not support {train.method}; it trains {' and '.join(sorted(engine.methods))}"
+    if train.method == "qlora" and not has_gpu:
+        yield "QLoRA needs a GPU: the time that a CPU takes to unpack 4-bit weights cannot be forecast"
+    if train.method == "qlora" and (at.tp > 1 or at.cp > 1):  # pipeline stages have whole layers
+        yield "QLoRA's 4-bit blocks do not split over TP or CP"
 
 
 def host_memory_holds(q: Question, at: Layout) -> str | None:

@@ -77,7 +77,7 @@ def bundle(
 
         with waiting("bundle: asking this host"), Scanner(root, probes=ALL) as scanner:
             snapshot, recording = scanner.capture()
-        hosts = {snapshot.hostname: making.of_host(snapshot, recording, root=root, state=state)}
+        hosts = {snapshot.hostname: making.of_host(snapshot, recording, state=state)}
     content = making.pack_bundle(hosts)
     if target == "-":
         sys.stdout.buffer.write(content)

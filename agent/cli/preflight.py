@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +46,11 @@ def preflight(
         request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
         place = folder or Path("reports")
         report = run({**options, "request": request, "output": place}, Progress(quiet=quiet))
-        report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
+        if options["runs"]:
+            from agent.base.result_store import read_runs
+            from agent.terminal.measured import not_drawn
+
+            report = replace(report, notes=(*report.notes, *not_drawn(read_runs(options["runs"]))))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)
@@ -60,16 +63,6 @@ def preflight(
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         print_text(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
     sys.exit(report.verdict.exit_code)
-
-
-def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
-    """Return the earlier runs that are in no comparison of networks, each with the reason."""
-    if not runs:
-        return ()
-    from agent.base import result_store
-    from agent.terminal.measured import not_drawn
-
-    return not_drawn(result_store.read_runs(runs))
 
 
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:

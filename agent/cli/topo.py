@@ -36,8 +36,12 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     if form.startswith("slurm"):
         _slurm(hosts, root, source, form)
         return
-    found = [read_topology(source)] if source else _nodes(hosts, root)
-    nodes = [with_expectations(node) for node in found]
+    if source:
+        nodes = [with_expectations(read_topology(source))]
+    else:
+        from topology.build import SOURCES, build  # not needed by --from
+
+        nodes = [with_expectations(build(snapshot)) for snapshot in snapshots(hosts, SOURCES, root=root)]
     if form == "svg":
         from topology.svg import svg
 
@@ -88,13 +92,6 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> N
     newest = {slurm_name(snapshot.hostname): snapshot for snapshot in found}  # of two recordings of a node
     placements = [slurm.placement_of(snapshot) for snapshot in newest.values()]
     print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
-
-
-def _nodes(hosts: Sequence[Path], root: str) -> list[NodeTopology]:
-    """Return the topologies of recorded hosts, or of this host."""
-    from topology.build import SOURCES, build  # not needed by `topo --from` with a matrix
-
-    return [build(snapshot) for snapshot in snapshots(hosts, SOURCES, root=root)]
 
 
 def read_topology(source: str) -> NodeTopology:

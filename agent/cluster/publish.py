@@ -283,24 +283,15 @@ def owner_of(token: str, node: str) -> dict[str, Any] | None:
     Since Kubernetes 1.30 a pod's own token contains its node's name and uid (bound service account tokens, claim
     kubernetes.io), so the agent needs no permission to get Nodes. In an older cluster the record outlives the Node.
     """
-    named = claims_of(token).get("node")
-    if not isinstance(named, dict) or named.get("name") != node or not named.get("uid"):
-        log.info("the record of %s gets no owner, it stays when the Node goes: the token does not name the Node", node)
-        return None
-    return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": str(named["uid"])}
-
-
-def claims_of(token: str) -> dict[str, Any]:
-    """Return the claims about pod and node in a service account token, which the API server has signed; else empty.
-
-    No decision depends on them.
-    """
     try:
         claims = token.split(".")[1]
-        pod_claims = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]
+        named = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]["node"]
+        if named["name"] == node and named["uid"]:  # signed by the API server; no decision depends on them
+            return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": str(named["uid"])}
     except (IndexError, KeyError, TypeError, ValueError):
-        return {}
-    return pod_claims if isinstance(pod_claims, dict) else {}
+        pass
+    log.info("the record of %s gets no owner, it stays when the Node goes: the token does not name the Node", node)
+    return None
 
 
 def node_feature(record: NodeRecord, namespace: str, owner: dict[str, Any] | None = None) -> dict[str, Any]:

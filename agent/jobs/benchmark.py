@@ -1,19 +1,20 @@
-"""Benchmarks of this host, for the preflight and for the verb bench, and the expected bandwidth of each result.
-
-Run as a program, it is a child process of agent.jobs.child.
-"""
+"""Benchmarks of this host, for the preflight and for the verb bench, and the expected bandwidth of each result."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import click
+
 from agent.base import units
+from agent.base.output import Progress
+from agent.base.result_store import save_benchmark_result
 from agent.checks.groups import ORDER
 from agent.checks.measured import (
     BARS,
@@ -28,18 +29,18 @@ from agent.checks.measured import (
     status_of,
 )
 from agent.checks.verdict import GateError
-from agent.jobs.child import QUICK_SECONDS, answer, default_ranks
-from collectives.bench import processes
+from agent.jobs.signals import stop_on
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
-from collectives.bench.results import Bar, RdmaResult, RdmaWrite
+from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite
 from collectives.bench.run import run, visible_backend
 from contracts import plain
 from contracts.finding import Finding, Status
+from planner.forecast.calibration import Calibration, parse_calibration
+from planner.forecast.models import model_named
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
-from probes import wire
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
@@ -65,6 +66,21 @@ def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
     )
 
 
+def default_ranks(found: Sequence[Snapshot]) -> int:
+    """Return one rank per usable GPU of this host; 2 if there is none."""
+    for snapshot in found:
+        facts = snapshot.facts(GpuFacts)
+        if facts and facts.gpus:
+            return max(1, sum(1 for gpu in facts.gpus if not gpu.error))
+    return 2
+
+
+def has_gpu(found: Sequence[Snapshot]) -> bool:
+    """Return whether any of these hosts shows a GPU."""
+    return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
+
+
+BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
 SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
 STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
 ALONE_SECONDS = 60.0  # budget of the verb bench
@@ -87,6 +103,54 @@ def preflight_spec(
         gpu_pids=gpu_processes(found), force=force, expect=expect, links=links_of(found, ranks, due),
         host_name=found[0].hostname if found and hosts == 1 else None,
     )  # fmt: skip
+
+
+class BenchmarkError(click.ClickException):
+    """This host could not be measured; the message is the reason."""
+
+
+def measure(
+    host: Snapshot, ranks: int, progress: Progress, stop: threading.Event, *, budget_seconds: float | None = None,
+    quick: bool = False, force: bool = False, due: Due | None = None, environment: Mapping[str, str] | None = None,
+) -> BenchResult:  # fmt: skip
+    """Benchmark collectives on this host, show progress, and store the result. Raises BenchmarkError.
+
+    `quick` omits sizes that are not checked; `environment` is added to that of the ranks. SIGTERM and Ctrl-C stop the
+    benchmark, and the result is what was measured by then.
+    """
+    seconds = budget_seconds or (QUICK_SECONDS if quick else BENCH_SECONDS)
+    progress.step(f"measure: {', '.join(JUDGED_OPS)} with {units.count(ranks, 'rank')}, up to {units.seconds(seconds)}")
+    spec = preflight_spec((host,), ranks, seconds, force=force, quick=quick, due=due)
+    try:
+        with stop_on(stop, signal.SIGTERM, signal.SIGINT) as signals:
+            result = run(replace(spec, environment=dict(environment or {})), watch(progress.note), stop)
+    except (RuntimeError, OSError) as error:
+        raise BenchmarkError(str(error)) from None
+    if signals:  # also a signal received after the last measurement
+        result = replace(result, stopped_by=signals[0])
+    save_benchmark_result(result)
+    return result
+
+
+def calibration(
+    model: str, *, sequence_length: int, tokens: int, budget_seconds: float, ranks: int, method: str, gpu: bool,
+    stop: threading.Event | None = None,
+) -> Calibration:  # fmt: skip
+    """Measure GEMMs and a layer of the model with `ranks` processes at once on this host.
+
+    `tokens` is one micro-batch. Raises BenchmarkError, or ModelError for an unknown model.
+    """
+    shape = model_named(model)
+    request = CalibrationRequest(
+        hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
+        device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
+        budget_seconds=budget_seconds,
+    )  # fmt: skip
+    try:
+        return parse_calibration(calibrate(request, stop=stop))
+    except (RuntimeError, OSError) as error:
+        raise BenchmarkError(str(error)) from None
 
 
 # The expected bandwidth of a result: the bars of agent.checks.measured, from the links that the ranks report.
@@ -312,50 +376,14 @@ def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) ->
     status = min((status_of(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
     if status == "unknown":
         message += f": {write.bars[0].why[0]}" if write.bars else ""
+    now = next((bar for bar in known if bar.name == IS), None)
     if status in ("unknown", "pass"):
         key = f"{LOW_BANDWIDTH} pass"
-        return make_finding(key, result.host, status, subject=write.port, evidence=evidence, measured=message)
-    cause, remedy = _cause_of_write(write, result, then)
-    return make_finding(LOW_BANDWIDTH, result.host, status, subject=write.port, evidence=evidence, measured=message,
-                cause=cause, remedy=remedy)  # fmt: skip
-
-
-def _cause_of_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tuple[str, str]:
-    """Return the cause, as far as this host shows it, and the remedy."""
-    now = next((bar for bar in write.bars if bar.name == IS and bar.low is not None), None)
-    if now is not None and now.low is not None and write.bytes_per_second >= now.low:
-        return f"the port is what limits it: {'; '.join(now.why)}", (
-            "See rdma.port.rate, rdma.mtu.small and topology.nic.pcie_bound for this device."
-        )
-    return (
-        f"the port of {result.host} is as it was, so the fault is on the link between {result.host} and {result.peer}"
-        if then
-        else f"the port of {result.host} could carry more, so the fault is on the link between {result.host} and "
-        f"{result.peer}, or at its other end"
-    ), (
-        "Measure the other way round, then each of the two with a third host: the one that is slow with both has the "
-        "bad port, cable or switch port. rdma.counters.rising on either side names packet loss."
-    )
-
-
-# The child of agent.jobs.child.
-
-
-def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> dict[str, Any]:
-    """Run the requested benchmark or calibration and return the result as plain values."""
-    from probes.registry import ALL
-
-    if request.pop("task") == "calibrate":
-        return calibrate(CalibrationRequest(**request), stop=stop)
-    due = Due(**request["due"]) if request["due"] else None
-    found = (wire.from_json(request["snapshot"], ALL),)
-    spec = preflight_spec(
-        found, request["ranks"], request["budget_seconds"], force=request["force"], quick=request["quick"], due=due
-    )
-    result: dict[str, Any] = plain.write(run(replace(spec, environment=request["environment"]), watch(note), stop))
-    return result
-
-
-if __name__ == "__main__":
-    processes.die_with_parent(int(sys.argv[1]))
-    answer(_work)
+    elif now is not None and now.low is not None and value >= now.low:
+        key = f"{LOW_BANDWIDTH} port"
+    else:
+        key = f"{LOW_BANDWIDTH} baseline" if then else LOW_BANDWIDTH
+    return make_finding(
+        key, result.host, status, subject=write.port, evidence=evidence, measured=message, host=result.host,
+        peer=result.peer, why="; ".join(now.why) if now else "",
+    )  # fmt: skip

@@ -45,7 +45,7 @@ class BundleError(RuntimeError):
     """The bundle could not be created; the message says what to do."""
 
 
-def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: Path) -> Files:
+def of_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) -> Files:
     """Return the files of this host, by name in its folder."""
     checks = worst_first(checks_of_scans((snapshot,)))
     found: Files = {
@@ -53,7 +53,6 @@ def of_host(snapshot: Snapshot, recording: dict[str, Any], *, root: str, state: 
         "findings.json": _json(document([check for check in checks if check.status != "pass"])),
         "versions.json": _json({"topoflight": version(), "python": platform.python_version(), "at": time.time(),
                                 "packages": dict(_versions())}),
-        "limits.txt": _limits(Path(root)).encode(),
     }  # fmt: skip
     for path in sorted([*state.glob("*.json"), *state.glob("runs/*.json")])[:128]:
         found |= _document(f"state/{path.relative_to(state).as_posix()}", partial(_read, path))
@@ -70,17 +69,6 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
             yield name, "not installed"
-
-
-def _limits(root: Path) -> str:
-    return "\n".join(f"# /{name}\n{_text(root / name)}" for name in _TABLE["limit_files"])
-
-
-def _text(path: Path) -> str:
-    try:
-        return redact(bounded.read_text(path, MOST_FILE_BYTES))
-    except (OSError, ValueError) as error:
-        return f"not read: {error}\n"
 
 
 def _read(path: Path) -> Any:

@@ -17,13 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from agent.advice.job_settings import GRACE_SECONDS
 from agent.base.output import write_atomic
-from agent.jobs.child import answer, sigterm
+from agent.jobs.signals import sigterm
 from collectives.bench import processes
-from contracts import job_plan, run_record
+from contracts import run_record
 from contracts.job_plan import JobPlan, dumps
 from contracts.redaction import redact
 from contracts.run_record import RunRecord
@@ -179,24 +178,3 @@ def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> It
     finally:
         ended.set()
         thread.join(timeout=5)
-
-
-# The child of agent.jobs.child.
-
-
-def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> str:
-    """Run the requested job and return why the run is not usable (empty if it is)."""
-    output = Path(request["output"])
-    done = train(
-        job_plan.read(output / "plan.json"), output, timeout_seconds=request["timeout_seconds"],
-        grace_seconds=request["grace_seconds"], on_line=note, stop=stop,
-    )  # fmt: skip
-    failed = done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)
-    if done.record is not None and not failed:
-        return ""
-    return f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
-
-
-if __name__ == "__main__":
-    processes.die_with_parent(int(sys.argv[1]))
-    answer(_work)

@@ -37,8 +37,9 @@ from agent.checks.verdict import (
     unjudged,
     with_environment,
 )
-from agent.jobs import child
-from agent.jobs.child import ChildError
+from agent.jobs import benchmark, launch
+from agent.jobs.benchmark import BenchmarkError
+from agent.jobs.signals import sigterm
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import compress_host_list, slurm_name
@@ -52,7 +53,7 @@ from topology.graph import NodeTopology
 from topology.paths import Due
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expectation
+    from agent.checks.expect import Expected
     from agent.cluster.nodes import NodeRecord
 
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
@@ -104,7 +105,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     """
     started, clock = time.time(), time.monotonic()
     expected = expectation_of(options["expect"], options["expect_file"])  # first: a wrong word costs no run
-    with child.sigterm() as stop:
+    with sigterm() as stop:
         # first, so that a wrong file is rejected before the run
         needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
         before = read_baseline(options["baseline"], needs)
@@ -117,17 +118,12 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
         found = read_snapshots(
             options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True, stop=stop
         )
-        report = (
-            _unscanned(options, progress)
-            if stop.is_set()
-            else _judged(options, progress, found, before, stop, expected)
-        )
+        report = _unscanned(options) if stop.is_set() else _judged(options, progress, found, before, stop, expected)
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
-def _unscanned(options: Mapping[str, Any], progress: Progress) -> Report:
+def _unscanned(options: Mapping[str, Any]) -> Report:
     """Return the report if SIGTERM arrived before the scan: every check is unknown, and no regression is reported."""
-    progress.done()
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
     checks = select(checks, require=options["require"], skip=options["skip"])
     return Report(
@@ -138,7 +134,7 @@ def _unscanned(options: Mapping[str, Any], progress: Progress) -> Report:
 
 def _judged(
     options: Mapping[str, Any], progress: Progress, found: tuple[Snapshot, ...], before: Baseline,
-    stop: threading.Event, expected: Expectation | None,
+    stop: threading.Event, expected: Sequence[Expected],
 ) -> Report:  # fmt: skip
     """Do everything after the scan. Load ends soon after `stop` is set, and no later stage generates load."""
     notes: list[str] = []
@@ -173,7 +169,6 @@ def _judged(
             extra += measured.checks_of_run(record, found[0].hostname, why)
     else:
         extra += measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
-    progress.done()
 
     stopped = "" if record is not None else _stopped_by(result, stop)
     if stopped:
@@ -200,7 +195,7 @@ def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple
     return (*regressions([check for check in checks if check not in unmeasured], before.statuses), *unmeasured)
 
 
-def _as_trained(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
+def _as_trained(view: View, advice: Recommendation, expected: Sequence[Expected]) -> tuple[Finding, ...]:
     """Apply the settings of the run to the checks, so that a problem which they correct does not stop the run."""
     settings = {setting.name: setting.value for setting in advice.settings}
     scanned = build_view([with_environment(one, settings) for one in view.snapshots], expected=expected)
@@ -236,24 +231,23 @@ def report_of(
     )  # fmt: skip
 
 
-def expectation_of(words: Sequence[str], path: Path | None) -> Expectation | None:
-    """Return the expectations; None without any, and pydantic is then not loaded. Raises GateError."""
+def expectation_of(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
+    """Return the expectations. Raises GateError."""
     if not words and path is None:
-        return None
+        return ()
     from agent.checks.expect import expectation
 
     found = expectation(words, path)
-    if found is not None and not found.model_fields_set:  # an agent's ConfigMap may be empty, a gate may not
+    if not found:  # an agent's ConfigMap may be empty, a gate may not
         raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: states nothing that a node must have")
     return found
 
 
-def due_of(expected: Expectation | None) -> Due | None:
+def due_of(expected: Sequence[Expected]) -> Due | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
-    if expected is None:
-        return None
-    wire = expected.hcas[0].value * expected.rate[0].value if expected.hcas and expected.rate else None
-    return Due(nvlinks=expected.nvlink, wire=wire)
+    first = {one.key: one.value for one in reversed(expected)}
+    wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
+    return Due(nvlinks=first.get("nvlink"), wire=wire) if first else None
 
 
 def _measure(
@@ -266,13 +260,13 @@ def _measure(
     if options["hosts"]:
         notes.append("not measured: recorded hosts cannot be measured")
         return None, None
-    ranks = options["ranks"] or child.default_ranks(found)
+    ranks = options["ranks"] or benchmark.default_ranks(found)
     try:
-        result = child.measure(
+        result = benchmark.measure(
             found[0], ranks, progress, stop, budget_seconds=options["bench_seconds"], quick=options["quick"],
             force=options["force"], due=due,
         )  # fmt: skip
-    except ChildError as error:
+    except BenchmarkError as error:
         notes.append(f"not measured: {error}")
         return None, None
     if not options["train"] or result.stopped_by:
@@ -282,12 +276,12 @@ def _measure(
     progress.step(f"measure: GEMMs and a layer of {model}")
     try:
         tokens = request.train.sequence_length * max(1, (request.train.global_batch or ranks) // ranks)
-        return result, child.calibration(
+        return result, benchmark.calibration(
             model, sequence_length=request.train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
-            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=child.has_gpu(found),
+            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=benchmark.has_gpu(found),
             stop=stop,
         )  # fmt: skip
-    except (ChildError, ValueError) as error:
+    except (BenchmarkError, ValueError) as error:
         notes.append(f"not calibrated: {error}")
         return result, None
 
@@ -318,15 +312,17 @@ def _train(
     output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
         plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
-        record, why = child.train(
+        done = launch.train(
             plan, output, timeout_seconds=options["timeout"], grace_seconds=grace(advice, None),
             on_line=progress.note, stop=stop,
         )  # fmt: skip
-    except (InputError, ChildError, OSError) as error:
+    except (InputError, OSError) as error:
         return None, str(error)
-    if record is not None:
-        result_store.store_run(record)
-    return (None, why) if why else (record, "")
+    if done.record is not None:
+        result_store.store_run(done.record)
+        if done.exit_code == 0 or (done.wrote_its_end and not done.cut_short):
+            return done.record, ""
+    return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
 def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:

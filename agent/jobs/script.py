@@ -27,7 +27,7 @@ from agent.base.options import InputError, RequestError
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs import script_rank
-from agent.jobs.child import default_ranks
+from agent.jobs.benchmark import default_ranks
 from agent.jobs.launch import Launched, environment, run, torchrun
 from collectives.nccl_log import evidence
 from collectives.traces.states import RANKS_FOLDER

@@ -16,8 +16,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from agent.base import units
 from agent.checks.measured import make_finding
-from agent.jobs.benchmark import gpu_processes, links_of, network_environment
-from agent.jobs.child import has_gpu
+from agent.jobs.benchmark import gpu_processes, has_gpu, links_of, network_environment
 from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
 from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict

@@ -38,12 +38,12 @@ from agent.terminal.advice import (
 )
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
-from collectives.bench.results import BenchResult
+from collectives.bench.results import BenchResult, Measurement
 from contracts.finding import Finding
 from contracts.host_list import list_names
 from planner.advice import RankedLayout, Recommendation
-from planner.nccl_env.environment import render_k8s, render_shell
-from probes.api import Absent, Failed, Ok, Snapshot
+from planner.nccl_env.environment import render_settings
+from probes.api import Snapshot
 from topology import svg
 from topology.check import departures
 from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
@@ -110,12 +110,13 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
-             units.tally, units.ago, list_names, units.clock, when, explained, headline, inline, sentence,
+             units.tally, list_names, units.clock, when, explained, headline, inline, sentence,
              lines)  # fmt: skip
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
-        kind=_kind, glyph=GLYPHS.__getitem__, outcome=_outcome, tilde=_round, counted=units.count, need=need_words,
-        shell_lines=render_shell, k8s_lines=render_k8s,
+        kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(outcome_lines(one)),
+        tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count, need=need_words,
+        settings_as=render_settings,
     )  # fmt: skip
     shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
               as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
@@ -180,14 +181,6 @@ def _kind(label: str) -> str:
     return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
 
 
-def _round(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:,.0f}"
-
-
-def _outcome(outcome: Ok[object] | Absent | Failed) -> Markup:
-    return Markup("<br>").join(outcome_lines(outcome))
-
-
 # The drawing of a node: the topology, with glyphs for findings and the results of a benchmark.
 
 
@@ -209,12 +202,17 @@ def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
 
 def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, ...], str]:
     """Return results for islands on which a benchmark of one host ran as a whole."""
-    gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    if bench is None or not gathers or len(set(bench.hosts)) != 1:
+    best = _best_gather(bench)
+    if bench is None or best is None or len(set(bench.hosts)) != 1:
         return {}
-    best = max(gathers, key=lambda m: m.bytes)
     words = f"{units.rate(best.busbw_bytes_per_second)} bus bandwidth measured (all_gather)"
     return {island.gpus: words for island in node.islands if len(island.gpus) == bench.world_size}
+
+
+def _best_gather(bench: BenchResult | None) -> Measurement | None:
+    """Return the largest all-gather that was verified."""
+    found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
+    return max(found, key=lambda m: m.bytes, default=None)
 
 
 # Nodes as rows of a table, and the summary of one node.
@@ -286,8 +284,7 @@ def by_name(text: str) -> list[tuple[int, str]]:
 def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
     """Return the main facts about a machine as the terminal shows them, and the newest measurement."""
     yield from machine(snapshot, node)
-    found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    best = max(found, key=lambda m: m.bytes, default=None)
+    best = _best_gather(bench)
     rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
     yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
     yield "recognised as", node.sku or "not in the reference table"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import Any
 
 from contracts.tables import read_table
 from planner.advice import Recommendation
@@ -21,7 +22,6 @@ _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15,
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
-
 MOUNT = "/mnt/shared"  # mount path of the PersistentVolumeClaim in the pods
 CACHE = f"{MOUNT}/.cache"  # HF_HOME on the claim, so that all pods and later jobs share one download
 RESTARTS = 3  # how often an interrupted job is restarted automatically
@@ -30,8 +30,6 @@ PEER_WAIT_SECONDS = 3600  # how long pods wait for each other; pulling a large i
 SAVE_SECONDS = 100  # minimum time from SIGTERM to the saved checkpoint
 END_SECONDS = 20  # time from the checkpoint to the end of the pod, or of Slurm's batch script
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
-
-
 _LEAST = {"nodes": 1, "processes_per_node": 1, "restarts": 0, "peer_wait_seconds": 1, "save_seconds": 1}
 # The format of each setting, as a row of names.toml.
 _FORM_OF = {
@@ -158,11 +156,8 @@ class JobSpec:
                 raise JobError(f"environment {name}: the job controller sets it, and refuses a value from outside")
         for name, amount in self.limits.items():
             check_limit(name, amount)
-        self._check_placement()
-
-    def _check_placement(self) -> None:
-        """Raise JobError for an invalid node label or taint, because the pods would stay Pending forever."""
-        for key in (*self.node_selector, *(() if self.topology_label is None else (self.topology_label,))):
+        # with an invalid node label or taint the pods would stay Pending forever
+        for key in filter(None, (*self.node_selector, self.topology_label)):
             check_form("label_key", "label ", key)
         for key, value in self.node_selector.items():
             check_form("label_value", f"label {key}=", value)
@@ -205,7 +200,7 @@ def from_advice(
     nodes: int,
     allocatable: Sequence[str] | None = None,
     named: Sequence[str] = (),
-    **settings: object,
+    **settings: Any,
 ) -> JobSpec:
     """Return a job that follows a recommendation: environment, processes per node, and resources of the pods.
 
@@ -219,37 +214,26 @@ def from_advice(
     if world % nodes:
         raise JobError(f"nodes={nodes}: does not divide the layout's {world} ranks")
     limits: dict[str, str] = {}
-    networks: list[str] = []
-    shm: int | None = None
-    lock = domain = False
-    for need in advice.needs:
-        if need.name == "resource":
-            resource, _, count = need.value.partition(": ")
-            if not (resource.endswith("/*") and family(resource, named)):
-                limits[_resolve_resource(resource, allocatable)] = count
-        elif need.name == "network":
-            networks.append(need.value)
-        elif need.name == "shm_bytes":
-            shm = int(need.value)
-        elif need.name == "capability":
-            lock = lock or need.value == "IPC_LOCK"
-        elif need.name == "compute_domain":
-            domain = nodes > 1
+    needs = {kind: [need.value for need in advice.needs if need.name == kind] for kind in
+             ("resource", "network", "shm_bytes", "capability", "compute_domain")}  # fmt: skip
+    for need in needs["resource"]:
+        resource, _, count = need.partition(": ")
+        if not (resource.endswith("/*") and family(resource, named)):
+            limits[_resolve_resource(resource, allocatable)] = count
     environment = {s.name: s.value for s in advice.settings}
     if advice.backend == "nccl":
         limits["nvidia.com/gpu"] = str(world // nodes)
         environment.setdefault("NCCL_DEBUG", "INFO")  # `kubectl logs POD | topoflight evidence -` reads this output
-    options = dict(settings)
-    options.setdefault("command", COMMAND)
-    limits |= dict(options.get("limits") or {})  # type: ignore[call-overload]
-    options["limits"] = limits
+    settings = {"command": COMMAND, **settings}
+    limits |= settings.pop("limits", None) or {}
     gpus = limits.get("nvidia.com/gpu", "")
     if advice.backend == "nccl" and gpus.isdecimal() and int(gpus) < world // nodes:
         raise JobError(f"resource nvidia.com/gpu={gpus}: the plan has {world // nodes} ranks in a pod, one per GPU")
     return JobSpec(
-        name=name, image=image, nodes=nodes, processes_per_node=world // nodes,
-        environment=environment, networks=tuple(dict.fromkeys(networks)),
-        shm_bytes=shm, ipc_lock=lock, compute_domain=domain, **options,  # type: ignore[arg-type]
+        name=name, image=image, nodes=nodes, processes_per_node=world // nodes, limits=limits,
+        environment=environment, networks=tuple(dict.fromkeys(needs["network"])),
+        shm_bytes=max(map(int, needs["shm_bytes"]), default=None), ipc_lock="IPC_LOCK" in needs["capability"],
+        compute_domain=nodes > 1 and bool(needs["compute_domain"]), **settings,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from planner.nccl_env.nodes import networks as subnets
 from planner.nccl_env.rdma import hca_list
 from planner.nccl_env.situation import Reason, Setting
 from probes.api import Snapshot
-from probes.interfaces.facts import InterfacesFacts
+from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.pci.facts import PciFacts
 
 # Private addresses: RFC 1918, RFC 6598, RFC 4193. The user chose only the first range; the others are computed
@@ -69,8 +69,7 @@ def fit(snapshot: Snapshot, names: Iterable[str]) -> set[str]:
     macvlan (drivers/net/macvlan.c: EBUSY).
     """
     left = set(names)
-    facts = snapshot.facts(InterfacesFacts)
-    known = {link.name: link for link in facts.interfaces} if facts else {}
+    known = {link.name: link for link in _list_links(snapshot)}
     masters = {name: known[name].master for name in left if name in known}
     routed = {link.name for link in known.values() if link.kind == "vrf"}  # allows a macvlan on its members
     free = {name for name in left if masters.get(name) is None or masters[name] in routed}
@@ -81,16 +80,11 @@ def fit(snapshot: Snapshot, names: Iterable[str]) -> set[str]:
 
 def in_use(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
     """Return the ranges that overlap a subnet of these nodes, as text with the interface; empty if none does."""
-    found = []
-    for snapshot in snapshots:
-        facts = snapshot.facts(InterfacesFacts)
-        for link in facts.interfaces if facts else ():
-            found += [
-                f"{network} ({link.name} of {snapshot.hostname} has {there})"
-                for network in networks
-                for there in subnets(link)
-                if ipaddress.ip_network(network).overlaps(there)
-            ]
+    found = [
+        f"{network} ({link.name} of {snapshot.hostname} has {there})"
+        for snapshot in snapshots for link in _list_links(snapshot) for network in networks for there in subnets(link)
+        if ipaddress.ip_network(network).overlaps(there)
+    ]  # fmt: skip
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
@@ -118,12 +112,9 @@ def attached(
         needs.append(Setting(name="resource", value=f"{resource}: 1", reason=where))
     pod_settings = _make_settings(advice.backend, snapshots, rails, seen, len(networks))
     named = {setting.name for setting in pod_settings}
-    return replace(
-        advice,
-        needs=(*advice.needs, *needs),
-        settings=(*pod_settings, *(setting for setting in advice.settings if setting.name not in named)),
-        notes=tuple(note for note in advice.notes if note.topic not in named),
-    )
+    kept = [setting for setting in advice.settings if setting.name not in named]
+    notes = tuple(note for note in advice.notes if note.topic not in named)
+    return replace(advice, needs=(*advice.needs, *needs), settings=(*pod_settings, *kept), notes=notes)
 
 
 def _make_settings(
@@ -238,27 +229,28 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
 
 def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     """Return the RoCE netdevs whose names exist only inside a pod, so a network for them is not valid on the node."""
-    names = set()
-    for snapshot in snapshots:
-        links = snapshot.facts(InterfacesFacts)
-        known = links.interfaces if links else ()
-        inside = {link.name for link in known if link.role == "secondary" or link.parent_elsewhere}
-        names |= inside & _list_roce_mtus(snapshot).keys()
-    return tuple(sorted(names))
+    inside = {
+        link.name for snapshot in snapshots for link in _list_links(snapshot)
+        if (link.role == "secondary" or link.parent_elsewhere) and link.name in _list_roce_mtus(snapshot)
+    }  # fmt: skip
+    return tuple(sorted(inside))
+
+
+def _list_links(snapshot: Snapshot) -> tuple[Interface, ...]:
+    facts = snapshot.facts(InterfacesFacts)
+    return facts.interfaces if facts else ()
 
 
 def _list_netdevs(snapshot: Snapshot, name: str) -> tuple[str, ...]:
     """Return the netdevs by which the device plugin finds an interface: a bond's members, a VLAN's parent, itself."""
-    links = snapshot.facts(InterfacesFacts)
-    known = links.interfaces if links else ()
+    known = _list_links(snapshot)
     if members := tuple(link.name for link in known if link.master == name):
         return members
     return tuple(link.parent for link in known if link.name == name and link.kind == "vlan" and link.parent) or (name,)
 
 
 def _list_roce_mtus(snapshot: Snapshot) -> dict[str, int]:
-    links = snapshot.facts(InterfacesFacts)
-    mtus = {link.name: link.mtu_bytes for link in links.interfaces} if links else {}
+    mtus = {link.name: link.mtu_bytes for link in _list_links(snapshot)}
     found: dict[str, int] = {}
     for view in _make_view(snapshot).default_ports():
         if view.port.link_layer == "Ethernet" and view.port.netdev:

@@ -182,6 +182,7 @@ def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[st
 
     Raises WrapError, and EditError of planner.kubernetes.yaml_edit if lines cannot be inserted into the text.
     """
+    text = text if text.endswith("\n") else text + "\n"
     manifest = documents(text)
     notes: list[str] = []
     for job, wanted in zip(jobs_in(manifest), additions, strict=True):
@@ -220,28 +221,28 @@ class _Wrapper:
             if empty := ", ".join(name for name, count in part.limits.items() if count is None):
                 self._note(f"{empty} has no number: give one here and in the gate, if one runs")
             self._add_resources()
-        if part.pod is None:
+        if (pod := part.pod) is None:
             self._annotate(self._job.document)
             if len(self._job.parts) == 1:
                 self._note("init container, shared memory, networks and IPC_LOCK are its runtime's: not added, unless "
                           "the runtime stands in the same file")  # fmt: skip
             return
-        self._add_needs(part.pod)
-        self._add_gate()
+        self._add_needs(pod)
+        self._add_gate(pod)
         if wanted.monitor:
-            self._add_monitor_files(part.pod)
+            self._add_monitor_files(pod)
         if part.restart == "Never":
             self._note("restartPolicy is Never: no pod is recreated, neither after a failed gate nor after its "
                       "node was lost; launch the job again to resume from its last checkpoint")  # fmt: skip
-        self._annotate(part.pod)
+        self._annotate(pod)
 
     def _add_needs(self, pod: Document) -> None:
         for need in self._wanted.needs:
             reason = f"{need.reason.rule}: {need.reason.evidence}"
             if need.name == "shm_bytes":
-                self._add_shared_memory(int(need.value), reason)
+                self._add_shared_memory(pod, int(need.value), reason)
             elif need.name == "network" and not self._other_network:
-                self._add_network(need.value, reason)
+                self._add_network(pod, need.value, reason)
             elif need.name == "capability":
                 self._add_capability(need.value, reason)
             elif need.name == "compute_domain" and not (pod.get("spec") or {}).get("resourceClaims"):
@@ -283,14 +284,13 @@ class _Wrapper:
             return
         for source in container.get("envFrom") or ():
             named = ((source or {}).get("configMapRef") or {}).get("name") if isinstance(source, dict) else None
-            if named is not None and f"configmap:{named}" not in self._job.files:
+            if named is None:
+                continue
+            if (names := self._job.files.get(f"configmap:{named}")) is None:
                 self._note(f"{name}={value} is not added: what ConfigMap {named} sets is unknown; give it in the same "
                           "file")  # fmt: skip
                 return
-            if (
-                named is not None
-                and f"{source.get('prefix', '')}{name}" in self._job.files[f"configmap:{named}"].split()
-            ):
+            if f"{source.get('prefix', '')}{name}" in names.split():
                 self._note(f"{name} is set by ConfigMap {named} and stays; recommended is {value} ({reason})")
                 return
         _ensure(container, "env", []).append({"name": name, "value": value})
@@ -308,22 +308,21 @@ class _Wrapper:
     def _add_monitor_variables(self) -> None:
         """Set the variables with which Python starts the rank monitor in each rank (finetune/autostart)."""
         folder = self._find_lasting_folder()
+        written = str((self._part.container.get("env"), self._part.command))
         if folder is None:
-            self._note("--monitor adds nothing: the ranks write what they do into a volume that outlives the pod, and "
-                       "no claim is mounted")  # fmt: skip
-            return
-        if all(part.pod is None for part in self._job.parts):
-            self._note("--monitor adds nothing: the pods are described by a runtime that is not in this file")
-            return
-        written = (*(self._part.container.get("env") or ()), *self._part.command)
-        if any("TOPOFLIGHT_RUN" in str(each) for each in written):
-            return
-        if any("PYTHONPATH" in str(each) for each in written):
-            self._note("--monitor adds nothing: the manifest sets PYTHONPATH, which starts the monitor")
-            return
-        run = f"{folder}/topoflight-{self._job.name}"
-        self._add_variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
-        self._add_variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
+            why = "the ranks write what they do into a volume that outlives the pod, and no claim is mounted"
+        elif all(part.pod is None for part in self._job.parts):
+            why = "the pods are described by a runtime that is not in this file"
+        elif "PYTHONPATH" in written and "TOPOFLIGHT_RUN" not in written:
+            why = "the manifest sets PYTHONPATH, which starts the monitor"
+        else:
+            why = ""
+        if why:
+            self._note(f"--monitor adds nothing: {why}")
+        elif "TOPOFLIGHT_RUN" not in written:
+            run = f"{folder}/topoflight-{self._job.name}"
+            self._add_variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
+            self._add_variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
 
     def _find_lasting_folder(self) -> str | None:
         """Return the mount path of a writable volume that outlives the pod; for a TrainJob, that of its runtime."""
@@ -376,14 +375,8 @@ class _Wrapper:
                     _ensure(resources, kind, {}).update(copy.deepcopy(given))
         limits = _ensure(resources, "limits", {})
         if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *limits}:
-            # ValidateResourceRequirements of Kubernetes: "HugePages require cpu or memory"
-            if resources.get("requests") is limits:
-                self._note(f"{name}: {count} is not added: Kubernetes refuses it without cpu or memory; set either")
-                return
-            ranks = self._job.ranks_per_node
-            cores = f"{ranks}, a core for each rank" if ranks else "1, as the number of ranks is unknown"
-            _ensure(resources, "requests", {})["cpu"] = str(ranks or 1)
-            self._note(f"requests cpu: {cores}: Kubernetes refuses {name} without cpu or memory")
+            self._note(f"{name}: {count} is not added: Kubernetes refuses it without cpu or memory; set either")
+            return
         limits[name] = count
 
     def _note_missing_rdma(self, names: set[str]) -> None:
@@ -403,10 +396,8 @@ class _Wrapper:
         self._note("requests no RDMA device, and without one NCCL uses TCP: --resource NAME=COUNT adds it, by the "
                   "name that the nodes' device plugin offers (rdma/..., openshift.io/..., nvidia.com/...)")  # fmt: skip
 
-    def _add_shared_memory(self, wanted_bytes: int, reason: str) -> None:
-        pod, container = self._part.pod, self._part.container
-        assert pod is not None  # noqa: S101 - `run` has returned otherwise
-        body = _ensure(pod, "spec", {})
+    def _add_shared_memory(self, pod: Document, wanted_bytes: int, reason: str) -> None:
+        container, body = self._part.container, _ensure(pod, "spec", {})
         size = f"{-(-wanted_bytes // 2**20)}Mi"
         memory = quantity(str(self._trainer.limits.get("memory", "")))
         mount = next(iter(_list_shm_mounts(container)), None)
@@ -414,15 +405,12 @@ class _Wrapper:
             volume: Document = next((v for v in body.get("volumes") or () if v.get("name") == mount.get("name")), {})
             limit = quantity(str((volume.get("emptyDir") or {}).get("sizeLimit", "")))
             if limit is not None and limit < wanted_bytes:
-                self._note(
-                    f"shared memory of {limit // 2**20} MiB is set in the manifest and stays; needed: {size} ({reason})"
-                )
+                self._note(f"shared memory of {limit // 2**20} MiB is set in the manifest and stays; needed: {size} "
+                           f"({reason})")  # fmt: skip
             if limit is not None and memory is not None and limit > memory:
-                self._note(
-                    f"shared memory may grow to {limit // 2**20} MiB, and counts towards the memory limit of "
-                    f"{memory // 2**20} MiB: the container is killed before it is full. Lower the sizeLimit of the "
-                    "volume, or raise the limit"
-                )
+                self._note(f"shared memory may grow to {limit // 2**20} MiB, and counts towards the memory limit of "
+                           f"{memory // 2**20} MiB: the container is killed before it is full. Lower the sizeLimit of "
+                           "the volume, or raise the limit")  # fmt: skip
             return
         if body.get("hostIPC"):
             self._note(f"hostIPC is set, so /dev/shm is the node's own, and no volume is added over it; needed: {size}")
@@ -438,9 +426,8 @@ class _Wrapper:
         _ensure(container, "volumeMounts", []).append({"name": name, "mountPath": "/dev/shm"})  # noqa: S108
         self._reasons["shm"] = f"{size}: {reason}"
 
-    def _add_network(self, network: str, reason: str) -> None:
-        assert self._part.pod is not None  # noqa: S101 - `run` has returned otherwise
-        made = _ensure(_ensure(self._part.pod, "metadata", {}), "annotations", {})
+    def _add_network(self, pod: Document, network: str, reason: str) -> None:
+        made = _ensure(_ensure(pod, "metadata", {}), "annotations", {})
         there = made.get(NETWORKS_ANNOTATION)
         if there is None:
             made[NETWORKS_ANNOTATION] = network
@@ -459,14 +446,12 @@ class _Wrapper:
         if security.get("runAsNonRoot"):
             self._note(f"{name} is added, and runAsNonRoot stays: only root in the container keeps it")
 
-    def _add_gate(self) -> None:
+    def _add_gate(self, pod: Document) -> None:
         image = self._wanted.gate_image
         if image is None:
             self._note("no gate runs before this job; --preflight-image IMAGE adds it")
             return
-        pod, container = self._part.pod, self._part.container
-        assert pod is not None  # noqa: S101 - `run` has returned otherwise
-        body = _ensure(pod, "spec", {})
+        container, body = self._part.container, _ensure(pod, "spec", {})
         inits = body.get("initContainers") or ()
         taken = {each.get("name") for each in (*(body.get("containers") or ()), *inits)}
         for each in inits:
@@ -496,8 +481,11 @@ class _Wrapper:
         if shm := _list_shm_mounts(container):
             gate["volumeMounts"] = copy.deepcopy(shm)
         _ensure(body, "initContainers", []).append(gate)
-        if self._part.kind.endswith("Runtime"):
-            self._note_runtime(asks)
+        if self._job.shares_runtime:
+            self._note(
+                "other TrainJobs use this runtime too, and what is added to it applies to all of them. The gate "
+                f"has the runtime's own resources and variables, not those of {self._job.kind}/{self._job.name}"
+            )
         if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
             self._note("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
 
@@ -517,19 +505,6 @@ class _Wrapper:
         _ensure(body, "volumes", []).append({"name": MONITOR, "emptyDir": {}})
         _ensure(self._part.container, "volumeMounts", []).append({**mount, "readOnly": True})
 
-    def _note_runtime(self, asks: Part) -> None:
-        """Add notes on how the check in a runtime affects the runtime's other TrainJobs; `asks` has its resources."""
-        if self._job.shares_runtime:
-            unjudged = ", ".join(name for name in self._trainer.limits if "/" in name and name not in asks.limits)
-            self._note("other TrainJobs use this runtime too, and what is added to it applies to all of them. The gate "
-                      "has only the runtime's own resources and variables, and does not judge "
-                      f"{unjudged or 'the variables'} of {self._job.kind}/{self._job.name}. To have these judged, "
-                      "describe the pods in a TrainingRuntime that only this job uses")  # fmt: skip
-        if given := {**(asks.resources.get("requests") or {}), **asks.limits}:
-            amounts = ", ".join(f"{name}: {count}" for name, count in given.items())
-            self._note(f"the gate requests {amounts}. The request of an init container counts for its pod, so a "
-                      "TrainJob of this runtime that asks for less gets as much")  # fmt: skip
-
 
 def _list_shm_mounts(container: Document) -> list[Document]:
     mounts = container.get("volumeMounts") or ()
@@ -538,15 +513,10 @@ def _list_shm_mounts(container: Document) -> list[Document]:
 
 def _list_plain_variables(container: Document) -> list[Document]:
     """Return the variables that the preflight check reads: those about communication, with a plain value."""
-    judged = re.compile(r"(?:TORCH_)?NCCL_|GLOO_|FI_|OFI_|RDMAV_|UCX_|OMP_")
+    judged = re.compile(r"(?!NCCL_DEBUG_FILE)(?:(?:TORCH_)?NCCL_|GLOO_|FI_|OFI_|RDMAV_|UCX_|OMP_)")
     entries = [each for each in container.get("env") or () if isinstance(each, dict)]
-    return [
-        each
-        for each in entries
-        if judged.match(str(each.get("name")))
-        and each.get("name") != "NCCL_DEBUG_FILE"
-        and "$(" not in str(each.get("value"))
-    ]  # $(NAME) refers to a variable that may not be copied
+    # $(NAME) refers to a variable that may not be copied
+    return [each for each in entries if judged.match(str(each.get("name"))) and "$(" not in str(each.get("value"))]
 
 
 def _ensure(mapping: Document, key: str, empty: Any) -> Any:

@@ -25,22 +25,21 @@ class _Instruction(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    name: str
     known: dict[str, str]  # ENV and ARG
     assigned: list[Assigned]
 
 
 def read_dockerfile(text: str) -> Script:
     """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
-    script, stage, named = Script(), _Stage("", {}, []), dict[str, _Stage]()
+    script, stage, named = Script(), _Stage({}, []), dict[str, _Stage]()
     arguments = stage.known  # of ARG instructions before the first stage
     for each in _instructions(text, script):
         if each.name == "FROM":
             rest = re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match[1]) or match[0], each.rest)
             words = [word.lower() for word in rest.split() if not word.startswith("--")]
-            base = named.get(words[0], _Stage("", {}, [])) if words else stage
+            base = named.get(words[0], _Stage({}, [])) if words else stage
             name = words[2] if len(words) > 2 else str(len(named))
-            stage = named[name] = _Stage(name, dict(base.known), list(base.assigned))
+            stage = named[name] = _Stage(dict(base.known), list(base.assigned))
         elif each.name in ("ENV", "ARG"):
             _variables(each, stage)
         elif each.name in ("CMD", "ENTRYPOINT") and NAMED.search(each.rest):
@@ -81,38 +80,27 @@ def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:
 def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
     """Yield each instruction with its continued lines and here-documents; report other lines as unread."""
     escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
-    mark = "`" if escape else "\\"
-    rows = text.splitlines()
-    at = 0
-    while at < len(rows):
-        first, row = at, rows[at].strip()
-        at += 1
-        match = re.match(r"([A-Za-z]+)\s+(.+)", row, re.DOTALL)
-        if not row or row.startswith("#"):
+    end_of_line = rf"{'`' if escape else chr(92) * 2}[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # and comments after it
+    pattern = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{end_of_line})*.*))\n?")
+    at, line = 0, 1
+    while at < len(text):
+        first, match = line, pattern.match(text, at)
+        assert match is not None  # noqa: S101 - it matches every text
+        at, line, name = match.end(), line + match[0].count("\n"), (match[1] or "").upper()
+        if name not in _INSTRUCTIONS:
+            if match[2] and match[2].strip():
+                script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        if match is None or match[1].upper() not in _INSTRUCTIONS:
-            script.unread.append(Unread(line=first + 1, why="not a Dockerfile instruction"))
-            continue
-        body = [match[2]]
-        while body[-1].rstrip().endswith(mark) and at < len(rows):
-            body[-1] = body[-1].rstrip()[:-1]
-            while at < len(rows) and (not rows[at].strip() or rows[at].lstrip().startswith("#")):
-                at += 1
-            if at < len(rows):
-                body.append(rows[at])
-                at += 1
-        rest, name = " ".join(body).strip(), match[1].upper()
+        rest = re.sub(end_of_line, " ", match[2]).strip()
         for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
-            here = _HEREDOC.match(word)
-            end = here and next((n for n in range(at, len(rows)) if _is_end(rows[n], here)), None)
-            if here and end is None:
-                script.unread.append(Unread(line=first + 1, why=f"the here-document {here[3]} has no end"))
-            elif here and end is not None:
-                if NAMED.search("\n".join(rows[at:end])):
-                    script.unread.append(Unread(line=at + 1, why="a here-document"))
-                at, rest = end + 1, rest.replace(word, "")
-        yield _Instruction(first + 1, name, rest)
-
-
-def _is_end(row: str, here: re.Match[str]) -> bool:
-    return (row.lstrip("\t") if here[1] else row) == here[3]
+            if (here := _HEREDOC.match(word)) is None:
+                continue
+            tabs = r"\t*" if here[1] else ""
+            end = re.compile(rf"^{tabs}{re.escape(here[3])}(?:\n|\Z)", re.MULTILINE).search(text, at)
+            if end is None:
+                script.unread.append(Unread(line=first, why=f"the here-document {here[3]} has no end"))
+                continue
+            if NAMED.search(text[at : end.start()]):
+                script.unread.append(Unread(line=line, why="a here-document"))
+            line, at, rest = line + text.count("\n", at, end.end()), end.end(), rest.replace(word, "")
+        yield _Instruction(first, name, rest)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from planner.lint.script import NODES, pattern, whole_number
+from planner.lint.script import JOB_SIZE, NODES, pattern, whole_number
 from planner.lint.values import (
     NameList,
     check_kind,
     check_quotes,
     check_value,
     finding,
+    first_provider,
     fits,
     is_quoted,
     other_net,
@@ -117,18 +118,13 @@ def lint(
             found.append(finding("env.name.unexported", name, raw))
     if one_gpu:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
-    found += check_torch(environment)
-    found += [
-        *_shadowed(environment),
-        *_bounds(environment),
-        *_through_the_network(environment),
-        *_sockets(environment),
-    ]
+    for rule in (_torch, _shadowed, _through_the_network):
+        found += rule(environment)
     found += _missing(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
-        found += check_job(environment, nodes) if nodes != 1 else ()
+        found += _harmful_anywhere(environment, nodes) if nodes != 1 else ()
     else:
-        found += check_efa(environment) if machine.has_efa else ()
+        found += _needless_with_efa(environment) if machine.has_efa else ()
         found += machine.check(environment, case.version)
     return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.status)))
 
@@ -230,7 +226,7 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
     return whole or not entry.default.lstrip("-").isdigit()
 
 
-def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _needless_with_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Report settings that are useless or harmful with EFA."""
     for name, row in settings()["efa_needless"].items():
         value = environment.get(name)
@@ -238,26 +234,22 @@ def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield finding("env.efa.needless", name, value, why=row["why"])
 
 
-def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check debugging switches of PyTorch and CUDA, and the allocator's True or False (c10 ConfigTokenizer)."""
+def _torch(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check debugging switches of PyTorch and CUDA."""
     for name, switch in settings()["torch"].items():
         value = environment.get(name, "")
         if value.strip().lower() in switch["when"]:
             yield finding(switch["finding"], name, value, status=Status(switch["status"]), effect=switch["effect"])
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        value = environment.get(name, "")
-        options = dict(option.partition(":")[::2] for option in value.split(","))
-        if options.get("expandable_segments", "True").strip() not in ("True", "False"):
-            yield finding("env.torch.allocator", name, value)
 
 
 def _unknown_nccl(name: str, value: str, case: _Case, *, known: bool) -> Iterator[Finding]:
     """Check an unknown name that starts with NCCL_, or that differs from an NCCL name in case or blanks."""
-    stripped = name.strip().removeprefix("export ").strip().upper()
-    if stripped != name and stripped in names():
-        more = "the name carries more than its letters (nccl.conf takes all before '=')"
-        why = more if " " in name else "case counts"
-        yield finding("env.name.unknown/letters", name, value, why=why, right=f"{stripped}={value.strip()}")
+    right = name.strip().removeprefix("export ").strip().upper()
+    if right != name and right in names():
+        why = (
+            "the name carries more than its letters (nccl.conf takes all before '=')" if " " in name else "case counts"
+        )
+        yield finding("env.name.unknown/letters", name, value, why=why, right=f"{right}={value.strip()}")
     elif name.startswith("NCCL_") and case.version is not None and case.version > newest_read():
         newest = version_text(newest_read())
         yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(case.version))
@@ -281,24 +273,12 @@ def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) ->
 def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
     """Drop findings about debugging settings if the variable has a more specific finding."""
     general = "env.debug.leftover"
-    judged = {
-        f.subject for f in found if f.code != general and (f.status != Status.INFO or f.code.startswith("env.p2p"))
-    }
-    for each in found:
-        if each.code != general or each.subject not in judged:
-            yield each
+    judged = {each.subject for each in found if each.code != general
+              and (each.status != Status.INFO or each.code.startswith("env.p2p"))}  # fmt: skip
+    return (each for each in found if each.code != general or each.subject not in judged)
 
 
 # -- combinations of settings, and checks without a known machine
-
-
-def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report a minimum that is larger than its maximum."""
-    for row in settings()["bounds"]:
-        low, high, effect = row["least"], row["most"], row["effect"]
-        (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
-        if known and whole and least > most > 0:
-            yield finding("env.pair.shadowed/bounds", low, environment[low], other=high, most=most, effect=effect)
 
 
 def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -320,14 +300,6 @@ def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield finding("env.pair.network", name, value, f"{other}={its_value}", network=network)
 
 
-def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
-    threads = strtoll(environment.get("NCCL_SOCKET_NTHREADS", ""))[0]
-    sockets = strtoll(environment.get("NCCL_NSOCKS_PERTHREAD", ""))[0]
-    if threads * sockets > 64:  # env.rst: the product cannot exceed 64
-        product = threads * sockets
-        yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
-
-
 def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
     """Report settings that need another one. `named` are all names set, with any value."""
     for name, row in settings()["needs"].items():
@@ -342,19 +314,16 @@ def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[
 def nodes_of(environment: Mapping[str, str]) -> int | None:
     """Return the number of nodes in the job's variables; None if they do not contain it."""
     for name in NODES:
-        match = re.fullmatch(r"(?:\d+:)?(\d{1,9})", environment.get(name, ""))
-        if match:
+        if match := re.fullmatch(r"(?:\d+:)?(\d{1,9})", environment.get(name, "")):
             return int(match[1])
-    for world, local in (
-        ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ):  # fmt: skip
-        ranks, here = (whole_number(environment.get(name, "")) for name in (world, local))
+    for sizes in (JOB_SIZE[-4:-2], JOB_SIZE[-2:]):  # all ranks, and those of one node
+        ranks, here = (whole_number(environment.get(name, "")) for name in sizes)
         if ranks is not None and here:
             return -(-ranks // here)
     return None
 
 
-def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
+def _harmful_anywhere(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
     """Report settings that harm every job of several nodes; used if the machine is unknown."""
     yield from _unreachable(environment, nodes)
     net = environment.get("NCCL_NET", "")
@@ -363,10 +332,9 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
     devices = environment.get("NCCL_IB_HCA", "")
     if devices.startswith("^") and not NameList.parse(devices).takes("mlx5_N") and not other_net(environment):
         yield finding("env.rdma.tcp/excluded", "NCCL_IB_HCA", devices)
-    provider = environment.get("FI_PROVIDER", "")
-    first = re.split(r"[;,]", provider)[0].strip().lower()
-    if first in values()["words"]["tcp"]:
-        yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", provider, provider=first)
+    provider = first_provider(environment)
+    if provider in values()["words"]["tcp"]:
+        yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", environment["FI_PROVIDER"], provider=provider)
 
 
 def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
@@ -375,9 +343,7 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environment.get(name, "")
         wanted = NameList.parse(value)
-        local = [
-            entry for entry, _port in wanted.entries if re.fullmatch(r"lo|docker\d*|virbr\d*|cni\d*|br-\w*", entry)
-        ]
+        local = [each for each, _ in wanted.entries if re.fullmatch(r"lo|docker\d*|virbr\d*|cni\d*|br-\w*", each)]
         if wanted.negated or not local or len(local) < len(wanted.entries):
             continue
         status, known = Status.INFO, "the job's size is not known"

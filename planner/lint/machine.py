@@ -19,7 +19,6 @@ from planner.nccl_env.hcas import choose_ports, gid_index_problem
 from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.nodes import UNFIT_ROLES, NodeView, PortView, best_interface, p2p_level_effect, running_interfaces
 from probes.api import Snapshot
-from probes.interfaces.facts import Interface
 from topology.build import build
 from topology.graph import NodeTopology
 
@@ -71,14 +70,12 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
     for view in _roce(environment, node):
         if not view.port.gids_known or view.name in far:
             continue
-        problem = gid_index_problem(view, index)
-        if problem is None:
+        if (problem := gid_index_problem(view, index)) is None:
             continue
         status, what = problem
         used = ", ".join(f"{each.index}: {each.type} {each.gid}" for each in view.port.gids) or "none"
-        since = (
-            f" NCCL {version_text(version)} finds the right one by itself." if version and version >= (2, 21) else ""
-        )
+        finds = version is not None and version >= (2, 21)
+        since = f" NCCL {version_text(version)} finds the right one by itself." if finds and version else ""
         yield finding(
             "env.gid.absent", name, value, f"{view.name} GIDs: {used}", status=status,
             index=index, port=view.name, what=what, since=since,
@@ -92,21 +89,17 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if not variables or not all(whole and 0 <= number <= 255 for number, whole in numbers.values()):
         return  # invalid values have their own finding
     by_dscp, by_tag = numbers.get("NCCL_IB_TC", (0, True))[0] >> 5, numbers.get("NCCL_IB_SL", (0, True))[0]
-    bare = [
-        view
-        for view in _roce(environment, node)
+    ports = [
+        f"{view.name}: PFC on {', '.join(map(str, view.port.pfc_priorities))}" for view in _roce(environment, node)
         # A traffic class configured in the driver overrides the variables.
-        if view.port.pfc_priorities
-        and not view.port.traffic_class
+        if view.port.pfc_priorities and not view.port.traffic_class
         and not {by_dscp, by_tag} & {*view.port.pfc_priorities}
-    ]
-    if not bare:
-        return
-    name, value = next(iter(variables.items()))
-    meant = f"priority {by_dscp}" if by_dscp == by_tag else f"priority {by_dscp} by DSCP or {by_tag} by VLAN tag"
-    others = [f"{other}={text}" for other, text in variables.items() if other != name]
-    ports = [f"{view.name}: PFC on {', '.join(map(str, view.port.pfc_priorities or ()))}" for view in bare[:8]]
-    yield finding("env.class.unprotected", name, value, *others, *ports, priority=meant)
+    ]  # fmt: skip
+    if ports:
+        (name, value), *rest = variables.items()
+        meant = f"priority {by_dscp}" if by_dscp == by_tag else f"priority {by_dscp} by DSCP or {by_tag} by VLAN tag"
+        others = [f"{other}={text}" for other, text in rest]
+        yield finding("env.class.unprotected", name, value, *others, *ports[:8], priority=meant)
 
 
 def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
@@ -135,7 +128,14 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
         if entry in caught and len(caught) > 1 and not name_list.exact and not name_list.negated:
             more = ", ".join(each for each in caught if each != entry)
             yield finding("env.interface.prefix", name, value, evidence, entry=entry, more=more)
-    yield from _unfit(value, taken, node)
+    if unfit := [each for each in taken if each.role in UNFIT_ROLES]:  # other nodes cannot reach them
+        best, first = best_interface(node), taken[0] in unfit
+        what = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
+        yield finding(
+            "env.interface.unfit", name, value, *(f"{each.name}: {each.role}" for each in unfit),
+            names=", ".join(each.name for each in unfit), role=unfit[0].role, effect=what,
+            advice=f"Write {name}={best.name}, or unset it." if best else f"Unset {name}.",
+        )  # fmt: skip
     secondary = [each.name for each in running if each.role == "secondary"]
     if secondary and taken[0].role == "pod-default":
         yield finding(
@@ -150,20 +150,6 @@ def _caught(name_list: NameList, present: Sequence[tuple[str, int | None]]) -> I
         yield entry[0], list(dict.fromkeys(name for name, port in present if name_list.hits(entry, name, port)))
 
 
-def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Finding]:
-    """Report selected interfaces that other nodes cannot reach."""
-    name, best = "NCCL_SOCKET_IFNAME", best_interface(node)
-    unfit = [each for each in taken if each.role in UNFIT_ROLES]
-    if unfit:
-        first = taken[0] in unfit
-        what = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
-        yield finding(
-            "env.interface.unfit", name, value, *(f"{each.name}: {each.role}" for each in unfit),
-            names=", ".join(each.name for each in unfit), role=unfit[0].role, effect=what,
-            advice=f"Write {name}={best.name}, or unset it." if best else f"Unset {name}.",
-        )  # fmt: skip
-
-
 def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "GLOO_SOCKET_IFNAME"
     value = environment.get(name)
@@ -171,8 +157,7 @@ def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if not value or facts is None:
         return
     known = {each.name for each in facts.interfaces}
-    absent = [entry for entry in value.split(",") if entry not in known]
-    if absent:
+    if absent := [entry for entry in value.split(",") if entry not in known]:
         signs = " '^' and '=' mean nothing to gloo." if value[:1] in "^=" else ""
         listed = f"interfaces: {', '.join(sorted(known))}"
         yield finding("env.gloo.interface", name, value, listed, absent=", ".join(absent), signs=signs)
@@ -181,7 +166,6 @@ def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
 def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "NCCL_IB_HCA"
     value = environment.get(name)
-    facts = node.rdma()
     if not value:
         return
     ports = node.verbs_ports()
@@ -190,7 +174,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         return
     name_list = NameList.parse(value)
     listed = ", ".join(view.name for view in ports) or "none"
-    evidence = f"RDMA ports: {listed}" + ("" if facts is None else " (sysfs)")
+    evidence = f"RDMA ports: {listed}" + ("" if node.rdma() is None else " (sysfs)")
     matched = [view for view in ports if name_list.takes(view.device.name, view.port.port)]
     if not matched:
         yield finding("env.hca.absent", name, value, evidence)
@@ -201,11 +185,9 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         if not caught and not name_list.negated:
             yield finding("env.hca.absent/entry", name, value, evidence, entry=entry)
         if not name_list.exact and entry in caught and more:
-            verb, right = ("leaves out", "^=") if name_list.negated else ("takes", "=")
-            right += value.lstrip("^=")
-            yield finding(
-                "env.hca.prefix", name, value, evidence, entry=entry, verb=verb, more=", ".join(more), right=right
-            )
+            verb, sign = ("leaves out", "^=") if name_list.negated else ("takes", "=")
+            right, others = sign + value.lstrip("^="), ", ".join(more)
+            yield finding("env.hca.prefix", name, value, evidence, entry=entry, verb=verb, more=others, right=right)
     active = [view for view in matched if view.port.state in (None, "ACTIVE")]
     down = [view for view in matched if view not in active]
     states = [f"{view.name}: {view.port.state}" for view in down]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -245,7 +244,6 @@ class _Reader(Programs):
         if not node.children or node.children[0].type != "((":
             return self._follow(node.children)
         text, line = self.text(node), self.line(node)
-        self.arithmetic(text)
         for match in _CHANGED.finditer(text):
             self.assign(match[1] or match[2], OPEN, text, line)
         return UNLIKELY
@@ -303,49 +301,29 @@ class _Reader(Programs):
         return SUCCESS
 
     def _loop(self, node: Node) -> Outcome:
-        """Follow the body of a loop: once for each literal word of a `for`, otherwise twice.
-
-        Then its variable is unknown, and so is what the second round changes.
-        """
-        body, status, how = node.child_by_field_name("body") or node, SUCCESS, ""
-        given = node.children_by_field_name("value")
+        """Follow the body of a loop: once for each literal word of a `for`, else once with an unknown variable."""
+        body, outcome = node.child_by_field_name("body") or node, SUCCESS
+        given, name = node.children_by_field_name("value"), node.child_by_field_name("variable")
+        head = self.source[node.start_byte : body.start_byte].decode("utf-8", "replace")
         list(map(self.value, given))
+        if node.type == "while_statement":
+            self._follow([each for each in node.named_children if each != body and each.type != "comment"])
         literal = 0 < len(given) <= _MOST_ROUNDS and all(_LITERAL.fullmatch(self.text(word)) for word in given)
-        for number, word in enumerate(map(self.text, given) if literal else (OPEN, OPEN)):
-            outcome = self._begin_round(node, word)
-            if not literal and not number:  # on one way the loop has no round
-                label = f"the loop of line {self.line(node)}"
-                outcome = Outcome(success=self._decide(outcome, node, label, str(node.id)))
-            if outcome == Outcome(success=False):
-                break
-            before = dict(self.shell.variables)
+        for word in map(self.text, given) if literal else (OPEN,):
+            raw = word if literal else head.partition(" in ")[2].split(";")[0].strip()
+            for changed in [self.text(name)] if name else {m[1] or m[2] for m in _CHANGED.finditer(head)}:
+                self.assign(changed, word, raw, self.line(node))
             self._loops += 1
             try:
-                status = self._visit(body)
+                outcome = self._visit(body)
             except _LeftError as left:
-                how = left.how
-                if how not in ("break", "continue"):
+                if left.how == "break":
+                    break
+                if left.how != "continue":
                     raise
             finally:
                 self._loops -= 1
-            for name, each in self.shell.variables.items() if number and not literal else ():
-                if each != before.get(name):
-                    self.shell.variables[name] = replace(each, value=OPEN, items=None)
-            if how == "break":
-                break
-        return status
-
-    def _begin_round(self, node: Node, word: str) -> Outcome:
-        """Follow the condition of a loop, or set the variables of a `for`."""
-        body, name = node.child_by_field_name("body"), node.child_by_field_name("variable")
-        head = self.source[node.start_byte : body.start_byte if body else node.end_byte].decode("utf-8", "replace")
-        if node.type == "while_statement":
-            outcome = self._follow([e for e in node.named_children if e != body and e.type != "comment"])
-            return outcome._replace(success=not outcome.success) if node.children[0].type == "until" else outcome
-        raw = word if word != OPEN else head.partition(" in ")[2].split(";")[0].strip()
-        for changed in [self.text(name)] if name else {m[1] or m[2] for m in _CHANGED.finditer(head)}:
-            self.assign(changed, word, raw, self.line(node))
-        return LIKELY
+        return outcome
 
     # -- texts that commands write and read
 

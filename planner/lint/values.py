@@ -17,9 +17,7 @@ from planner.nccl_env.names import NcclName, Version, names, torch_names, versio
 
 _ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2.31.2 does not know it
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
-_LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _OLDEST_TIMEOUT = 14  # default up to 2.13, 67 ms per try (env.rst); later defaults are longer
-_MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 
@@ -66,7 +64,7 @@ def strtoll(text: str) -> tuple[int, bool]:
     if match is None:
         return 0, False
     sign, digits = match.groups()
-    digits = digits[:99]  # more are beyond _LARGEST too, and Python raises ValueError for thousands
+    digits = digits[:99]  # Python raises ValueError for thousands
     number = int(digits, 16 if digits[1:2] in ("x", "X") else 8 if digits[0] == "0" else 10)
     return -number if sign == "-" else number, match.end() == len(text)
 
@@ -84,13 +82,9 @@ class NameList(NamedTuple):
         negated = text.startswith("^")
         text = text.removeprefix("^")
         exact = text.startswith("=")
-        entries = []
-        for entry in text.removeprefix("=").split(","):
-            name, _, rest = entry.partition(":")
-            port = rest.split(":")[0]
-            if name:
-                entries.append((name, whole_number(port)))
-        return cls(negated=negated, exact=exact, entries=tuple(entries))
+        words = [entry.split(":") for entry in text.removeprefix("=").split(",")]
+        entries = tuple((name, whole_number(port[0]) if port else None) for name, *port in words if name)
+        return cls(negated=negated, exact=exact, entries=entries)
 
     def hits(self, entry: tuple[str, int | None], name: str, port: int | None = None) -> bool:
         """Whether an entry matches a name and port."""
@@ -112,9 +106,14 @@ def other_net(environment: Mapping[str, str]) -> str:
         return "" if net.lower() in ("ib", "socket", "ibext") else f"NCCL_NET={net}"
     if re.search(r"ofi|fabric|efa|gib|fastrak|gpudirecttcpx|aws", plugin, re.IGNORECASE):
         return f"NCCL_NET_PLUGIN={plugin}"
-    provider = environment.get("FI_PROVIDER", "")
-    first = re.split(r"[;,]", provider)[0].strip().lower()
-    return f"FI_PROVIDER={provider}" if first and first not in values()["words"]["tcp"] and first[0] != "^" else ""
+    provider = first_provider(environment)
+    is_plugin = bool(provider) and provider not in values()["words"]["tcp"] and provider[0] != "^"
+    return f"FI_PROVIDER={environment['FI_PROVIDER']}" if is_plugin else ""
+
+
+def first_provider(environment: Mapping[str, str]) -> str:
+    """Return the first provider of libfabric in FI_PROVIDER, in small letters."""
+    return re.split(r"[;,]", environment.get("FI_PROVIDER", ""))[0].strip().lower()
 
 
 def is_quoted(value: str) -> bool:
@@ -130,29 +129,22 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
         yield finding("env.value.quotes/env_file", name, value, effect=effect, right=value.strip(value[0]))
 
 
-def _check_blanks(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
-    """Warn about blanks before or after a value, which docker's env files, nccl.conf and quotes keep."""
-    harmless = entry.kind == "integer" and strtoll(value.rstrip())[1]
-    effect = "the number is read all the same" if harmless else "it belongs to the text that NCCL compares"
-    ends = "ends" if value != value.rstrip() else "begins"
-    status = Status.INFO if harmless else Status.WARN
-    yield finding("env.value.blank", name, value, status=status, ends=ends, effect=effect, right=value.strip())
-
-
 def check_value(name: str, value: str, entry: NcclName, version: Version | None) -> Iterator[Finding]:
     """Yield findings about one value."""
-    if value.strip() != value and value.strip():
-        yield from _check_blanks(name, value, entry)
-        value = value.strip()
+    bare = value.strip()
+    if bare not in ("", value):  # docker's env files, nccl.conf and quotes keep blanks
+        harmless = entry.kind == "integer" and strtoll(value.rstrip())[1]
+        effect = "the number is read all the same" if harmless else "it belongs to the text that NCCL compares"
+        where, status = "ends" if value != value.rstrip() else "begins", Status.INFO if harmless else Status.WARN
+        yield finding("env.value.blank", name, value, status=status, ends=where, effect=effect, right=bare)
+        value = bare
     if is_quoted(value):
         off = name in members("carries_data") and strtoll(value.strip(value[0]))[0] != 0
         ends = off or name in (*values()["zero"], *members("bytes"), "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
         effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
-    if name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
-        yield finding("env.value.kind/tilde", name, value)
-    elif name in values()["level"]["names"]:
+    if name in values()["level"]["names"]:
         yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
         yield from _algorithms(name, value, version)
@@ -175,32 +167,25 @@ def fits(name: str, value: str) -> bool:
         return False
     if any(check_kind(name, value)):
         return False
-    number = strtoll(value)[1]
-    if entry.kind == "text":
-        path = value.startswith(("/", "~", "./"))
-        return (
-            path == name.endswith(("_FILE", "_PATH")) or (path and name.endswith("_PLUGIN"))
-            if not number
-            else name in values()["level"]["names"]
-        )
-    return True
+    if entry.kind == "text" and strtoll(value)[1]:
+        return name in values()["level"]["names"]
+    is_path = value.startswith(("/", "~", "./"))
+    is_file = name.endswith(("_FILE", "_PATH"))
+    return entry.kind != "text" or is_path == is_file or (is_path and name.endswith("_PLUGIN"))
 
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
     """Warn about a value of the wrong kind: an interface instead of a device, a key instead of an index."""
-    row = values()["kind"].get(name)
-    number, whole = strtoll(value)
-    if name == "NCCL_IB_PKEY" and whole and number >= _MOST_PKEYS:
-        yield finding("env.value.kind/key", name, value)
-    elif row is not None:
-        like = values()["like"]
-        entries = [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
-        bare = [each.split(":")[0] if not re.fullmatch(like["address"], each) else each for each in entries]
-        wrong = [each for each in bare if any(re.fullmatch(like[kind], each) for kind in ("address", row["wrong"]))]
-        wrong = [value] if name == "GLOO_SOCKET_IFNAME" and value[:1] in ("^", "=") else wrong
-        if wrong:
-            wanted, command = values()[row["names"]]["wanted"], values()[row["names"]]["command"]
-            yield finding("env.value.kind/names", name, value, wanted=wanted, wrong=", ".join(wrong), command=command)
+    row, like = values()["kind"].get(name), values()["like"]
+    if row is None:
+        return
+    entries = [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
+    bare = [each.split(":")[0] if not re.fullmatch(like["address"], each) else each for each in entries]
+    wrong = [each for each in bare if any(re.fullmatch(like[kind], each) for kind in ("address", row["wrong"]))]
+    wrong = [value] if name == "GLOO_SOCKET_IFNAME" and value[:1] in ("^", "=") else wrong
+    if wrong:
+        wanted, command = values()[row["names"]]["wanted"], values()[row["names"]]["command"]
+        yield finding("env.value.kind/names", name, value, wanted=wanted, wrong=", ".join(wrong), command=command)
 
 
 def _effect_of_garbage(name: str, entry: NcclName) -> str:
@@ -223,30 +208,34 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         yield finding("env.value.ignored/empty", name, value)
         return
     number, whole = strtoll(value)
-    if not whole:
-        if name in members("bytes") and (unit := _UNIT.fullmatch(value)):
-            meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
-            default = _default(name, entry)
-            yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
-            return
+    default = _default(name, entry)
+    if not whole and name in members("bytes") and (unit := _UNIT.fullmatch(value)):
+        meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
+        yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
+    elif not whole:
         yield from _not_a_number(name, value, number, entry)
-        return
-    if abs(number) > _LARGEST:
-        yield finding("env.value.ignored/large", name, value, default=_default(name, entry))
-        return
+    else:
+        yield from _whole_number(name, value, number, entry)
+
+
+def _whole_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
     if name == "NCCL_P2P_DISABLE" and number not in (0, 1):
         yield finding("env.value.ignored/one", name, value)
-    if re.match(r"\s*[+-]?0[0-9]", value):
-        right = value.strip().lstrip("+-0") or "0"
-        yield finding("env.value.ignored/octal", name, value, number=number, right=right)
     if name in values()["choice"] and number not in values()["choice"][name]:
         yield finding("env.value.range/choice", name, value, choices=", ".join(map(str, values()["choice"][name])))
     if name in members("flags") and number not in (0, 1) and str(number) != entry.default:
         yield finding("env.value.range/flag", name, value)
-    yield from _waits(name, value, number)
+    # One try of RDMA lasts 4.096 µs times 2 to the power of the timeout (env.rst).
+    if name == "NCCL_IB_TIMEOUT" and number == 0:
+        yield finding("env.value.range/timeout_zero", name, value)
+    elif name == "NCCL_IB_TIMEOUT" and 0 < number < _OLDEST_TIMEOUT:
+        yield finding("env.value.range/timeout_short", name, value, milliseconds=4.096e-3 * 2**number)
+    elif name == "NCCL_IB_RETRY_CNT" and number == 0:
+        yield finding("env.value.range/retries", name, value)
     low, high = values()["range"].get(name, (number, number))
     if not low <= number <= high and str(number) != entry.default and not (number == -1 and entry.default == "auto"):
-        effect, default = _out_of_range(name), _default(name, entry)
+        effect, default = values()["out_of_range"], _default(name, entry)
+        effect = effect["NCCL_IB_" if name.startswith("NCCL_IB_") else "other"]
         yield finding("env.value.range", name, value, low=low, high=high, effect=effect, default=default)
 
 
@@ -278,16 +267,6 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
     yield finding("env.value.ignored/word", name, value, status=status, number=number, effect=effect, wish=wish)
 
 
-def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
-    """Check the timeout and retries of RDMA. One try lasts 4.096 µs times 2 to the power of the value (env.rst)."""
-    if name == "NCCL_IB_TIMEOUT" and number == 0:
-        yield finding("env.value.range/timeout_zero", name, value)
-    elif name == "NCCL_IB_TIMEOUT" and 0 < number < _OLDEST_TIMEOUT:
-        yield finding("env.value.range/timeout_short", name, value, milliseconds=4.096e-3 * 2**number)
-    elif name == "NCCL_IB_RETRY_CNT" and number == 0:
-        yield finding("env.value.range/retries", name, value)
-
-
 def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     """Check a keyword, a list of keywords, or a text with a pattern. NCCL takes a blank as part of a keyword."""
     row = values()["text"][name]
@@ -300,11 +279,9 @@ def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         return
     listed = ", ".join(words)
     if separator:
-        blank = " (a blank belongs to the word)" if any(char.isspace() for char in "".join(wrong)) else ""
-        unknown = ", ".join(map(repr, wrong))
-        yield finding(
-            "env.value.token/list", name, value, wrong=unknown, blank=blank, words=listed, separator=separator
-        )
+        blank = " (a blank belongs to the word)" if re.search(r"\s", "".join(wrong)) else ""
+        bad = ", ".join(map(repr, wrong))
+        yield finding("env.value.token/list", name, value, wrong=bad, blank=blank, words=listed, separator=separator)
     elif "wanted" in row:
         yield finding("env.value.kind", name, value, wanted=row["wanted"], effect=effect)
     else:
@@ -313,20 +290,13 @@ def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         yield finding("env.value.token", name, value, words=listed, case=case, effect=effect, choices=choices)
 
 
-def _out_of_range(name: str) -> str:
-    if name.startswith("NCCL_IB_"):
-        return "NCCL hands it on, and the HCA cuts it off or refuses the connection (ibv_modify_qp: Invalid argument)"
-    return "NCCL warns and caps it, or takes it for another setting"
-
-
 def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     known, old = values()["level"]["known"], values()["level"]["old"]
     if value in known:
         since = tuple(values()["level"]["since"].get(value, ()))
         if since and version and version < since:
-            yield finding(
-                "env.value.level/too_new", name, value, since=version_text(since), version=version_text(version)
-            )
+            first, used = version_text(since), version_text(version)
+            yield finding("env.value.level/too_new", name, value, since=first, version=used)
         return
     if value[:1].isdigit():
         number, _ = strtoll(value)
@@ -371,27 +341,13 @@ def _list(name: str, value: str) -> Iterator[Finding]:
     if len(value) <= 1:
         if name != "NCCL_IB_HCA":
             yield finding("env.value.list/short", name, value)
-        elif not value:
-            yield finding("env.value.list/every", name, value)
         return
-    bare = value.removeprefix("^").removeprefix("=")
-    problems: list[str] = []
-    wrong = [entry for entry in bare.split(",") if entry[:1] in ("^", "=") and entry]
-    if wrong:
-        problems.append(
-            f"'^' and '=' count only at the very start (as '^', '=' or '^='), for the whole list; {', '.join(wrong)} "
-            "is taken as a name that nothing has"
-        )
-    if any(char.isspace() for char in value):
-        problems.append("spaces are part of the names, and no name has one: those entries match nothing")
-    if ";" in value:
-        problems.append("the separator is a comma; the list is one long name that nothing has")
+    sign, entries = re.match(r"\^?=?", value)[0], re.split(r"[,;]", re.sub(r"^\^?=?", "", value))  # type: ignore[index]
+    texts = values()["list"]
+    wrong = [entry for entry in entries if entry[:1] in ("^", "=") and entry]
+    problems = [texts["sign"].format(wrong=", ".join(wrong))] if wrong else []
+    problems += [texts["blank"]] if re.search(r"\s", value) else []
+    problems += [texts["semicolon"]] if ";" in value else []
     if problems:
-        yield finding("env.value.list", name, value, problems="; ".join(problems), right=_clean(value))
-
-
-def _clean(value: str) -> str:
-    sign = "^" if value.startswith("^") else ""
-    exact = "=" if value.removeprefix("^").startswith("=") else ""
-    names = [entry.strip().lstrip("^=") for entry in re.split(r"[,;]", value)]
-    return sign + exact + ",".join(name for name in names if name)
+        names = ",".join(filter(None, (entry.strip().lstrip("^=") for entry in entries)))
+        yield finding("env.value.list", name, value, problems="; ".join(problems), right=sign + names)

@@ -30,30 +30,15 @@ class RenderError(ValueError):
     """The format cannot represent a setting; the message names the setting."""
 
 
-def render_env(settings: Sequence[Setting]) -> str:
-    """Format an env file: unquoted values, as `docker run --env-file` reads them, and reasons as comments."""
-    return _render(settings, lambda each: f"{each.name}={each.value}")
+FORMATS = ("env", "shell", "k8s")
 
 
-def render_shell(settings: Sequence[Setting]) -> str:
-    """Format export commands for a POSIX shell."""
-    return _render(settings, lambda each: f"export {each.name}={shlex.quote(each.value)}")
+def render_settings(settings: Sequence[Setting], form: str) -> str:
+    """Format settings in one of FORMATS, with their reasons as comments. Raises RenderError.
 
-
-def _render(settings: Sequence[Setting], line: Callable[[Setting], str]) -> str:
-    lines = [text for each in _check_values(settings) for text in (f"# {each.reason.rule}", line(each))]
-    return "\n".join(text.replace("\n", " ") for text in lines or ("# nothing to set",)) + "\n"
-
-
-def render_k8s(settings: Sequence[Setting]) -> str:
-    """Format the `env:` list of a container as YAML. Every value is a string, even if it looks like a number."""
-    import yaml
-
-    rows = [{"name": each.name, "value": each.value} for each in _check_values(settings)]
-    return yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=10_000)
-
-
-def _check_values(settings: Sequence[Setting]) -> Sequence[Setting]:
+    These are an env file (unquoted, as `docker run --env-file` reads it), export commands for a POSIX shell, and the
+    `env:` list of a container as YAML, in which every value is a string, even if it looks like a number.
+    """
     for each in settings:
         if each.name in RESERVED:
             raise RenderError(f"{each.name}: reserved for the launcher, must not be set")
@@ -61,7 +46,16 @@ def _check_values(settings: Sequence[Setting]) -> Sequence[Setting]:
             raise RenderError(f"{each.name!r}: not a name of an environment variable")
         if any(mark in each.value for mark in "\n\r\0"):
             raise RenderError(f"{each.name}: the value {each.value!r} has a line break, which no env file can carry")
-    return settings
+    if form == "k8s":
+        import yaml
+
+        rows = [{"name": each.name, "value": each.value} for each in settings]
+        return yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=10_000)
+    lines = []
+    for each in settings:
+        value = f"export {each.name}={shlex.quote(each.value)}" if form == "shell" else f"{each.name}={each.value}"
+        lines += [f"# {each.reason.rule}", value]
+    return "\n".join(text.replace("\n", " ") for text in lines or ("# nothing to set",)) + "\n"
 
 
 def allocator(case: Situation) -> Setting | None:

@@ -6,7 +6,7 @@ Specification: NCCL docs/userguide/source/env.rst, src/graph/{topo,paths}.cc, sr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
@@ -78,26 +78,23 @@ def topo_file(case: Situation) -> Setting | Note | None:
             return note("topo_file.nccl_conf", f"{evidence}; nccl.conf: {topic}={named}")
         if case.efa:
             return note("topo_file.efa", evidence)
-        path = _find_azure_file(node)
+        files = pci.topology_files if pci else ()
+        path = _find_azure_file(node, files)
         if path is not None:
             return setting("topo_file.azure", path, f"{evidence}; {path} is there")
-        if nvidia := [path for path in _list_topology_files(node) if path.startswith("/var/run/nvidia-topologyd/")]:
+        if nvidia := [path for path in files if path.startswith("/var/run/nvidia-topologyd/")]:
             return note("topo_file.topologyd", f"{evidence}; {nvidia[0]}")
         return note("topo_file.absent", evidence)
     return None
 
 
-def _list_topology_files(node: NodeView) -> tuple[str, ...]:
-    facts = node.pci()
-    return facts.topology_files if facts else ()
-
-
-def _find_azure_file(node: NodeView) -> str | None:
+def _find_azure_file(node: NodeView, files: Sequence[str]) -> str | None:
     """Return the existing file of this VM series; Azure's HPC images name it in /etc/nccl.conf."""
-    series = next((found for name in node.gpu_names() if (found := _find_topology_series(name))), None)
+    models = [gpu_named(name) for name in node.gpu_names()]
+    with_file = (row for row in machines() if row.topology_file)
+    series = next((row.topology_file for row in with_file if gpu_named(row.gpu) in models), None)
     wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
-    there = _list_topology_files(node)
-    return next((path for path in wanted if path in there), None)
+    return next((path for path in wanted if path in files), None)
 
 
 def p2p_level(case: Situation) -> Note | None:
@@ -141,10 +138,3 @@ def pcie_pairs(case: Situation) -> Note | None:
             pair = beyond[0]
             return note("p2p_level.pcie", f"{node.hostname}: {pair.a}-{pair.b} {pair.label}")
     return None
-
-
-def _find_topology_series(gpu: str) -> str | None:
-    """Return the series of Azure's topology files for machines with this GPU; None if there is none."""
-    wanted = gpu_named(gpu)
-    with_file = (row for row in machines() if row.topology_file)
-    return next((row.topology_file for row in with_file if wanted and gpu_named(row.gpu) == wanted), None)

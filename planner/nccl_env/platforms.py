@@ -210,20 +210,18 @@ def which_platform(case: Situation) -> str:
     for node in case.nodes:
         if (row := recognise(node)) is not None:
             return f"platform {row.name}"
-    return "unknown platform, because " + (_describe_unknown(case) or "no node was probed")
-
-
-def _describe_unknown(case: Situation) -> str:
     for node in case.nodes:
-        info = node.hostinfo()
-        if info is None:
+        if (info := node.hostinfo()) is None:
             continue
-        dmi_name = " ".join(filter(None, (info.vendor, info.product))) or "nothing"
+        says = " ".join(filter(None, (info.vendor, info.product))) or "nothing"
         cloud = cloud_of(info)
         of = f", which is of {CLOUDS[cloud[0]]}" if cloud else ""
         gpus = f" with {names[0]}" if (names := node.gpu_names()) else ""
-        return f"DMI of {node.hostname} says {dmi_name}{of}{gpus}, and no published recipe is known for it"
-    return ""
+        return (
+            f"unknown platform, because DMI of {node.hostname} says {says}{of}{gpus}, and no published recipe is known "
+            "for it"
+        )
+    return "unknown platform, because no node was probed"
 
 
 def published(case: Situation, name: str) -> Setting | None:

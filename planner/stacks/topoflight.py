@@ -31,11 +31,6 @@ class Topoflight(Fsdp):
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
         if unknown := set(model.rope_types) - set(ROPE_TYPES):
             return f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not {min(unknown)!r}"
-        if model.experts and (train.method == "qlora" or layout.tp > 1):
-            what = "4-bit weights of" if train.method == "qlora" else "TP over"
-            return f"topoflight does not support {what} experts, which are stacked in one tensor"
-        if model.experts and len({"gate_proj", "up_proj"} & set(train.lora_targets)) == 1 and train.method != "full":
-            return "topoflight adapts gate_proj and up_proj of experts only together"
         if layout.cp > 1 and (why := self._find_context_refusal(model, train, layout)):
             return why
         if layout.pp > 1 and model.tied_embeddings:
@@ -110,8 +105,6 @@ class Topoflight(Fsdp):
         model = share.model
         products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
         stored = products + model.hidden
-        if model.experts:  # outputs for a token's experts before they are summed
-            stored += (model.experts_per_token - 1.0) * model.hidden * (1.0 - model.dense_layers / model.layers)
         return boundary + share.tokens * share.element * stored / share.layout.tp
 
     def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
@@ -135,12 +128,6 @@ class Topoflight(Fsdp):
             rounds += 0.5
         return rounds - (3.0 if train.method != "full" and not (last and layout.pp > 1) else 0.0)
 
-    def gathered(self, share: Share) -> float:
-        """Add the experts merged with their adapters, in a layer that is recomputed."""
-        made = self.adapts_experts(share.train, share.model) and share.layout.checkpointing == "selective"
-        again = share.element * weights(share.model).routed_per_layer if made else 0.0
-        return super().gathered(share) + again
-
     def gathers(self, layout: Layout) -> int:
         """Weights that stay gathered remain so until the end of the step."""
         return layout.gradient_accumulation if layout.reshard_after_forward else 1
@@ -156,7 +143,6 @@ ENGINE = Topoflight(
     can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp", "cp"}),
     offloads=("all",),
     ends_apart=True,
-    merges_expert_adapters=True,
     splits_heads=True,
     # of torch's own loss, counted with a TorchDispatchMode; Liger's kernel, if installed, uses fewer
     loss_bytes=(62.0, 44.0),

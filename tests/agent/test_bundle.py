@@ -25,21 +25,21 @@ SEEDED = f"{PLANTED}\nkept: a harmless line"
 TABLES = yaml.safe_load(Path(__file__).with_name("bundle_tables.yaml").read_text(encoding="utf-8"))
 
 
-def host(root: Path, state: Path, machine: Path = SOUND) -> Files:
-    return bundle.of_host(scan(load(machine)), load(machine).content, root=str(root), state=state)
+def host(state: Path, machine: Path = SOUND) -> Files:
+    return bundle.of_host(scan(load(machine)), load(machine).content, state=state)
 
 
 def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
     path = tmp_path / "bundle.zip"
-    limits, state = tmp_path / "proc/self/limits", tmp_path / "state"
-    for file in (limits, state / "bench.json", state / "runs" / "f.json"):
+    state = tmp_path / "state"
+    for file in (state / "bench.json", state / "runs" / "f.json"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text('{"note": "kept: a harmless line"}')
-    whole = host(tmp_path, state)
+    whole = host(state)
     stored = {"state/bench.json", "state/runs/f.json"}
-    assert set(whole) == {"recording.json", "findings.json", "versions.json", "limits.txt"} | stored
-    assert sum(b"a harmless line" in data for data in whole.values()) == 3
-    path.write_bytes(pack_bundle({"a": whole, "b": host(tmp_path, tmp_path, SICK)}))
+    assert set(whole) == {"recording.json", "findings.json", "versions.json"} | stored
+    assert sum(b"a harmless line" in data for data in whole.values()) == 2
+    path.write_bytes(pack_bundle({"a": whole, "b": host(tmp_path, SICK)}))
     done = topoflight("preflight", "-q", "--host", path)
     assert done.exit_code == 3 and "rdma.port.down" in done.output and "hgx-h100-sick-hca" in done.output
     assert [scan(each).outcomes["rdma"].facts for each in load_all(path)] == [
@@ -78,7 +78,7 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     """Through kubectl as a stand-in on PATH: what is refused is said, secrets of logs are left out."""
     for name, text in (("agent.log", SEEDED), ("answers", json.dumps(TABLES["kubectl"]))):
         (tmp_path / name).write_text(text)
-    (tmp_path / "inner.zip").write_bytes(pack_bundle({"n1": host(tmp_path, tmp_path)}))
+    (tmp_path / "inner.zip").write_bytes(pack_bundle({"n1": host(tmp_path)}))
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(KUBECTL)
     kubectl.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Signals of a preflight (before its scan is done, while it measures), and how the children that measure may end."""
+"""A signal to a preflight before its scan is done."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from subprocess import PIPE
 from xml.etree import ElementTree
 
-import pytest
-
 from agent.base import EXIT_STOPPED
 from agent.checks.measured import ALL_CODES, RDMA_BENCH_CODES, SEARCH_CODES
 from agent.cluster.gate import CLUSTER_CODES
-from agent.jobs import child
-from agent.jobs.child import ChildError
 
 MACHINE = Path(__file__).parents[1] / "machines" / "hgx-h100-8xH100-8hca.json"
 
@@ -58,37 +53,3 @@ def test_sigterm_during_the_scan_leaves_only_unknowns(tmp_path: Path) -> None:
     cases = ElementTree.parse(report / "junit.xml").iter("testcase")  # noqa: S314 - our own file
     assert all(case.find("skipped") is not None or case.find("error") is not None for case in cases)
     assert "stopped by SIGTERM before it was done" in (report / "report.html").read_text()
-
-
-DISK_FULL = """
-from agent.jobs.child import answer
-def work(request, note, stop): raise OSError(28, "No space left on device")
-answer(work)
-"""
-KILLED = "import os, sys; sys.stdin.read(); print('{\"answer\": [1', end='', flush=True); os.kill(os.getpid(), 9)"
-BUSY = """
-import sys, time
-sys.stdin.read()
-print('{"note": ""}', flush=True)
-time.sleep(60)
-print('{"answer": 1}')
-"""
-
-
-def test_a_child_that_fails_is_named_and_a_second_interrupt_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error of the system, a child killed within its answer, and one that does not end on Ctrl-C."""
-
-    def interrupt_twice(_words: str) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    for name, code in (("disk_full", DISK_FULL), ("killed", KILLED), ("busy", BUSY)):
-        (tmp_path / f"child_{name}.py").write_text(code)
-    for name, words in (("disk_full", r"^\[Errno 28\] No space left on device$"), ("killed", "exit code -9")):
-        with pytest.raises(ChildError, match=words):
-            child._ask(f"child_{name}", {}, interrupt_twice, threading.Event())
-    with pytest.raises(KeyboardInterrupt):
-        child._ask("child_busy", {}, interrupt_twice, threading.Event())

@@ -5,7 +5,9 @@ Secrets are planted in a machine, a record and a log; each output of the product
 
 from __future__ import annotations
 
+import base64
 import copy
+import gzip
 import json
 import os
 import sys
@@ -159,14 +161,12 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     assert state.view is not None
     record = record_of_view(state.view, name="node-a")
     found["NodeTopology"] = json.dumps([to_resource(record), node_feature(record, "ns")])
+    found["facts of the NodeTopology"] = gzip.decompress(base64.b64decode(record.facts or "")).decode()
     recorder = RecordingHost(host)
     scan(recorder)  # type: ignore[arg-type]
     recording = archive(recorder.identity(), recorder.answers, "")
     found["recording"] = dumps(recording)
-    path = tmp_path / "proc/self/limits"
-    path.parent.mkdir(parents=True)
-    path.write_text(PLANTED)
-    made = bundle.of_host(scan(machine()), machine().content, root=str(tmp_path), state=state_folder)
+    made = bundle.of_host(scan(machine()), machine().content, state=state_folder)
     packed = pack_bundle({"node-a": made})
     found["bundle"] = json.dumps(
         {k: {n: d.decode(errors="replace") for n, d in v.items()} for k, v in unpack_bundle(packed).items()}

@@ -8,8 +8,7 @@ from rigs.benchmarks import measured
 
 from agent.base.hosts import snapshots
 from agent.checks.measured import checks_of_bars
-from agent.jobs.benchmark import preflight_spec
-from agent.jobs.child import default_ranks
+from agent.jobs.benchmark import default_ranks, preflight_spec
 from collectives.bench import run as bench
 from probes.registry import ALL
 

@@ -1,4 +1,4 @@
-"""Ranks that load a model, and export it, each telling the most of its own memory that it took above where it began.
+"""Ranks that load a model, each telling the most of its own memory that it took above where it began, and export it.
 
 `loading_ranks.py CASES RANKS`: forked from one process. One line of JSON for each case of rank 0, which has all ranks'
 numbers. Counted are pages without a file (proc(5), statm): those of mapped files are the system's to take back.
@@ -68,9 +68,9 @@ class Beside:
 
 
 def run(case, world, folder):
-    """Load under the case's layout; where asked export what was loaded. Returns the bytes of each."""
+    """Load under the case's layout; where asked export what was loaded. Returns the bytes that loading took."""
     config = JobConfig(
-        model_name_or_path=str(folder / case.get("base", "base")), tokenizer_name="builtin:bytes", lora_r=4,
+        model_name_or_path=str(folder / "base"), tokenizer_name="builtin:bytes", lora_r=4,
         output_dir=str(folder / case["name"]), **case["settings"],
     )  # fmt: skip
     layout = Layout(world_size=world, precision="fp32", **case["layout"])
@@ -85,10 +85,7 @@ def run(case, world, folder):
         path = folder / case["name"] / "checkpoint"
         named = engine.named_parameters()
         dcp.save({f"model.{n}": p.detach() for n, p in named.items() if p.requires_grad}, checkpoint_id=path)
-        checkpoint.FILE_BYTES = case["export"]
-        with watched() as exporting:
-            told |= checkpoint.export(config, layout.precision, path, Beside())
-        told["exporting"] = exporting[0]
+        told |= checkpoint.export(config, layout.precision, path, Beside())
         dist.barrier()
     return told
 

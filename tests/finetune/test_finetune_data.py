@@ -336,7 +336,7 @@ def test_json_lines_end_at_line_feeds_only(tmp_path):
     path.write_text('{"text": "a\u2028b\x85c"}\n\n{"text": "d"}\n', encoding="utf-8")
     assert load_rows(job(path), "train") == [{"text": "a\u2028b\x85c"}, {"text": "d"}]
     path.write_text('{"text": 1}\n' + "[" * 100_000, encoding="utf-8")
-    with pytest.raises(ConfigError, match="line 2"):
+    with pytest.raises(ConfigError, match="row 1"):
         load_rows(job(path), "train")
 
 
@@ -363,8 +363,8 @@ def test_nothing_of_datasets_is_written_or_asked(tmp_path):
 
 
 BAD_ROWS = {  # file -> content, words of the message
-    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', ["broken.jsonl", "line 2"]),
-    "list.jsonl": (b'{"text": "a"}\n\n[1]\n', ["list.jsonl", "line 3", "must be a mapping, this is list"]),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', ["broken.jsonl", "row 1"]),
+    "list.jsonl": (b'{"text": "a"}\n\n[1]\n', ["list.jsonl", "row 1", "from object to array"]),
     "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', ["latin.jsonl", "utf-8"]),
     "null.jsonl": (b'{"text": "a"}\n{"text": null}\n', ["null.jsonl: row 2", "dataset_text_field"]),
     "number.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": 7}\n', ["number.jsonl: row 3", "dataset_text_field"]),

@@ -100,12 +100,10 @@ def case_of(folder, name, method, layout, layers=None, stage=0):
     if not home.exists():
         home.mkdir()
         (home / "config.json").write_text(json.dumps({
-            "model_type": model.family if model.experts else "llama", "hidden_size": model.hidden,
+            "model_type": "llama", "hidden_size": model.hidden,
             "intermediate_size": model.ffn, "num_hidden_layers": layers, "num_attention_heads": model.heads,
             "head_dim": model.head_dim, "num_key_value_heads": model.kv_heads, "vocab_size": model.vocab,
             "tie_word_embeddings": False, "max_position_embeddings": model.max_positions,
-            "num_local_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
-            "moe_intermediate_size": model.expert_ffn,
         }))  # fmt: skip
     return {"name": f"{name} {method} {stage} {layout}", "method": method, "length": LENGTH, "stage": stage,
             "model": f"{'' if method == 'qlora' else 'random:'}{home}", "layout": asdict(layout)}  # fmt: skip
@@ -203,11 +201,6 @@ def every():
 
 
 MADE_AGAIN = yaml.safe_load(Path(__file__).with_name("traced_layouts.yaml").read_text(encoding="utf-8"))
-MIXED = [  # the second has 8 experts over 16 ranks
-    ("Qwen3-30B-A3B", "lora", {"world_size": 8, "dp_shard": 8, "checkpointing": "selective"}),
-    ("Mixtral-8x7B", "full", {"world_size": 16, "dp_shard": 16, "gradient_accumulation": 2}),
-    ("Mixtral-8x7B", "lora", {"world_size": 16, "pp": 2, "dp_replicate": 2, "dp_shard": 4, "gradient_accumulation": 2}),
-]
 
 
 def test_what_is_made_again_and_gathered_again_is_counted(tmp_path):
@@ -223,8 +216,3 @@ def test_recommended_layouts_send_what_the_forecast_counts(tmp_path):
     found = every()
     assert len(found) > 5 and {name for name, *_ in found} == {*MODELS}
     hold_all(tmp_path, found)
-
-
-def test_mixtures_send_what_the_forecast_counts(tmp_path):
-    """Experts and their adapters too, without padding where there are more ranks than experts."""
-    hold_all(tmp_path, [(name, method, Layout(**more)) for name, method, more in (MIXED if WHOLE else MIXED[:1])])

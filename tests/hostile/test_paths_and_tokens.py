@@ -28,7 +28,7 @@ from agent.http import serve
 from contracts.run_record import record_of
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import APIS, config_map, render
-from planner.nccl_env.environment import RenderError, render_k8s, render_shell
+from planner.nccl_env.environment import RenderError, render_settings
 from planner.nccl_env.situation import Reason, Setting
 from probes.host import sysfs
 from probes.host.live import LiveHost
@@ -157,7 +157,7 @@ def test_values_stay_values_in_shell_and_env_lists(value: str) -> None:
     """A value from a machine that calls its interface $(reboot) is set, not run."""
     setting = Setting(name="NCCL_SOCKET_IFNAME", value=value, reason=Reason(rule="r", evidence="e", source="s"))
     try:
-        shell, listed = render_shell([setting]), render_k8s([setting])
+        shell, listed = render_settings([setting], "shell"), render_settings([setting], "k8s")
     except RenderError:
         assert set(value) & set("\n\r\0")
         return

@@ -12,7 +12,7 @@ import yaml
 from rigs.tables import each_row, rows_of
 
 from planner.nccl_env import names as names_module
-from planner.nccl_env.environment import RenderError, render_env, render_k8s, render_shell
+from planner.nccl_env.environment import FORMATS, RenderError, render_settings
 from planner.nccl_env.names import (
     names,
     nearest,
@@ -95,27 +95,24 @@ def test_parse_version() -> None:
     assert parse_version("2.99.1") > newest_read()
 
 
-def test_env_file_is_what_docker_reads() -> None:
-    """No quotes: docker hands on all that follows the first '='."""
-    pairs = dict(line.split("=", 1) for line in render_env(AWKWARD).splitlines() if not line.startswith("#"))
+def test_each_format_is_what_its_reader_takes() -> None:
+    """Docker hands on all that follows the first '='; the API server refuses a number as the value of an EnvVar."""
+    lines = render_settings(AWKWARD, "env").splitlines()
+    pairs = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
     assert pairs == {"NCCL_NET": "AWS Libfabric", "NCCL_IB_TC": "106", "NCCL_IB_HCA": "=mlx5_1,mlx5_2"}
-
-
-def test_k8s_values_are_strings_and_nothing_to_set_is_valid_text() -> None:
-    """The API server refuses a number as the value of an EnvVar; empty advice is something that each reader takes."""
-    read = yaml.safe_load(render_k8s(AWKWARD))
+    read = yaml.safe_load(render_settings(AWKWARD, "k8s"))
     assert read == [{"name": each.name, "value": each.value} for each in AWKWARD]
     assert all(isinstance(entry["value"], str) for entry in read)
-    assert render_env([]).startswith("#") and render_shell([]).startswith("#")
-    assert yaml.safe_load(render_k8s([])) == []
+    assert all(render_settings([], form).startswith("#") for form in ("env", "shell"))
+    assert yaml.safe_load(render_settings([], "k8s")) == []
 
 
 @each_row("bad", [setting("PET_NNODES", "2"), setting("A B", "1"), setting("NCCL_NET", "a\nB=c")])
 def test_what_no_format_can_carry_is_refused(bad: Setting) -> None:
     """Reserved names, names that are none, and line breaks that would smuggle in a second setting."""
-    for render in (render_env, render_shell, render_k8s):
+    for form in FORMATS:
         with pytest.raises(RenderError, match=bad.name.split()[0]):
-            render([bad])
+            render_settings([bad], form)
 
 
 # NCCL's minor releases came every 2 to 4 months from 2.18 (April 2023) to 2.32 (September 2026): a table of half a year
