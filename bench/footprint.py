@@ -45,14 +45,15 @@ from probes.registry import ALL
 from probes.scanner import Scanner
 root, port, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 scanner, made = Scanner(root, probes=ALL), 0
-def counted(view):
+def counted():
     global made
+    found = (scanner.scan(),)
     made += 1
     part = count.with_suffix(".part")
     part.write_text(str(made))
     part.replace(count)  # a reader always finds a number
-state = State(lambda: (scanner.scan(),), interval_seconds=0.0, folder=folder)
-state.before.append(counted)
+    return found
+state = State(counted, interval_seconds=0.0, folder=folder)
 options = {**cmd_serve.serve.make_context("serve", []).params, "hosts": None}
 cmd_serve.listen(cmd_serve.application(state, options), "127.0.0.1", port)
 scanner.close()

@@ -381,7 +381,7 @@ def machine(data: bytes) -> object:
     for record in fleet.records():
         fleet.snapshot(record)
     join([node for record in fleet.records() if (node := fleet.topology(record))])
-    return json.dumps(nodes_document(fleet, "scan", now=9e9), allow_nan=False)
+    return json.dumps(nodes_document(fleet, "scan"), allow_nan=False)
 
 
 def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:

@@ -53,12 +53,6 @@ def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
     return found
 
 
-def strict(converter: Any) -> None:
-    """Configure a cattrs converter to reject text for a number and a number for text, instead of converting it."""
-    for kind, allowed in ((int, int), (float, int | float), (str, str), (bool, bool)):
-        converter.register_structure_hook(kind, _require_type(kind, allowed))
-
-
 def _require_type(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
     def hook(value: Any, target_type: type) -> Any:
         if target_type is not kind:  # e.g. an IntEnum, which is also an int
@@ -104,7 +98,8 @@ def converter(*, detailed: bool = False) -> Any:
     from cattrs.preconf.json import make_converter
 
     made = make_converter(detailed_validation=detailed)
-    strict(made)
+    for kind, allowed in ((int, int), (float, int | float), (str, str), (bool, bool)):
+        made.register_structure_hook(kind, _require_type(kind, allowed))
     return made
 
 

@@ -45,10 +45,9 @@ def seconds_of_limit(text: str) -> int | None:
         return None
     days, has_days, clock = text.rpartition("-")
     numbers = [int(number) for number in clock.split(":")]
-    if has_days or len(numbers) == 3:  # hours, minutes, seconds
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    else:
-        hours, minutes, seconds = (0, *numbers, 0)[:3]
+    if not has_days and len(numbers) < 3:  # minutes, or minutes and seconds
+        numbers = [0, *numbers]
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None  # 0 also means no limit
 
 

@@ -80,7 +80,7 @@ KIND = "topoflight-recording"
 SCHEMA_VERSION = 1  # increased if older releases would misread a recording
 METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
-    "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",
+    "identity", "nvml", "netlink", "port_link", "verbs", "cpu", "kernel_log",
 )  # fmt: skip
 """Query methods of a host (`probes.host.protocol`)."""
 

@@ -6,27 +6,26 @@ rate of the slowest node.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import fields, replace
-from operator import attrgetter
+from collections.abc import Sequence
+from dataclasses import replace
 
-from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology
+from topology.graph import ClusterTopology, NicNode, NodeTopology
 from topology.paths import with_expectations
 from topology.plan import node_plan, rail_plan, usable_rate
 
-_OF_GPU = attrgetter(*(field.name for field in fields(GpuNode) if field.name != "uuid"))
 _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma"), ("ethernet", "tcp"))
 
 
 def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopology:
     """Join nodes into a cluster with expectations for each node. A single node has no inter-node transport."""
-    models = _map_models(nodes)
-    distinct = {id(model): model for model in models}
-    planned = {number: with_expectations(model) for number, model in distinct.items()}
+    planned: dict[tuple[int, ...], NodeTopology] = {}  # by the parts that the copies of one node share
     made = []
-    for node, model in zip(nodes, models, strict=True):
-        found = planned[id(model)].expectations
-        made.append(node if node.expectations is found else replace(node, expectations=found))
+    for node in nodes:
+        parts = (node.gpus, node.pairs, node.nics, node.nearest_nic, node.islands, node.rails, node.nvlink_known)
+        key = tuple(map(id, parts))
+        if key not in planned:
+            planned[key] = with_expectations(node)
+        made.append(replace(node, expectations=planned[key].expectations))
     if len(nodes) < 2:
         return ClusterTopology(nodes=tuple(made))
     different = list(planned.values())
@@ -77,19 +76,3 @@ def _compute_node_rate(node: NodeTopology, transport: str) -> float | None:
     rates = [usable_rate(nic, node.gpus) for nic in nics]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
-
-
-def _map_models(nodes: Sequence[NodeTopology]) -> list[NodeTopology]:
-    """Map each node to the first node with the same hardware, so that results are computed once per hardware model."""
-    by_id: dict[tuple[int, ...], NodeTopology] = {}  # the nodes keep these objects alive, so their ids stay valid
-    by_content: dict[Hashable, NodeTopology] = {}
-    models = []
-    for node in nodes:
-        parts = (node.gpus, node.pairs, node.nics, node.nearest_nic, node.islands, node.rails, node.nvlink_known)
-        known = tuple(map(id, parts))
-        model = by_id.get(known)
-        if model is None:
-            # UUIDs always differ and do not matter here
-            model = by_id[known] = by_content.setdefault((tuple(map(_OF_GPU, node.gpus)), *parts[1:]), node)
-        models.append(model)
-    return models

@@ -25,12 +25,11 @@ from agent.base import units
 from agent.base.options import RequestError, parse_version
 from contracts import question
 from contracts.finding import Finding
-from contracts.layout import LayoutError
 from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
-from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
+from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
@@ -64,13 +63,10 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     rows = texts("assumed_rows", length=request.train.sequence_length) if is_assumed else request.unmeasured
     unknowns = (*advice.unknowns, rows) if rows else advice.unknowns
     advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)
-    if advice.chosen is None or not budget_names:
+    steps = _steps_of(request, advice.chosen) if advice.chosen else None
+    if advice.chosen is None or steps is None:
         return advice
-    step = advice.chosen.forecast.step_seconds
-    if request.epochs is not None and request.unmeasured and rows_of(request) is None:
-        return advice
-    steps = steps_of(request, advice.chosen)
-    whole = step.scaled(steps)
+    whole = advice.chosen.forecast.step_seconds.scaled(steps)
     cost = None if price is None else whole.scaled(price * nodes / 3600.0)
     return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
 
@@ -78,24 +74,22 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
 _ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 
 
-def steps_of(request: Request, chosen: RankedLayout) -> int:
-    """Return the optimizer steps of the whole run, at least 1. RequestError for epochs if the rows are unknown."""
-    forecast = chosen.forecast
-    if request.train.steps is not None:
-        return request.train.steps
+def _steps_of(request: Request, chosen: RankedLayout) -> int | None:
+    """Return the optimizer steps of the whole run; None without a budget, or if the rows could not be measured."""
+    forecast, train, rows = chosen.forecast, request.train, rows_of(request)
     if request.hours is not None:
         return int(request.hours * 3600 / forecast.step_seconds.mid * (1.0 + _ROUNDING))
     if request.tokens is not None:
         steps = request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)
         return max(1, math.ceil(steps * (1.0 - _ROUNDING)))
-    rows = rows_of(request)
+    if request.epochs is None or (rows is None and request.unmeasured):
+        return train.steps
     if rows is None:
         raise RequestError("epochs: the number of rows is unknown; give rows, lengths or dataset")
-    train = request.train
     if train.packing and train.length_histogram:  # several rows are packed into one sequence
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
     per_epoch = max(1, math.ceil(rows / chosen.layout.global_batch))  # the last batch contains the remaining rows
-    return max(1, math.ceil((request.epochs or 1.0) * per_epoch))
+    return max(1, math.ceil(request.epochs * per_epoch))
 
 
 def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
@@ -139,8 +133,7 @@ def findings_of(checks: Iterable[Finding]) -> Findings:
 
 def _fault(group: Group) -> str:
     on = group.place if len(group.subjects) == 1 else group.places
-    text = "; ".join(dict.fromkeys(check.message for check in group.checks)) if group.trouble else group.message
-    return f"{', '.join(group.codes)}{on and ' '}{on}: {text}"
+    return f"{group.id}{on and ' '}{on}: {group.message}"
 
 
 def answer(
@@ -162,16 +155,14 @@ def answer(
         from agent.checks.host_checks import checks_of_scans
 
         checks = checks_of_scans(snapshots)
-    calibration = calibrated
+    ranks = ranks or request.ranks_per_node
     try:
-        if calibration is None and request.calibration is not None:
-            calibration = load_calibration(request.calibration)
-        ranks = ranks or request.ranks_per_node
-        cluster = cluster_of(request, snapshots, ranks)
+        stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None
         return of_cluster(
-            request, cluster, snapshots, measured=measured, calibration=calibration, ranks=ranks, checks=checks
-        )
-    except (LayoutError, machines.MachineError, CalibrationError, ValueError) as error:
+            request, cluster_of(request, snapshots, ranks), snapshots, measured=measured,
+            calibration=calibrated or stored, ranks=ranks, checks=checks,
+        )  # fmt: skip
+    except ValueError as error:
         raise RequestError(str(error)) from None
 
 
@@ -242,7 +233,7 @@ def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Seque
             cluster = cluster_of(other, snapshots, other.ranks_per_node)
             ranks = other.ranks_per_node or default_ranks(other, cluster)
             best = best_layout(plan(cluster, snapshots, model, other.train, ranks_per_node=ranks)) if model else None
-        except (LayoutError, machines.MachineError, ValueError):
+        except ValueError:
             continue
         if best is not None:
             changed_names = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items())
@@ -404,7 +395,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
             transport=request.transport,
             gpus_per_node=request.ranks_per_node,
         )
-    except (machines.MachineError, ValueError) as error:
+    except ValueError as error:
         raise RequestError(str(error)) from None
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.advice.advise import advise
 from agent.advice.request import Request, ask_trainer, for_whole_run, with_rows
@@ -60,53 +60,44 @@ EMBEDDED_REQUEST: dict[str, Any] = {
 OURS, TRL = "topoflight", "trl"  # the trainers finetune.loop and finetune.sft_trl; also the names of their stacks
 
 
-def explicit_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> dict[str, Any]:
-    """Return the settings given by the user, by current name. Raises RequestError that names the file or argument."""
-    return settings(config, overrides, trainer)[1]
+class Settings(NamedTuple):
+    """The settings of a job."""
+
+    job: JobConfig
+    explicit: dict[str, Any]  # those that the user gave, by current name
+    notes: list[str]  # on them, which the job will print
+    raw: dict[str, Any]  # the file, with the overrides
 
 
 def settings(
-    config: Path | None, overrides: Iterable[str], trainer: str = OURS
-) -> tuple[JobConfig, dict[str, Any], list[str]]:
-    """Return the job's settings, the subset that the user gave, and the notes that the job will print on them.
+    config: Path | None, overrides: Iterable[str], trainer: str = OURS, only_trl: dict[str, None] | None = None
+) -> Settings:
+    """Read the job's settings; of a TRL file those that both trainers have, and into `only_trl` the others.
 
-    For a TRL file, only settings that both trainers have. Raises RequestError that names the file or argument.
+    Raises RequestError that names the file or argument.
     """
-    return _parsed(config, overrides, None if trainer == OURS else {})[1:]
-
-
-def _parsed(
-    config: Path | None, overrides: Iterable[str], only_trl: dict[str, None] | None
-) -> tuple[dict[str, Any], JobConfig, dict[str, Any], list[str]]:
-    """Return the file with the overrides, and the results of parse_config; `only_trl` is passed to parse_config."""
-    try:
-        raw = read_file(config) if config is not None else {}
-    except ConfigError as error:
-        raise RequestError(f"--config {error}") from None
+    if trainer == OURS:
+        only_trl = None
+    elif only_trl is None:
+        only_trl = {}
     words = list(overrides)
     for word in words:
         name, equals, value = word.partition("=")
         if not (name and equals and value):
             raise RequestError(f"--set {word!r}: must be NAME=VALUE")
+    where = f"--config {config}{' with --set' * bool(words)}:" if config else "--set"
+    try:
+        raw = read_file(config) if config is not None else {}
+    except ConfigError as error:
+        raise RequestError(f"--config {error}") from None
     try:
         raw = with_overrides(raw, words)
         made, explicit, notes = parse_config(raw, only_trl)
         dumps(JobPlan(config=made))  # reject settings that no rank could read before any rank starts
     except ConfigError as error:
-        wrong = _wrong_alone(config, only_trl)
-        where = f"--config {config}:" if str(error) == wrong else f"--config {config} with --set:" if wrong else "--set"
         raise RequestError(f"{where} {error}") from None
     mixture = {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name) and only_trl is not None}
-    return raw, made, {**explicit, **mixture}, notes
-
-
-def _wrong_alone(config: Path | None, only_trl: dict[str, None] | None) -> str:
-    """Return why the file alone, without the `--set` overrides, cannot be read."""
-    try:
-        parse_config(read_file(config) if config is not None else {}, only_trl)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return Settings(made, {**explicit, **mixture}, notes, raw)
 
 
 def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
@@ -184,7 +175,7 @@ def base_request(options: Mapping[str, Any]) -> Request:
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """Return the request for a job; the model is that of the request, else of the settings, else the embedded job."""
-    job, explicit, _ = settings(config, overrides, request.train.engine)
+    job, explicit, *_ = settings(config, overrides, request.train.engine)
     if request.model is None:
         name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
@@ -209,7 +200,7 @@ def choose_trainer(
     `requested` is "auto" or the name of a trainer. Raises RequestError if neither trainer supports the settings.
     """
     only_trl: dict[str, None] = {}
-    _parsed(config, overrides, None if requested == OURS else only_trl)
+    settings(config, overrides, requested, only_trl)
     trainer, why = requested, ""
     if requested == "auto":
         trainer, why = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
@@ -236,9 +227,9 @@ def choose_trainer(
 def _advise_for(
     request: Request, config: Path | None, overrides: Sequence[str], trainer: str, found: Sequence[Snapshot]
 ) -> Recommendation:
-    settings = explicit_settings(config, overrides, trainer)
+    explicit = settings(config, overrides, trainer).explicit
     request = job_request(request.changed(engine=trainer), config, overrides)
-    request = for_whole_run(with_rows(request, settings), settings)
+    request = for_whole_run(with_rows(request, explicit), explicit)
     has_gpus = bool(request.machine) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
     if trainer == TRL and not has_gpus:
         kept = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
@@ -305,7 +296,7 @@ def job_plan(
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
     by_trl = advice.train is not None and advice.train.engine == TRL
     file = DEFAULT_CONFIG if embedded and config is None else config
-    raw, job_config, explicit, notes = _parsed(file, overrides, {} if by_trl else None)
+    job_config, explicit, notes, raw = settings(file, overrides, TRL if by_trl else OURS)
     if why := untrainable(advice, explicit):
         raise RequestError(why)
     planned = {} if embedded else left_open(advice, explicit)

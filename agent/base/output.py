@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,51 +134,32 @@ def save_document(path: Path | None, value: Any) -> None:
 
 
 class Progress:
-    """Report progress: a live line on a terminal, plain lines in a pipe, nothing if quiet.
+    """Report the stages of a verb and the events within them as lines on stderr; nothing if quiet."""
 
-    If another Progress already shows a live line, this one changes the text of that line.
-    """
-
-    _shown: Any = None  # the live line, if any
-
-    def __init__(self, *, quiet: bool = False, only_live: bool = False) -> None:
-        self._live = sys.stderr.isatty() and not quiet
-        self._silent = quiet or (only_live and not self._live)
-        self._own: Any = None  # the live line, if this object started it
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
 
     def step(self, text: str) -> None:
-        """Start a new stage."""
-        if self._live and Progress._shown is None:
-            from rich.console import Console
-
-            self._own = Progress._shown = Console(stderr=True, highlight=False, emoji=False).status(text)
-            self._own.start()
-        else:
-            self._print("--", text)
+        """Report the start of a stage."""
+        self._print(f"-- {text}")
 
     def note(self, text: str) -> None:
-        """Report an event within the stage; it replaces the text of the live line."""
-        self._print("  ", text)
+        """Report an event within the stage."""
+        self._print(f"   {text}")
 
-    def _print(self, mark: str, text: str) -> None:
-        if self._live and Progress._shown is not None:
-            Progress._shown.update(text)
-        elif not self._silent:
-            print_text(f"{mark} {text}", err=True)
-
-    def done(self) -> None:
-        """End the last stage."""
-        if self._own is not None:
-            self._own.stop()
-            self._own = Progress._shown = None
+    def _print(self, line: str) -> None:
+        if not self._quiet:
+            print_text(line, err=True)
 
 
-@contextlib.contextmanager
-def waiting(text: str) -> Iterator[None]:
+def waiting(text: str) -> contextlib.AbstractContextManager[Any]:
     """Show a live line on a terminal during an operation of a few seconds; print nothing in a pipe."""
-    progress = Progress(only_live=True)
-    progress.step(text)
-    try:
-        yield
-    finally:
-        progress.done()
+    return _stderr().status(text) if sys.stderr.isatty() else contextlib.nullcontext()
+
+
+@cache
+def _stderr() -> Console:
+    """Return the one console of stderr, because only live lines of one console can be nested."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, emoji=False)

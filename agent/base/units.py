@@ -93,16 +93,8 @@ def some(names: Sequence[str], word: str = "", most: int = 8) -> str:
     return f"{word}{', '.join(names[:most])}{more}" if names else ""
 
 
-def ago(value: float) -> str:
-    """Format an age in its largest unit: "45 s", "12 min", "3.5 h", "2.1 d"."""
-    for unit, length, below in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 48 * 3600)):
-        if value < below:
-            return f"{value / length:.3g} {unit}" if unit == "h" else f"{value / length:.0f} {unit}"
-    return f"{value / 86400:.3g} d"
-
-
 def duration(value: float) -> str:
-    """Format a long duration: "45 s", "12 min", "3 h 20 min", "2 d 4 h"."""
+    """Format a duration or an age: "45 s", "12 min", "3 h 20 min", "2 d 4 h"."""
     minutes = round(value / 60)
     if minutes < 2:
         return f"{value:.0f} s"

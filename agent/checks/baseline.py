@@ -31,7 +31,6 @@ from probes.wire import RecordingError
 REPORT_VERSION = 1  # of report.json: increased if an older reader would misread the file
 LIMIT_BYTES = 32 << 20  # the limit of a recording
 Key = tuple[str, str, str]  # code, node, subject
-_BETTER: tuple[Status, ...] = tuple(reversed(ORDER))  # pass, info, unknown, warn, fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +136,7 @@ def _worst(found: Iterable[tuple[str, str, str, Any]]) -> dict[Key, Status]:
         key = code, node, subject
         if status not in ORDER:
             raise ValueError(f"status {status!r}: must be one of {', '.join(ORDER)}")
-        if key not in held or ORDER.index(status) < ORDER.index(held[key]):
-            held[key] = status
+        held[key] = min(status, held.get(key, status), key=ORDER.index)
     return held
 
 
@@ -158,7 +156,7 @@ def _judged(check: Finding, node: str, baseline: Mapping[Key, Status], passed: s
     if check.status == "unknown" and (check.code, node) in passed:
         return replace(check, status=Status.FAIL, message=f"passed in the baseline, not measured now: {check.message}")
     before = baseline.get((check.code, node, check.subject))
-    if check.status in ("fail", "warn") and before is not None and _BETTER.index(before) >= _BETTER.index(check.status):
+    if check.status in ("fail", "warn") and before is not None and ORDER.index(before) <= ORDER.index(check.status):
         return replace(check, status=Status.INFO, message=f"{IN_BASELINE}{check.message}")
     return check
 

@@ -1,4 +1,4 @@
-"""Sort findings, describe where they were found, and group findings that a reader should see as one."""
+"""Sort findings, describe where they were found, and group those that a reader should see as one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from contracts.tables import read_table
 ORDER: tuple[Status, ...] = tuple(Status)  # worst first, the order in which they are printed
 _OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families of codes whose subjects are devices
 
+_IMPLIED_BY: dict[str, str] = read_table(__file__, "rules.toml")["implied_by"]
 MANY_CODES = 8  # if one family has more codes for one reason, only the family is named
 
 
@@ -21,22 +22,15 @@ def worst_first(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.code, check.node, check.subject)))
 
 
-# The problem that a check reports, if several checks report the same problem.
-_TROUBLE_OF = {
-    code: trouble for trouble, codes in read_table(__file__, "rules.toml")["troubles"].items() for code in codes
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One finding on several subjects, or several findings of one problem of one device: read and fixed as one."""
+    """One finding on several subjects, or several checks that one reason prevented: read and fixed as one."""
 
     id: str  # of the first finding; `codes` has all
     status: Status
     message: str  # of the first finding; the others differ at most in their subject
     remedy: str
     checks: tuple[Finding, ...]  # worst first
-    trouble: str = ""  # "too hot", if several checks report it
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -97,48 +91,22 @@ class Group:
 def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
     """Group findings with the same code, status and remedy (ignoring the GPU number), worst first; also pass and info.
 
-    If several checks report one problem of one device, they form one group, at the position of the worst check. Devices
-    with the same problem, reported by the same checks, share a group.
+    If one reason prevented many required checks, they form one group. A finding that another one of the same device
+    implies, which is at least as bad, is left out; reports as JSON have all.
     """
     checks = worst_first(checks)
-    together = _of_one_trouble(checks)
+    raised = {(check.code, check.node, check.subject): ORDER.index(check.status) for check in reversed(checks)}
     found: dict[tuple[object, ...], list[Finding]] = {}
     for check in checks:
-        bad = together.get(_device(check)) if check.status in ("fail", "warn") else None
-        # if one reason prevented many required checks, they form one group
+        other = raised.get((_IMPLIED_BY.get(check.code, ""), check.node, check.subject), len(ORDER))
+        if check.status in ("fail", "warn") and other <= ORDER.index(check.status):
+            continue
         unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
-        found.setdefault(bad or unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
-    return tuple(_group(same, shared=key in together.values()) for key, same in found.items())
-
-
-def _group(same: list[Finding], *, shared: bool) -> Group:
-    first = same[0]
-    if shared:  # sort by device, and within a device by severity
-        same = sorted(same, key=lambda check: (check.node, check.subject))
-    return Group(
-        id=first.code, status=first.status, message=first.message, checks=tuple(same),
-        # checks of one problem share the remedy of the worst check
-        remedy=_remedies([check for check in same if check.code == first.code] if shared else same),
-        trouble=_TROUBLE_OF[first.code] if shared else "",
-    )  # fmt: skip
-
-
-def _device(check: Finding) -> tuple[str, str, str]:
-    """Return node, device and problem of a check; the problem is empty if no other check reports the same one."""
-    return check.node, check.subject, _TROUBLE_OF.get(check.code, "")
-
-
-def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tuple[object, ...]]:
-    """Return devices for which several checks report the same problem, each with the findings and remedies."""
-    raised: dict[tuple[str, str, str], list[Finding]] = {}
-    for check in checks:
-        if check.status in ("fail", "warn") and check.subject and check.code in _TROUBLE_OF:
-            raised.setdefault(_device(check), []).append(check)
-    return {
-        device: (device[2], *((check.status, check.code, _of_any(check)) for check in found))
-        for device, found in raised.items()
-        if len({check.code for check in found}) > 1
-    }
+        found.setdefault(unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
+    return tuple(
+        Group(id=one[0].code, status=one[0].status, message=one[0].message, remedy=_remedies(one), checks=tuple(one))
+        for one in found.values()
+    )
 
 
 def _of_any(check: Finding) -> str:

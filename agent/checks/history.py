@@ -32,7 +32,6 @@ SCANS_TO_CLEAR = 3  # one more than to raise, so that an intermittent finding st
 # pods (the toleration of node.kubernetes.io/not-ready added by the admission plug-in DefaultTolerationSeconds: 300 s).
 SETTLING_SECONDS = 300.0
 CAUSE_SECONDS = 86400.0  # a version change is shown with findings raised within a day after it
-WEEK_SECONDS = 7 * 86400.0
 
 _RULES = read_table(__file__, "rules.toml")
 AT_ONCE: dict[str, str] = {**_RULES["compared"], **_RULES["persistent"]}
@@ -82,9 +81,9 @@ class History:
         self._uptime = uptime
         self._events: list[Event] = []
         self._open: dict[Key, Seen] = {}
-        self._traits: dict[Key, str] = {}
+        self._traits: dict[Key, Trait] = {}
         self._boot_id: str | None = None
-        self._last: dict[Key, str] = {}
+        self._last: dict[Key, Trait] = {}
         self._driver = True  # whether the driver, if there is one, answered in the previous scan
         self._settled_at = 0.0
 
@@ -109,7 +108,7 @@ class History:
             self._add_event(now, "boot", "booted")
             self._settled_at = now + SETTLING_SECONDS
         self._boot_id = boot or self._boot_id
-        gpus, driver = snapshot.facts(GpuFacts), self._traits.get(("driver", ""))
+        gpus, driver = snapshot.facts(GpuFacts), _value(self._traits, "driver")
         answers = gpus is not None and gpus.driver_error is None
         if driver is not None and (answers != self._driver or (gpus is not None and driver != gpus.driver_version)):
             self._settled_at = now + SETTLING_SECONDS  # the driver stops, starts or changes its version
@@ -120,21 +119,21 @@ class History:
         """Report version changes at once, and others after two equal scans in a row, but not while the host settles."""
         snapshot = view.snapshots[0]
         all_traits = traits(snapshot, node=view.topologies[0])
-        found = {key: trait.value for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
+        found = {key: trait for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
         previous, last, self._last = self._traits, self._last, found
-        silent = settling or any(not isinstance(outcome, Ok) and previous.get((f"probe {name}", "")) == "answers"
+        silent = settling or any(not isinstance(outcome, Ok) and _value(previous, f"probe {name}") == "answers"
                                  for name, outcome in snapshot.outcomes.items())  # fmt: skip
         held = dict(previous) | {
-            key: value
-            for key, value in found.items()
+            key: trait
+            for key, trait in found.items()
             if (key[0] in _VERSIONS and not key[1])
             or key[1] == "firmware"
-            or (not silent and (last.get(key) == value or not previous))
+            or (not silent and (last.get(key) == trait or not previous))
         }
         if not silent:
-            held = {key: value for key, value in held.items() if key in found or key in last}
+            held = {key: trait for key, trait in held.items() if key in found or key in last}
         if previous:
-            differ = compare(_traits(previous), _traits(held), same_host=True)
+            differ = compare(previous, held, same_host=True)
             # If an object is first seen because its probe or driver now answers, it has not appeared.
             answers = any(
                 each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ
@@ -211,13 +210,13 @@ def _part(difference: Difference) -> str:
     return "hardware" if came_or_went or whole or difference.what in ("model", "memory") else ""
 
 
-def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
-    return {key: Trait(subject=key[0], what=key[1], value=value, status=Status.INFO)
-            for key, value in values.items()}  # fmt: skip
+def _value(found: Mapping[Key, Trait], subject: str) -> str | None:
+    trait = found.get((subject, ""))
+    return trait.value if trait else None
 
 
 def since_words(view: View, code: str, subject: str) -> str:
-    """Format since when: "since 03:12, after driver 550 -> 560 (03:10); third time this week"; empty if unknown."""
+    """Format since when: "since 03:12, after driver 550 -> 560 (03:10)"; empty if unknown."""
     at = view.since.get((code, subject))
     if at is None:
         return ""
@@ -225,12 +224,7 @@ def since_words(view: View, code: str, subject: str) -> str:
     causes = [e for e in view.events if e.kind in ("version", "boot") and at - CAUSE_SECONDS < e.at_seconds <= at]
     if causes:
         words += f", after {causes[-1].text} ({clock(causes[-1].at_seconds)})"
-    times = sum(e.kind == "raised" and (e.code, e.subject) == (code, subject) and e.at_seconds > at - WEEK_SECONDS
-                for e in view.events)  # fmt: skip
-    return words + (f"; {_ORDINALS.get(times, f'{times}th')} time this week" if times > 1 else "")
-
-
-_ORDINALS = {2: "second", 3: "third", 4: "fourth", 5: "fifth"}
+    return words
 
 
 def lines(events: Iterable[Event]) -> list[str]:

@@ -35,8 +35,8 @@ from topology import check as topology_check
 from topology.build import build
 from topology.graph import NodeTopology, Pairs, rank
 
-if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
-    from agent.checks.expect import Expectation
+if TYPE_CHECKING:
+    from agent.checks.expect import Expected
 
 EXPECT_CODES = ("expect.node.unmet",)
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes that apply to every host
@@ -45,30 +45,23 @@ NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"
 _SOFT_RDMA = ("rxe", "siw")  # software RDMA over an Ethernet interface, on no bus
 
 
-def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> tuple[Finding, ...]:
+def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
     """Mark checks that devices on the PCI bus make required; change a pass without a measurement to unknown."""
     pci = snapshot.facts(PciFacts)
-    why = {"gpu": no_gpu_read(snapshot), "rdma": no_hca_read(snapshot)}
-    unread = {family: text for family, text in why.items() if text}
+    unread = {"gpu": no_gpu_read(snapshot), "rdma": no_hca_read(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
     # Outside a container no device plugin adds device files, so a file that is missing here is missing for every job.
     on_host = {"rdma.uverbs.missing"} if pci is not None and pci.container is None else set()
-    excused = NOT_REQUIRED.keys() - on_host
-    return tuple(_with_coverage(check, required, unread, failed, excused) for check in checks)
-
-
-def _with_coverage(
-    check: Finding, required: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]
-) -> Finding:
-    family = check.code.split(".")[0]
-    proven = check.evidence or check.code.endswith(".probe.failed")  # such a check is not changed
-    if family in unread and check.status in ("pass", "unknown") and not proven:
-        check = replace(check, status=Status.UNKNOWN, message=unread[family])
-    excused = check.code in not_required and family not in unread and family not in failed
-    if check.status != "unknown" or family not in required or excused:
-        return check
-    return replace(check, required=True)
+    for check in checks:
+        family = check.code.split(".")[0]
+        why = unread.get(family, "")
+        proven = check.evidence or check.code.endswith(".probe.failed")  # such a check is not changed
+        if why and check.status in ("pass", "unknown") and not proven:
+            check = replace(check, status=Status.UNKNOWN, message=why)
+        excused = check.code in NOT_REQUIRED.keys() - on_host and not why and family not in failed
+        is_required = check.status == "unknown" and family in required and not excused
+        yield replace(check, required=True) if is_required else check
 
 
 def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
@@ -145,7 +138,7 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
 
 def checks_of_hosts(
     snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
-    expected: Expectation | str | None = None,
+    expected: Sequence[Expected] | str = (),
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Run all checks of these hosts; `earlier` scans of the same hosts show which counters rise.
 
@@ -159,8 +152,10 @@ def checks_of_hosts(
             unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
                              required=True)  # fmt: skip
             found = (*found, unread)
-        elif expected is not None:
-            found = expected.settle(found, snapshot, node)
+        elif expected:
+            from agent.checks.expect import settle
+
+            found = settle(expected, found, snapshot.hostname, (snapshot, node))
         checks.extend(found)
     return tuple(checks)
 

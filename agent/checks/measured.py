@@ -23,7 +23,8 @@ from topology.check import departures
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName
 
-BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"
+BUSBW = "bench.busbw.low"
+_PROVES = {" nvls": "NVLS", " mnnvl": "MNNVL"}  # what the lines of NCCL's log prove that show this cause
 SHOULD: Final = "as it should be"
 IS: Final = "as it is"
 BASELINE: Final = "as in the baseline"
@@ -57,7 +58,9 @@ def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[F
     """Return the checks of all results measured with enough bytes."""
     node = ", ".join(sorted(set(result.hosts)))
     judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
-    return [*_busbw(judged, result, snapshots, node), _nvls(judged, result, node), _mnnvl(judged, result, node)]
+    if not judged:
+        return [make_finding(f"{BUSBW} unknown", node, why=_why_not(result))]
+    return [_held(m, node, result, snapshots) for m in judged]
 
 
 def least_of(m: Measurement) -> float | None:
@@ -78,15 +81,6 @@ def baseline_bar(then: float, *more: str) -> Bar:
     )  # fmt: skip
 
 
-def _busbw(
-    judged: Sequence[Measurement], result: BenchResult, snapshots: Sequence[Snapshot], node: str
-) -> Iterable[Finding]:
-    if not judged:
-        yield make_finding(f"{BUSBW} unknown", node, why=_why_not(result))
-    for m in judged:
-        yield _held(m, node, snapshots)
-
-
 def _why_not(result: BenchResult) -> str:
     if not result.measurements:
         return "nothing was measured"
@@ -97,7 +91,7 @@ def _why_not(result: BenchResult) -> str:
     return "no result of at least 64 MiB per rank; smaller sizes measure latency, not links"
 
 
-def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
+def _held(m: Measurement, node: str, result: BenchResult, snapshots: Sequence[Snapshot]) -> Finding:
     """Compare a measurement with its bars: the first is the expected value, "as it is" counts only active links."""
     value = m.busbw_bytes_per_second
     first = next((bar for bar in m.bars if bar.name != IS), None)
@@ -116,7 +110,9 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     if status == "pass":
         case = "open" if first is None or first.low is None else "pass"
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
-    case, words = _cause(m, first, now, value, snapshots)
+    case, words = _cause(m, first, now, result, snapshots)
+    fabric = result.evidence.fabric if result.evidence and case in _PROVES else ()
+    evidence = (*_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
     return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **words)
 
 
@@ -140,16 +136,19 @@ def status_of(value: float, bar: Bar) -> Status:
 
 
 def _cause(
-    m: Measurement, first: Bar | None, now: Bar | None, value: float, snapshots: Sequence[Snapshot]
+    m: Measurement, first: Bar | None, now: Bar | None, result: BenchResult, snapshots: Sequence[Snapshot]
 ) -> tuple[str, dict[str, object]]:
     """Return the cause as far as the two bars show it: the case of the finding, and the values for its text."""
-    hosts = len(set(m.hosts))
+    hosts, value = len(set(m.hosts)), m.busbw_bytes_per_second
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
-        return " ring", {}
+        return " nvls", {"ring": units.rate(first.ring_high)}
     due = (first.low if first else None) or 0.0
     if now is not None and now.low is not None and now.low <= value and now.low < due:
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
         return " links", {"missing": "; ".join(missing) or _difference(first, now)}
+    remote = result.evidence.inter_node_transport if result.evidence else None
+    if hosts > 1 and len(result.nvlink_domains) == 1 and result.nvlink_domains[0] and remote != "NVLink (MNNVL)":
+        return " mnnvl", {"hosts": hosts, "domain": result.nvlink_domains[0], "by": remote or "another way"}
     if hosts > 1:
         nccl = m.backend == "nccl"
         one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
@@ -163,70 +162,19 @@ def _difference(first: Bar | None, now: Bar) -> str:
     return f"{have[0]}, where {due[0]}" if have and due else "fewer than on its equals"
 
 
-def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
-    """Check for all-reduce bandwidth no higher than that of a ring although the NVLink switch supports reduction."""
-    found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
-    fabric = result.evidence.fabric if result.evidence else ()
-    lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
-    off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by a setting" in why), "")
-    if off:
-        return make_finding(f"{NVLS} off", node, evidence=lines, why=off)
-    expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
-    if not expecting:
-        return make_finding(f"{NVLS} unknown", node)
-    m, bar = max(expecting, key=lambda each: each[0].bytes)
-    value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
-    if value >= low or value > ring:
-        case, shown = (" pass", lines) if value >= low else (" between", ())
-        return make_finding(f"{NVLS}{case}", node, evidence=shown, rate=units.rate(value))
-    shown = lines or ("the log has no line on NVLS",)
-    return make_finding(NVLS, node, status_of(value, bar), subject=m.op, evidence=shown, rate=units.rate(value),
-                bar=bar_words(bar), ring=units.rate(ring))  # fmt: skip
-
-
-def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
-    """Check for hosts of one NVLink domain whose ranks do not reach each other over NVLink."""
-    hosts, domains = len(set(result.hosts)), result.nvlink_domains
-    if hosts < 2 or len(domains) != 1 or not domains[0]:
-        why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
-        return make_finding(f"{MNNVL} unknown", node, why=why)
-    proof = result.evidence
-    lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
-    remote = proof.inter_node_transport if proof else None
-    if remote == "NVLink (MNNVL)":
-        return make_finding(f"{MNNVL} pass", node, evidence=lines)
-    slow = [
-        m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
-    ]
-    if not (lines or remote not in (None, "unknown") or slow):
-        return make_finding(f"{MNNVL} unknown", node, why="the log does not say how NCCL joins the hosts")
-    off = result.environment.get("NCCL_MNNVL_ENABLE") == "0"
-    return make_finding(
-        MNNVL, node, evidence=lines or ("the log has no line on MNNVL",), hosts=hosts, domain=domains[0],
-        by=f"over {remote}" if remote not in (None, "unknown") else "by another way",
-        choice=" (NCCL_MNNVL_ENABLE=0 in the environment)" if off else "",
-    )  # fmt: skip
-
-
 # The checks of a benchmark and of a run.
 
 
-BENCH_CODES = (
-    "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",
-    "bench.rank.slow", "evidence.gdrdma.off", "evidence.log.problem",
-)  # fmt: skip
-RUN_CODES = (
-    "run.failed", "run.layout.mismatch", "run.loss.not_falling", "forecast.step_time.outside",
-    "forecast.memory.outside",
-)  # fmt: skip
+def _codes(*families: str) -> tuple[str, ...]:
+    """Return the codes of findings.toml that begin with one of these words."""
+    return tuple(dict.fromkeys(code for key in _TEXTS if (code := key.split()[0]).startswith(families)))
 
 
-RDMA_BENCH_CODES = ("bench.rdma.low_bandwidth",)
-SEARCH_CODES = (
-    "search.node.lost", "search.node.stuck", "search.node.slow", "search.node.part", "search.node.unjudged",
-    "search.link.bad",
-)  # fmt: skip
-CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
+RDMA_BENCH_CODES = _codes("bench.rdma.")
+BENCH_CODES = tuple(code for code in _codes("bench.", "evidence.") if code not in RDMA_BENCH_CODES)
+RUN_CODES = _codes("run.", "forecast.")
+SEARCH_CODES = _codes("search.")
+CLUSTER_CODES = _codes("cluster.")
 PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
 HOST_CODES: tuple[str, ...] = (  # checks that a preflight of a host can perform
     *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,

@@ -26,7 +26,7 @@ from topology.cluster import join
 from topology.graph import NodeTopology
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expectation
+    from agent.checks.expect import Expected
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
     from collectives.search.plan import SearchResult
@@ -65,23 +65,19 @@ def select(
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise GateError(f"{option} {pattern}: no such check; `topoflight explain --list` lists them")
-    selected = []
-    for check in checks:
-        if any(fnmatchcase(check.code, pattern) for pattern in skip):
-            continue
-        required = check.required or any(fnmatchcase(check.code, pattern) for pattern in require)
-        selected.append(replace(check, required=required))
-    judged = {check.code for check in selected}
-    for pattern in require:
-        for name in sorted(names - judged):
-            if fnmatchcase(name, pattern) and not any(fnmatchcase(name, skipped) for skipped in skip):
-                judged.add(name)
-                selected.append(
-                    Finding(
-                        code=name, status=Status.UNKNOWN, node="", message="not measured in this run", required=True
-                    )
-                )
-    return tuple(selected)
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    selected = [
+        replace(check, required=check.required or matches(check.code, require))
+        for check in checks if not matches(check.code, skip)
+    ]  # fmt: skip
+    without = names - {check.code for check in selected}
+    return (*selected, *(
+        Finding(code=name, status=Status.UNKNOWN, node="", message="not measured in this run", required=True)
+        for name in sorted(without) if matches(name, require) and not matches(name, skip)
+    ))  # fmt: skip
 
 
 def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:
@@ -187,7 +183,7 @@ def build_view(
     *,
     runs: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
-    expected: Expectation | str | None = None,
+    expected: Sequence[Expected] | str = (),
     search: SearchResult | None = None,
 ) -> View:
     """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.

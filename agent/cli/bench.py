@@ -37,13 +37,10 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
 
     stop, signals = stop_on_signals()
     progress = Progress()
-    try:
-        before = read_baseline(baseline, ("busbw",)).busbw  # before the run, to reject a wrong file early
-        spec = spec_of(options)
-        progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
-        result = run(spec, watch(progress.note), stop)
-    finally:
-        progress.done()
+    before = read_baseline(baseline, ("busbw",)).busbw  # before the run, to reject a wrong file early
+    spec = spec_of(options)
+    progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
+    result = run(spec, watch(progress.note), stop)
     if signals:
         result = replace(result, stopped_by=signal.Signals(signals[0]).name)
     result = against_baseline(result, before)
@@ -86,30 +83,27 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     stop, got = stop_on_signals()
     seconds = options["startup"] or perftest.WAIT_SECONDS
     progress = Progress()
-    try:
-        before = read_baseline(baseline, ("writes",)).writes  # before the run, to reject a wrong file early
-        perftest.require_program()
-        (found,) = snapshots((), ALL, stop=stop)
-        ports = ports_of(found, options["devices"])
-        if not ports:
-            print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
-            _report_low(_causes(found))
-            return EXIT_FAILED
-        named = ", ".join(map(str, ports))
-        with processes.lock_host():
-            if options["rdma"] == "listen":
-                progress.step(f"listen: {named}, up to {units.seconds(seconds)} for each to be written to")
-                served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
-                for problem in problems:
-                    print_text(problem, err=True)
-                _report_low(_causes(found) if problems else ())
-                if signal.SIGINT in got:
-                    return EXIT_INTERRUPTED
-                return EXIT_PASS if served and not problems else EXIT_FAILED
-            progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
-            result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
-    finally:
-        progress.done()
+    before = read_baseline(baseline, ("writes",)).writes  # before the run, to reject a wrong file early
+    perftest.require_program()
+    (found,) = snapshots((), ALL, stop=stop)
+    ports = ports_of(found, options["devices"])
+    if not ports:
+        print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
+        _report_low(_causes(found))
+        return EXIT_FAILED
+    named = ", ".join(map(str, ports))
+    with processes.lock_host():
+        if options["rdma"] == "listen":
+            progress.step(f"listen: {named}, up to {units.seconds(seconds)} for each to be written to")
+            served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
+            for problem in problems:
+                print_text(problem, err=True)
+            _report_low(_causes(found) if problems else ())
+            if signal.SIGINT in got:
+                return EXIT_INTERRUPTED
+            return EXIT_PASS if served and not problems else EXIT_FAILED
+        progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
+        result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
     result = with_bars(result, found, before)
     emit(result, form, lambda out: measured.rdma(out, result))
     save_document(save, result)
@@ -156,8 +150,6 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
             raise
         print_text(str(error), err=True)
         sys.exit(EXIT_INTERRUPTED)
-    finally:
-        progress.done()
     if result is None:
         return
     found, lines, measured = job.findings_of(result), job.summary(result), plain.write(result)
@@ -185,15 +177,11 @@ def calibrate(model: str, sequence_length: int, target: Path | None, **options: 
 
     found_hosts, seconds = snapshots((), ALL), options["budget"]
     copies = options["ranks"] or default_ranks(found_hosts)
-    progress = Progress()
-    progress.step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
-    try:
-        found = calibration(
-            model, sequence_length=sequence_length, tokens=options["tokens"] or sequence_length, budget_seconds=seconds,
-            ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
-        )  # fmt: skip
-    finally:
-        progress.done()
+    Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
+    found = calibration(
+        model, sequence_length=sequence_length, tokens=options["tokens"] or sequence_length, budget_seconds=seconds,
+        ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
+    )  # fmt: skip
     text = render(found, "json")
     if target is None:
         print_text(text, nl=False)

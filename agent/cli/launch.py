@@ -74,7 +74,7 @@ def launch(
         for word, line in summary(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # the output folder of the job's settings
-        settings = job_settings.explicit_settings(options["config"], options["overrides"], options["trainer"])
+        settings = job_settings.settings(options["config"], options["overrides"], options["trainer"]).explicit
         folder = Path(settings.get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
         _launch_on_slurm(advice, found, folder, shown, options)
@@ -98,7 +98,6 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     advice = cluster_job.on_rails(advice, options, found)
     # A launch queries the cluster. A dry run does so if the user named a cluster.
     asks = bool(form is None or options["context"] or os.environ.get("KUBECONFIG"))
-    options = {**options, **cluster_job.with_dra(options)}
     if options["no_compute_domain"]:
         advice = cluster_job.without_compute_domain(advice)
     offered = cluster_job.resources_for(advice, options) if asks else None
@@ -299,11 +298,7 @@ def _run_here(
     progress = Progress()
     _pass_gate(found, options, settings, ranks, progress)
     progress.step(f"launch: {title}")
-    try:
-        done = train(progress.note)
-    finally:
-        progress.done()
-    return _store(done)
+    return _store(train(progress.note))
 
 
 def _store(done: Launched) -> RunRecord:

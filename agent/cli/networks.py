@@ -51,7 +51,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
 
 def _here(options: dict[str, Any]) -> NetworkBars:
     """Run over network namespaces of this host."""
-    from agent.advice.job_settings import explicit_settings, job_request
+    from agent.advice.job_settings import job_request, settings
     from agent.advice.request import Request
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
@@ -63,9 +63,9 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     if options["ranks"] not in (None, HOSTS):
         raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
     shaped = namespaces.parse(options["networks"] or DEFAULT_NETWORKS)
-    settings = explicit_settings(options["config"], options["overrides"])
+    explicit = settings(options["config"], options["overrides"]).explicit
     defaults = {"max_steps": networks.STEPS, "save_strategy": "no", "eval_strategy": "no"}
-    unset = (f"{name}={value}" for name, value in defaults.items() if name not in settings)
+    unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
     overrides = (*options["overrides"], *unset)
     request = Request.of(
         model=options["model"], method=options["method"], sequence_length=options["sequence_length"],
@@ -81,10 +81,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
         timeout_seconds=options["timeout"], note=lambda text: progress.step(f"networks: {text}"),
     )  # fmt: skip
     with sigterm() as stop:
-        try:
-            bars = networks.compare_here(job, shaped, snapshots((), ALL), stop)
-        finally:
-            progress.done()
+        bars = networks.compare_here(job, shaped, snapshots((), ALL), stop)
     records = [read(Path(bar.record)) for bar in bars if bar.record]
     for record in records:
         store_run(record)
@@ -106,7 +103,7 @@ def _title(model: str | None, family: str, ranks: int) -> str:
 def _there(options: dict[str, Any]) -> NetworkBars:
     """Run one cluster job per network, one after another; with --dry-run print the jobs and exit."""
     from agent.advice.advise import answer, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request, transport
+    from agent.advice.job_settings import EMBEDDED_MODEL, settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
     from agent.base.options import RequestError
     from agent.cluster.client import connect
@@ -116,8 +113,8 @@ def _there(options: dict[str, Any]) -> NetworkBars:
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
     over = networks.parse(options["networks"])
-    settings = explicit_settings(options["config"], options["overrides"])
-    request = for_whole_run(with_rows(training_request(options), settings), settings)
+    explicit = settings(options["config"], options["overrides"]).explicit
+    request = for_whole_run(with_rows(training_request(options), explicit), explicit)
     found = snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
     advice = answer(request, found)
@@ -156,7 +153,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     return networks.priced(networks.NetworkBars(
         title=_title(request.model, layout.family, layout.world_size),
         where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
-        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or settings.get("max_steps") or 1,
+        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or explicit.get("max_steps") or 1,
         node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
     ))  # fmt: skip
 

@@ -14,8 +14,8 @@ from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from contracts.finding import Finding, Status
 
-if TYPE_CHECKING:  # pydantic, which is not loaded without expectations
-    from agent.checks.expect import Expectation
+if TYPE_CHECKING:
+    from agent.checks.expect import Expected
 
 _SILENT, _VERDICT = CLUSTER_CODES
 
@@ -45,7 +45,7 @@ def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
 
 
 def checks_of(
-    names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
+    names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
 ) -> tuple[Finding, ...]:
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now
@@ -57,23 +57,13 @@ def checks_of(
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
-        if expected is not None:
-            found = _settled(expected, record, held, found)
+        if expected:
+            from agent.checks.expect import settle
+
+            node = held.topology(record)
+            found = [*settle(expected, found, name, (held.snapshot(record), node) if node else None)]
         checks += found
     return tuple(checks)
-
-
-def _settled(expected: Expectation, record: NodeRecord, held: Fleet, found: Sequence[Finding]) -> list[Finding]:
-    """Add the expectations of a node from its record; for a record of another release all of them are unknown."""
-    from agent.checks import expect
-
-    node = held.topology(record)
-    if node is None:
-        why = f"the record of {record.name} holds no graph of this release"
-        more = expect.unread(expected, record.name, why)
-    else:
-        more = expect.checks_of(expected, held.snapshot(record), node, record.name)
-    return [*expect.settled((*found, *more))]
 
 
 def _why_silent(record: NodeRecord | None, now: float) -> str:
@@ -82,8 +72,8 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
     if not record.scanned_at_seconds:
         return "its agent has never answered"
     if record.stopped_at_seconds is not None:
-        return f"its agent ended {units.ago(max(0.0, now - record.stopped_at_seconds))} ago"
-    return f"silent for {units.ago(record.age_seconds(now))}"
+        return f"its agent ended {units.duration(max(0.0, now - record.stopped_at_seconds))} ago"
+    return f"silent for {units.duration(record.age_seconds(now))}"
 
 
 def published(name: str, record: NodeRecord) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from probes.api import Snapshot
 from probes.increases import Past
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expectation
+    from agent.checks.expect import Expected
     from collectives.search.plan import SearchResult
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ class State:
     """Scans in its own thread every `interval_seconds`, and holds the newest view.
 
     `scan` returns the snapshot of this host, or of a recording. `folder` contains benchmarks and runs. `expected`
-    returns each host's expectations or None. `history` decides which findings are raised; None raises each at once.
+    returns each host's expectations. `history` decides which findings are raised; None raises each at once.
     """
 
     def __init__(
         self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None,
-        expected: Callable[[], Expectation | None] = lambda: None, history: History | None = None,
+        expected: Callable[[], Sequence[Expected]] = tuple, history: History | None = None,
     ) -> None:  # fmt: skip
         self._scan, self._expected = scan, expected
         self.interval_seconds, self.folder, self.history = interval_seconds, folder, history
@@ -84,7 +84,7 @@ class State:
             self.error = None
             return view
 
-    def _read_expectation(self) -> Expectation | str | None:
+    def _read_expectation(self) -> Sequence[Expected] | str:
         """Read the expectations for each scan, because a ConfigMap may have changed; return a text if that fails."""
         try:
             return self._expected()

@@ -44,7 +44,7 @@ _texts = read_texts(__file__, "cluster_job.toml")
 
 
 def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
-    """Return the job for these options, including the recommendation. Raises JobError that names what is missing.
+    """Return the job for these options, including the recommendation. Raises JobError, GateError: they name the option.
 
     `offered` are the nodes' resources, if the cluster was queried; those in --resource come first. With options["dra"]
     the claim requests GPU and NIC, so the job must not also request them from the device plugins.
@@ -61,12 +61,14 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
         "save_seconds": grace(advice, storage_rate(options.get("storage_rate")), SAVE_SECONDS),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
-        **({"device_classes": options["device_classes"]} if options.get("device_classes") else {}),
+        **({"device_classes": _device_classes(options["dra"])} if options["dra"] else {}),
         "tolerate": tuple(options["tolerate"]),
         "node_selector": dict(_pair(word, "--node-selector") for word in options["node_selector"]),
         "limits": dict(_pair(word, "--resource") for word in options["resources"]),
     }
-    _check_gate(options)
+    select((), require=options["require"], known=ALL_CODES)
+    if options["require"] and not options["preflight_image"]:
+        raise JobError(_texts("no_gate", check=options["require"][0]))
     named = tuple(optional["limits"])
     if options["dra"]:
         if twice := [word for word in named if word.startswith(DEVICES)]:
@@ -81,13 +83,6 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
     if not options["dra"]:
         return spec
     return replace(spec, limits={name: n for name, n in spec.limits.items() if not name.startswith(DEVICES)})
-
-
-def _check_gate(options: Mapping[str, Any]) -> None:
-    """Raise GateError if a required check does not exist, JobError if checks are required without a gate."""
-    select((), require=options["require"], known=ALL_CODES)
-    if options["require"] and not options["preflight_image"]:
-        raise JobError(_texts("no_gate", check=options["require"][0]))
 
 
 def warnings(spec: JobSpec) -> Iterator[str]:
@@ -116,11 +111,6 @@ def _device_classes(words: Sequence[str]) -> tuple[str, str]:
         check_form("object", "--dra=", name)
         found[kind] = name
     return found["gpu"], found["nic"]
-
-
-def with_dra(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether --dra requests GPU and NIC by a claim, and the classes."""
-    return {"dra": bool(options["dra"]), "device_classes": _device_classes(options["dra"])}
 
 
 def without_compute_domain(advice: Recommendation) -> Recommendation:
@@ -228,7 +218,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of --config, overridden by --set."""
     trainer = options.get("trainer", job_settings.OURS)
-    return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()), trainer)
+    return job_settings.settings(options.get("config"), options.get("overrides", ()), trainer).explicit
 
 
 def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[str, ...] | None:

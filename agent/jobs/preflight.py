@@ -53,7 +53,7 @@ from topology.graph import NodeTopology
 from topology.paths import Due
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expectation
+    from agent.checks.expect import Expected
     from agent.cluster.nodes import NodeRecord
 
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
@@ -118,17 +118,12 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
         found = read_snapshots(
             options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True, stop=stop
         )
-        report = (
-            _unscanned(options, progress)
-            if stop.is_set()
-            else _judged(options, progress, found, before, stop, expected)
-        )
+        report = _unscanned(options) if stop.is_set() else _judged(options, progress, found, before, stop, expected)
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
-def _unscanned(options: Mapping[str, Any], progress: Progress) -> Report:
+def _unscanned(options: Mapping[str, Any]) -> Report:
     """Return the report if SIGTERM arrived before the scan: every check is unknown, and no regression is reported."""
-    progress.done()
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
     checks = select(checks, require=options["require"], skip=options["skip"])
     return Report(
@@ -139,7 +134,7 @@ def _unscanned(options: Mapping[str, Any], progress: Progress) -> Report:
 
 def _judged(
     options: Mapping[str, Any], progress: Progress, found: tuple[Snapshot, ...], before: Baseline,
-    stop: threading.Event, expected: Expectation | None,
+    stop: threading.Event, expected: Sequence[Expected],
 ) -> Report:  # fmt: skip
     """Do everything after the scan. Load ends soon after `stop` is set, and no later stage generates load."""
     notes: list[str] = []
@@ -174,7 +169,6 @@ def _judged(
             extra += measured.checks_of_run(record, found[0].hostname, why)
     else:
         extra += measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
-    progress.done()
 
     stopped = "" if record is not None else _stopped_by(result, stop)
     if stopped:
@@ -201,7 +195,7 @@ def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple
     return (*regressions([check for check in checks if check not in unmeasured], before.statuses), *unmeasured)
 
 
-def _as_trained(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
+def _as_trained(view: View, advice: Recommendation, expected: Sequence[Expected]) -> tuple[Finding, ...]:
     """Apply the settings of the run to the checks, so that a problem which they correct does not stop the run."""
     settings = {setting.name: setting.value for setting in advice.settings}
     scanned = build_view([with_environment(one, settings) for one in view.snapshots], expected=expected)
@@ -237,24 +231,23 @@ def report_of(
     )  # fmt: skip
 
 
-def expectation_of(words: Sequence[str], path: Path | None) -> Expectation | None:
-    """Return the expectations; None without any, and pydantic is then not loaded. Raises GateError."""
+def expectation_of(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
+    """Return the expectations. Raises GateError."""
     if not words and path is None:
-        return None
+        return ()
     from agent.checks.expect import expectation
 
     found = expectation(words, path)
-    if found is not None and not found.model_fields_set:  # an agent's ConfigMap may be empty, a gate may not
+    if not found:  # an agent's ConfigMap may be empty, a gate may not
         raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: states nothing that a node must have")
     return found
 
 
-def due_of(expected: Expectation | None) -> Due | None:
+def due_of(expected: Sequence[Expected]) -> Due | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
-    if expected is None:
-        return None
-    wire = expected.hcas[0].value * expected.rate[0].value if expected.hcas and expected.rate else None
-    return Due(nvlinks=expected.nvlink, wire=wire)
+    first = {one.key: one.value for one in reversed(expected)}
+    wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
+    return Due(nvlinks=first.get("nvlink"), wire=wire) if first else None
 
 
 def _measure(

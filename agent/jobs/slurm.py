@@ -170,9 +170,8 @@ def job_files(job_id: str) -> JobFiles:
     does = _AGAIN.get(fields.get("Reason", ""), _AGAIN.get(state)) if fields.get("Restarts") else ""
     again = f"{does} ({words})" if does else ""
     work = Path(fields.get("WorkDir") or Path.cwd())
-    named = (fields.get("Command", ""), *fields.get("SubmitLine", "").split())
-    scripts = [path for word in named if os.path.isfile(path := work / word)]
-    of_job = [work, *(path.parent for path in scripts)] if fields else []
+    script = work / fields.get("Command", "")
+    of_job = [work, *([script.parent] if os.path.isfile(script) else [])] if fields else []
     folders = tuple(dict.fromkeys([*of_job, Path.cwd()]))
     names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
     own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array task
@@ -183,7 +182,7 @@ def job_files(job_id: str) -> JobFiles:
         if logs or own.is_dir():
             places = (own, log.parent, folder) if log else (own,)
             # future folder of the ranks: a wrapped script creates the first, launch has its script next to its log
-            awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" in scripts else None
+            awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" == script else None
             run = next((path for path in places if (path / "ranks").is_dir()), awaited)
             whose = "which the controller names" if folder in of_job else "the current folder"
             what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"

@@ -65,7 +65,7 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
         snapshots=(snapshot,), topologies=topologies, checks=checks, verdict=judge(checks),
         made_at_seconds=record.scanned_at_seconds,
     )  # fmt: skip
-    age = units.ago(record.age_seconds(now))
+    age = units.duration(record.age_seconds(now))
     return _rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
 
 

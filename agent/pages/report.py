@@ -110,7 +110,7 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
-             units.tally, units.ago, list_names, units.clock, when, explained, headline, inline, sentence,
+             units.tally, list_names, units.clock, when, explained, headline, inline, sentence,
              lines)  # fmt: skip
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(

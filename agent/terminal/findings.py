@@ -56,18 +56,16 @@ def finding(
     `named` prints the node even if there is only one; `names` joins the names of nodes and devices.
     """
     nodes = group.nodes if named or len(group.nodes) > 1 else ()
-    one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))  # the heading names it
+    one = len(group.subjects) == 1 and group.alike  # the heading names it
     where = group.place if one and len(group.nodes) <= 1 else group.places
     out.print(f"{mark(group.status)} [bold]{escape(group.title)}[/bold] {escape(where)}".rstrip())
-    indented(out, f"{group.trouble}:" if group.trouble else "")
     if nodes or len(group.checks) > 1:
         _places(out, group, named=bool(nodes), one=one, most=SHOWN if brief else len(group.checks), names=names)
     else:
         indented(out, escape(group.message))
     wrong = group.status in ("fail", "warn")
-    for check in group.checks[: len(group.codes) if group.trouble else 1] if wrong and not brief else ():
-        for line in check.evidence[:4]:  # of the first device
-            indented(out, f"[dim]{escape(line)}[/dim]")
+    for line in group.checks[0].evidence[:4] if wrong and not brief else ():  # of the first device
+        indented(out, f"[dim]{escape(line)}[/dim]")
     if wrong or group.required:
         indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
 

@@ -31,7 +31,7 @@ def results_grid(found: Sequence[Measurement]) -> Grid:
         for m in found
     ]  # fmt: skip
     columns = ("op", "size", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
-    return Grid(columns=columns, rows=tuple(rows), long=("expected",))
+    return Grid(columns=columns, rows=tuple(rows))
 
 
 def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
@@ -87,7 +87,7 @@ def rdma(out: Console, result: RdmaResult) -> None:
     ]  # fmt: skip
     out.print(f"\n[bold]RDMA writes[/bold] from {escape(result.host)} to {escape(result.peer)}")
     columns = ("port", "rate", "MTU", "written", "expected")
-    out.print(table_of(Grid(columns=columns, rows=tuple(rows), long=("expected",))))
+    out.print(table_of(Grid(columns=columns, rows=tuple(rows))))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
 

@@ -362,6 +362,8 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
         verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes)
     )
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
+    if "rendezvous.name" in known:  # says why
+        known = (*known, "socket_connect_failed")
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
         known = (*known, "job_stopped")
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]

@@ -284,14 +284,13 @@ class _Wrapper:
             return
         for source in container.get("envFrom") or ():
             named = ((source or {}).get("configMapRef") or {}).get("name") if isinstance(source, dict) else None
-            if named is not None and f"configmap:{named}" not in self._job.files:
+            if named is None:
+                continue
+            if (names := self._job.files.get(f"configmap:{named}")) is None:
                 self._note(f"{name}={value} is not added: what ConfigMap {named} sets is unknown; give it in the same "
                           "file")  # fmt: skip
                 return
-            if (
-                named is not None
-                and f"{source.get('prefix', '')}{name}" in self._job.files[f"configmap:{named}"].split()
-            ):
+            if f"{source.get('prefix', '')}{name}" in names.split():
                 self._note(f"{name} is set by ConfigMap {named} and stays; recommended is {value} ({reason})")
                 return
         _ensure(container, "env", []).append({"name": name, "value": value})
@@ -309,22 +308,21 @@ class _Wrapper:
     def _add_monitor_variables(self) -> None:
         """Set the variables with which Python starts the rank monitor in each rank (finetune/autostart)."""
         folder = self._find_lasting_folder()
+        written = str((self._part.container.get("env"), self._part.command))
         if folder is None:
-            self._note("--monitor adds nothing: the ranks write what they do into a volume that outlives the pod, and "
-                       "no claim is mounted")  # fmt: skip
-            return
-        if all(part.pod is None for part in self._job.parts):
-            self._note("--monitor adds nothing: the pods are described by a runtime that is not in this file")
-            return
-        written = (*(self._part.container.get("env") or ()), *self._part.command)
-        if any("TOPOFLIGHT_RUN" in str(each) for each in written):
-            return
-        if any("PYTHONPATH" in str(each) for each in written):
-            self._note("--monitor adds nothing: the manifest sets PYTHONPATH, which starts the monitor")
-            return
-        run = f"{folder}/topoflight-{self._job.name}"
-        self._add_variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
-        self._add_variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
+            why = "the ranks write what they do into a volume that outlives the pod, and no claim is mounted"
+        elif all(part.pod is None for part in self._job.parts):
+            why = "the pods are described by a runtime that is not in this file"
+        elif "PYTHONPATH" in written and "TOPOFLIGHT_RUN" not in written:
+            why = "the manifest sets PYTHONPATH, which starts the monitor"
+        else:
+            why = ""
+        if why:
+            self._note(f"--monitor adds nothing: {why}")
+        elif "TOPOFLIGHT_RUN" not in written:
+            run = f"{folder}/topoflight-{self._job.name}"
+            self._add_variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
+            self._add_variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
 
     def _find_lasting_folder(self) -> str | None:
         """Return the mount path of a writable volume that outlives the pod; for a TrainJob, that of its runtime."""

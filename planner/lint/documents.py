@@ -87,8 +87,6 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
     first: dict[str, Script] = {}
     for number, documents in enumerate(branches):
         walk = _Walk(documents)
-        for document in documents:
-            walk.visit(document, title(document), 0)
         _compare_replicas(walk.found)
         used = {name for names in walk.taken.values() for name in names}
         for source, script in walk.found.items():
@@ -133,7 +131,7 @@ def form(documents: list[Any], kind: str) -> str:
 
 
 class _Walk:
-    """Collects variables from objects of any kind."""
+    """Collects variables from objects of any kind. Raises EnvironmentTextError if they are too large or too deep."""
 
     def __init__(self, documents: list[Any]) -> None:
         self.found: dict[str, Script] = {}
@@ -144,9 +142,11 @@ class _Walk:
         self._left = _LIMIT_NODES
         self._compose = form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
+        for document in documents:
+            self._visit(document, title(document), 0)
 
-    def visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
-        """Visit a node and its children; `source` is the name of its place. Raises EnvironmentTextError."""
+    def _visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
+        """Visit a node and its children; `source` is the name of its place."""
         self._left -= 1
         if isinstance(node, str):
             self._text(node, source, key)
@@ -183,7 +183,7 @@ class _Walk:
             else:
                 if name == "envFrom":
                     self._env_from(value, source)
-                self.visit(
+                self._visit(
                     value, source if name in words()["documents"]["silent"] else f"{source} {name}", depth + 1, word
                 )
 
@@ -197,7 +197,7 @@ class _Walk:
             if pattern("own").match(name) or (here and NAME.match(name)):
                 self._entry(item, name, source)
             elif not isinstance(item, str):
-                self.visit(item, f"{source} {name}" if name else source, depth + 1, key)
+                self._visit(item, f"{source} {name}" if name else source, depth + 1, key)
 
     def _container(self, node: dict[Any, Any], source: str) -> None:
         """Check the `env` of a Kubernetes container: types that the API rejects, duplicates, order of references."""

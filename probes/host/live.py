@@ -191,12 +191,6 @@ class LiveHost:
         """Return the fastest link mode and the priority flow control of a network device."""
         return dict(netlink.ask_port(netdev))
 
-    def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """Return the "system" settings from NETLINK_RDMA."""
-        if what != "system":
-            raise ValueError(f'rdma_netlink answers "system", not {what!r}')
-        return (dict(netlink.ask_rdma()),)
-
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """Query libibverbs."""
         return _ask_verbs(what, *arguments)

@@ -1,10 +1,10 @@
-"""Netlink queries: links, addresses and routes; link modes and flow control of a port; the RDMA subsystem's mode.
+"""Netlink queries: links, addresses and routes; link modes and flow control of a port.
 
-pyroute2 reads rtnetlink(7). Messages that pyroute2 does not support are sent here: the RDMA subsystem (RDMA_NL_NLDEV)
-and priority flow control (DCB). So are ethtool's link modes, because pyroute2 needs milliseconds per port to decode
-them. No query needs privileges, and each has a timeout of a few seconds.
+pyroute2 reads rtnetlink(7). Priority flow control (DCB), which pyroute2 does not support, is read here. So are
+ethtool's link modes, because pyroute2 needs milliseconds per port to decode them. No query needs privileges, and each
+has a timeout of a few seconds.
 
-Specification: netlink(7), rtnetlink(7); Linux include/uapi/rdma/rdma_netlink.h; include/uapi/linux/dcbnl.h
+Specification: netlink(7), rtnetlink(7); Linux include/uapi/linux/dcbnl.h
 (DCB_CMD_IEEE_GET, struct ieee_pfc); Documentation/networking/ethtool-netlink.rst (ETHTOOL_MSG_LINKMODES_GET, bit sets
 with names).
 """
@@ -197,20 +197,6 @@ def _encode_attribute(kind: int, value: bytes) -> bytes:
 
 def _text(kind: int, value: str) -> bytes:
     return _encode_attribute(kind, value.encode() + b"\0")
-
-
-# RDMA -----------------------------------------------------------------------------------------------------------
-
-NETLINK_RDMA = 20
-_NLDEV_SYS_GET = 5 << 10 | 6  # RDMA_NL_GET_TYPE(RDMA_NL_NLDEV, RDMA_NLDEV_CMD_SYS_GET)
-_NETNS_MODE = 66  # RDMA_NLDEV_SYS_ATTR_NETNS_MODE
-
-
-def ask_rdma() -> dict[str, int]:
-    """Return {"netns_mode": 1 (shared) or 0 (exclusive)}; empty if the kernel does not report it."""
-    with _open_socket(NETLINK_RDMA) as link:
-        mode = dict(pieces(_exchange(link, _NLDEV_SYS_GET, b""))).get(_NETNS_MODE)
-    return {} if mode is None else {"netns_mode": int.from_bytes(mode, sys.byteorder)}
 
 
 def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:

@@ -84,9 +84,6 @@ class Host(Protocol):
         Raises OSError if it reports nothing.
         """
 
-    def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """Return the "system" settings from NETLINK_RDMA. Raises OSError if the kernel does not support it."""
-
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """Query libibverbs through pyverbs: "version", ("register", device, bytes).
 

@@ -98,7 +98,6 @@ class RecordedHost:
     usable = _make_query("usable", bool)
     netlink = _make_query("netlink", tuple)
     port_link = _make_query("port_link", dict)
-    rdma_netlink = _make_query("rdma_netlink", tuple)
     kernel_log = _make_query("kernel_log", tuple)
     verbs = _make_query("verbs", lambda answer: answer)
 

@@ -80,7 +80,6 @@ class RdmaFacts:
     """All RDMA devices that this process can see."""
 
     devices: tuple[RdmaDevice, ...]
-    netns_mode: str | None = None  # "shared", "exclusive"
     pyverbs: str | None = None  # version, or the reason that it cannot be used
     memlock_proof: MemlockProof | None = None
 

@@ -4,7 +4,7 @@ The memlock limit is tested by registering increasingly large memory regions: th
 RLIMIT_MEMLOCK with ENOMEM, unless the process has CAP_IPC_LOCK.
 
 Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband; include/rdma/ib_addr.h (iboe_get_mtu);
-include/uapi/linux/rdma_netlink.h; ibv_reg_mr(3); drivers/infiniband/core/umem.c.
+ibv_reg_mr(3); drivers/infiniband/core/umem.c.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def read(host: Host) -> RdmaFacts:
     candidates = [device for device in devices if device.uverbs_usable]
     return RdmaFacts(
         devices=devices,
-        netns_mode=netns_mode(host),
         pyverbs=version,
         memlock_proof=prove_memlock(host, candidates[0].name) if usable and candidates else None,
     )
@@ -248,15 +247,6 @@ def make_sort_key(name: str) -> tuple[str | int, ...]:
     """Return a sort key that puts mlx5_2 before mlx5_10."""
     parts = re.split(r"(\d{1,9})", name)
     return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
-
-
-def netns_mode(host: Host) -> str | None:
-    """Return "shared" or "exclusive": whether a network namespace sees all devices or only its own."""
-    try:
-        modes = [entry["netns_mode"] for entry in host.rdma_netlink("system") if entry.get("netns_mode") is not None]
-    except OSError:
-        return None
-    return next(("shared" if mode == 1 else "exclusive" for mode in modes), None)
 
 
 START_BYTES = 16 << 10  # four pages; a smaller region would only test the page size

@@ -79,7 +79,7 @@ def on(status: str, code: str, subject: str = "", node: str = "n") -> Finding:
 
 @each_row(("found", "why"), rows("verdicts"))
 def test_a_verdict_counts_the_findings_that_the_list_prints(found: list[list[str]], why: str) -> None:
-    """The same on several devices, or several checks of one trouble, is one; nothing seen is not called healthy."""
+    """The same on several devices is one; nothing seen is not called healthy."""
     assert judge([on(*each) for each in found]).why == why
 
 

@@ -167,7 +167,7 @@ def test_a_report_of_nodes_is_written_whole(api: ApiServer, tmp_path: Path) -> N
     assert [(node["name"], node["verdict"], node["gpus"]) for node in whole["nodes"]] == [
         ("good", "pass", 8), ("sick", "fail", 8), ("never", "unknown", None),
     ]  # fmt: skip
-    assert not any(node["graph"] for node in whole["nodes"]), "graphs would make it megabytes"
+    assert not any(node["facts"] for node in whole["nodes"]), "facts would make it megabytes"
     page = (folder / "report.html").read_text()
     assert "<h1>good, sick, never</h1>" in page and "NV18" in page and "cluster.node.silent" in page
     again = preflight("--nodes", "good,sick", "--baseline", folder / "report.json")

@@ -18,8 +18,6 @@ from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
 from agent.checks.measured import (
     BUSBW,
-    MNNVL,
-    NVLS,
     checks_of_bars,
     checks_of_bench,
     expected_words,
@@ -102,31 +100,27 @@ def fabric(text: str, proves: str, transport: str | None = None) -> Evidence:
 def test_nvls_that_is_not_used_is_named_with_its_line() -> None:
     """NVIDIA/nccl#2140: 370 without, 480 with NVLS on 8 x H100."""
     log = fabric("NVLS multicast support is not available on dev 0", "NVLS multicast not available")
-    check = checks(result(HGX, {"all_reduce": 370}, evidence=log))[NVLS, ""]
-    assert check.status == "warn" and "NVLS is not used" in check.message
+    check = checks(result(HGX, {"all_reduce": 370}, evidence=log))[BUSBW, "all_reduce"]
+    assert check.status == "warn" and "the NVSwitch does not reduce (NVLS)" in check.message
     assert "not available on dev 0" in check.evidence[0]
-    assert checks(result(HGX, {"all_reduce": 480}))[NVLS, ""].status == "pass"
-    assert checks(result(TRAY, {"all_reduce": 630}, ranks=4), TRAY)[NVLS, ""].status == "unknown", "four GPUs need none"
+    assert checks(result(HGX, {"all_reduce": 480}))[BUSBW, "all_reduce"].status == "pass"
 
 
-@each_row(("environment", "busbw"), [({"NCCL_NVLS_ENABLE": "0"}, 365), ({"NCCL_ALGO": "Ring"}, 365)])
-def test_nvls_off_by_choice_is_no_fault(environment: dict[str, str], busbw: float) -> None:
-    found = checks(result(HGX, {"all_reduce": busbw}, environment=environment))
-    assert found[NVLS, ""].status == "info" and next(iter(environment)) in found[NVLS, ""].message
+@each_row("environment", [{"NCCL_NVLS_ENABLE": "0"}, {"NCCL_ALGO": "Ring"}])
+def test_nvls_off_by_choice_is_no_fault(environment: dict[str, str]) -> None:
+    found = checks(result(HGX, {"all_reduce": 365}, environment=environment))
     assert found[BUSBW, "all_reduce"].status == "pass"
 
 
-def test_mnnvl_off_in_a_domain_is_a_failure_of_its_own() -> None:
-    """191 of 721 GB/s; the log says MNNVL 0."""
+def test_mnnvl_off_in_a_domain_is_named_as_the_cause() -> None:
+    """191 of 721 GB/s, over InfiniBand; not where the hosts share no domain, or NCCL does use NVLink."""
     log = fabric("comm 0x1 rank 0 nRanks 8 nNodes 2 localRanks 4 localRank 0 MNNVL 0", "MNNVL off", "IB")
     made = result(TRAY, {"all_gather": 191}, ranks=4, hosts=("a", "b"), evidence=log)
-    found = checks(made, TRAY)
-    assert found[MNNVL, ""].status == "fail" and "MNNVL 0" in found[MNNVL, ""].evidence[0]
-    assert found[BUSBW, "all_gather"].status == "fail"
-    well = replace(made, evidence=Evidence(inter_node_transport="NVLink (MNNVL)"))
-    assert checks(well, TRAY)[MNNVL, ""].status == "pass"
-    apart = replace(made, nvlink_domains=("one", "two"))
-    assert checks(apart, TRAY)[MNNVL, ""].status == "unknown"
+    found = checks(made, TRAY)[BUSBW, "all_gather"]
+    assert found.status == "fail" and "NCCL connects them over IB" in found.message and "imex" in found.remedy
+    used = replace(made, evidence=Evidence(inter_node_transport="NVLink (MNNVL)"))
+    for other in (used, replace(made, nvlink_domains=("one", "two"))):
+        assert "share the NVLink domain" not in checks(other, TRAY)[BUSBW, "all_gather"].message
 
 
 def test_a_baseline_is_the_first_bar(tmp_path: Path) -> None:

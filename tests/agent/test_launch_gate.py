@@ -192,7 +192,7 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
     """The last word is the command's, under an older name too; what is left to fix is named with where it stands."""
     job = tmp_path / "job.yaml"
     job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
-    with pytest.raises(RequestError, match=r"^--config \S*job.yaml: push_to_hub=True"):
+    with pytest.raises(RequestError, match=r"^--config \S*job.yaml with --set: push_to_hub=True"):
         job_request(Request(), job, ["max_length=512"])
     assert job_request(Request(), job, ["push_to_hub=false", "max_length=512"]).train.sequence_length == 512
     with pytest.raises(RequestError, match=r"job.yaml with --set: lora_r='x'"):
@@ -297,7 +297,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(
     assert evidence in plan.transport.get("evidence", "")
     assert bool(plan.transport) is (network is not None)
     planned = channels.planned_channels(plan.environment, plan.transport)
-    assert planned.refuses("Socket") is (network is not None)
+    assert planned.meets("Socket") is (network is None)
     assert (near is None) is (plan.transport.get("gdrdma") is None) is not bool(planned.gdrdma)
     assert near is None or near in plan.transport["gdrdma"]
 

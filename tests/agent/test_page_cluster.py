@@ -188,8 +188,8 @@ def test_ages_and_counts_are_said_as_people_say_them() -> None:
     """An age in its largest unit; counts worst first, no zeros, no "1 warnings"; an interval with its units."""
     ends = {(0.528, 1.0): "727 ms (528 ms to 1 s)", (0.528, 0.9): "727 ms (528 to 900)"}
     assert {each: units.interval(Interval(low=each[0], mid=0.727, high=each[1]), "s") for each in ends} == ends
-    ages = {0: "0 s", 119: "119 s", 120: "2 min", 7199: "120 min", 7200: "2 h", 2e5: "2.31 d"}
-    assert {seconds: units.ago(seconds) for seconds in ages} == ages
+    ages = {0: "0 s", 60: "60 s", 120: "2 min", 7200: "2 h 0 min", 2e5: "2 d 7 h"}
+    assert {seconds: units.duration(seconds) for seconds in ages} == ages
     counts = {"pass": 120, "fail": 0, "warn": 1, "unknown": 2, "info": 3}
     assert units.tally(counts) == "1 warning, 2 unknown, 120 passed"
     assert units.rest("fail", {"fail": 1, "warn": 2, "pass": 3}) == "3 passed"

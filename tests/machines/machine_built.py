@@ -82,12 +82,6 @@ class BuiltHost(RecordedHost):
         """The machine's GPUs."""
         return super().nvml(symbol) if self.machine.nvml is None else self.machine.nvml(symbol, *arguments)
 
-    def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """Every network namespace sees the RDMA devices."""
-        if what != "system" or not self.exists("/sys/class/infiniband"):
-            raise OSError(errno.EPROTONOSUPPORT, os.strerror(errno.EPROTONOSUPPORT))
-        return ({"netns_mode": 1},)
-
     def kernel_log(self, word: str) -> tuple[str, ...]:
         """Root only."""
         if self.machine.uid:

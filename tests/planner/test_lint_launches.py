@@ -25,36 +25,20 @@ SSH = 'shift; exec env -i PATH="$PATH" bash -c "$*"'
 
 def test_lint_judges_what_bash_hands_on(tmp_path: Path) -> None:
     record = f'echo "${{{NAME}-none}}" >> {tmp_path}/record'
-    for program, text in {
-        "torchrun": record,
-        "accelerate": record,
-        "sudo": SUDO,
-        "numactl": NUMACTL,
-        "srun": SRUN,
-        "ssh": SSH,
-    }.items():
+    programs = {"torchrun": record, "accelerate": record, "sudo": SUDO, "numactl": NUMACTL, "srun": SRUN, "ssh": SSH}
+    for program, text in programs.items():
         (tmp_path / program).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / program).chmod(0o755)
     around = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
+    around["PATH"] = f"{tmp_path}:{around['PATH']}"
     wrong, recorded = [], list[str]()
     for row in SCRIPTS:
         mark = row[0] if row[:2] in ("? ", "+ ", "~ ") else ""
-        text = (
-            re.sub(
-                r"\bN\b",
-                NAME,
-                re.sub(r"\bA(?=[01$])", "export N=", re.sub(r"\bT\b", "torchrun t.py", row[2 * bool(mark) :])),
-            )
-            + "\n"
-        )
+        text = row[2 * bool(mark) :] + "\n"
+        for short, meant in ((r"\bT\b", "torchrun t.py"), (r"\bA(?=[01$])", "export N="), (r"\bN\b", NAME)):
+            text = re.sub(short, meant, text)
         (tmp_path / "record").write_text("")
-        subprocess.run(
-            ["bash", "-c", text],
-            env={**around, "PATH": f"{tmp_path}:{around['PATH']}"},
-            cwd=tmp_path,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-        )
+        subprocess.run(["bash", "-c", text], env=around, cwd=tmp_path, capture_output=True, stdin=subprocess.DEVNULL)
         recorded += (tmp_path / "record").read_text().split()
         got = {*(tmp_path / "record").read_text().split()} - {"none"}
         found = read_text(f"#!/bin/bash\n{text}", None, "a.sh")

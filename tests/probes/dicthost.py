@@ -32,7 +32,6 @@ class DictHost(RecordedHost):
         links: dict[str, str] | None = None,
         *,
         netlink: dict[str, list[dict[str, Any]]] | None = None,
-        rdma_netlink: dict[str, list[dict[str, Any]]] | None = None,
         port_links: dict[str, dict[str, Any]] | None = None,
         limits: dict[str, tuple[int | None, int | None]] | None = None,
         environment: dict[str, str] | None = None,
@@ -51,7 +50,6 @@ class DictHost(RecordedHost):
             "statvfs": {"/dev/shm": list(shm)} if shm else {},
             "port_link": port_links or {},
             "netlink": _answers(netlink, ("links", "addresses", "routes")),
-            "rdma_netlink": _answers(rdma_netlink, ("system",)),
         }
         super().__init__({"hostname": "h", "captured_at": 0.0, "answers": answers})
         self.files = dict(files or {})

@@ -105,7 +105,7 @@ def findings(host: DictHost) -> list[Finding]:
 
 
 def test_a_sound_roce_device() -> None:
-    facts = read_rdma(Fabric().add("mlx5_0", 0).host(rdma_netlink={"system": [{"netns_mode": 0}]}))
+    facts = read_rdma(Fabric().add("mlx5_0", 0).host())
     device, port = facts.devices[0], facts.devices[0].ports[0]
     assert (device.kind, device.bus_id, device.numa_node, device.model) == ("hca", "0000:10:00.0", 1, "ConnectX-7")
     assert (device.uverbs, device.uverbs_usable, device.is_vf) == ("/dev/infiniband/uverbs0", True, False)
@@ -113,7 +113,6 @@ def test_a_sound_roce_device() -> None:
     assert (port.netdev, port.netdev_mtu_bytes, port.active_mtu_bytes) == ("eth0", 9000, 4096)
     assert port.counters == {"symbol_error": 3, "out_of_sequence": 0}, "an unreadable counter is left out, not zero"
     assert (nccl_gid_index(port), rocev2_gid_index(port)) == (3, 3)
-    assert facts.netns_mode == "exclusive"
     assert "not installed" in str(facts.pyverbs)
     assert not list(rdma.check(facts))
 

@@ -95,7 +95,7 @@ def test_what_was_never_asked_is_not_there() -> None:
     host = RecordedHost({"hostname": "old", "captured_at": 1.0, "answers": {}})
     for method, arguments in [
         ("read_text", ("/sys/new",)), ("read_bytes", ("/sys/new", 4)), ("list_dir", ("/sys",)), ("resolve", ("/sys",)),
-        ("statvfs", ("/",)), ("limit", ("memlock",)), ("netlink", ("links",)), ("rdma_netlink", ("system",)),
+        ("statvfs", ("/",)), ("limit", ("memlock",)), ("netlink", ("links",)),
         ("verbs", ("version",)), ("usable", ("/dev/x",)), ("kernel_log", ("NVRM",)),
     ]:  # fmt: skip
         assert _answer(host, method, arguments) == ("FileNotFoundError", errno.ENOENT)

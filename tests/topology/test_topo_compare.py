@@ -70,6 +70,27 @@ def test_rdma_cluster_counts_the_nics_on_rails_not_the_storage_ones():
     assert cluster.inter_node_bytes_per_second == pytest.approx(8 * 48e9)
 
 
+def test_the_copies_of_a_node_are_planned_once():
+    """As `--nodes 1000` makes them of one host: their NICs are read as often as those of three."""
+    read = []
+
+    class Counted(tuple):
+        __slots__ = ()
+
+        def __iter__(self):
+            read.append(1)
+            return super().__iter__()
+
+    node = topology(HGX)
+    node = replace(node, nics=Counted(node.nics))
+    counts = []
+    for number in (3, 50):
+        read.clear()
+        join([replace(node, hostname=f"n{n}") for n in range(number)])
+        counts.append(len(read))
+    assert counts[0] == counts[1]
+
+
 def test_text_matrices_join_without_a_bandwidth():
     text = "\tGPU0\tGPU1\tmlx5_0\nGPU0\tX\tNV4\tPIX\nGPU1\tNV4\tX\tPIX\nmlx5_0\tPIX\tPIX\tX\n"
     cluster = join([parse(text, "a"), parse(text, "b")])
