@@ -118,7 +118,7 @@ def lint(
             found.append(finding("env.name.unexported", name, raw))
     if one_gpu:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
-    for rule in (_torch, _shadowed, _through_the_network):
+    for rule in (_torch, _shadowed, _bounds, _through_the_network, _sockets):
         found += rule(environment)
     found += _missing(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
@@ -235,11 +235,16 @@ def _needless_with_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _torch(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check debugging switches of PyTorch and CUDA."""
+    """Check debugging switches of PyTorch and CUDA, and the allocator's True or False (c10 ConfigTokenizer)."""
     for name, switch in settings()["torch"].items():
         value = environment.get(name, "")
         if value.strip().lower() in switch["when"]:
             yield finding(switch["finding"], name, value, status=Status(switch["status"]), effect=switch["effect"])
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = environment.get(name, "")
+        options = dict(option.partition(":")[::2] for option in value.split(","))
+        if options.get("expandable_segments", "True").strip() not in ("True", "False"):
+            yield finding("env.torch.allocator", name, value)
 
 
 def _unknown_nccl(name: str, value: str, case: _Case, *, known: bool) -> Iterator[Finding]:
@@ -281,6 +286,15 @@ def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
 # -- combinations of settings, and checks without a known machine
 
 
+def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Report a minimum that is larger than its maximum."""
+    for row in settings()["bounds"]:
+        low, high, effect = row["least"], row["most"], row["effect"]
+        (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
+        if known and whole and least > most > 0:
+            yield finding("env.pair.shadowed/bounds", low, environment[low], other=high, most=most, effect=effect)
+
+
 def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
     for row in settings()["shadows"]:
         cause = row["cause"]
@@ -298,6 +312,15 @@ def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
         network = "TCP sockets" if tcp else "the NIC, or through TCP sockets where there is no RDMA"
         (name, value), (other, its_value) = off.items()
         yield finding("env.pair.network", name, value, f"{other}={its_value}", network=network)
+
+
+def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
+    threads, sockets = (
+        strtoll(environment.get(name, ""))[0] for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
+    )
+    if threads * sockets > 64:  # env.rst: the product cannot exceed 64
+        product = threads * sockets
+        yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
 
 
 def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:

@@ -5,6 +5,8 @@ The grammar is tree-sitter-bash's. Specification: POSIX shell (XCU 2.2 quoting, 
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,7 +106,7 @@ class Expander:
         self.script = Script()
         self.source, self.first = b"", 1
         self._level = 0
-        self._work = 0
+        self._work = self._loops = 0
 
     def spend(self, characters: int) -> bool:
         """Count work in characters. Returns whether the limit is not yet reached."""
@@ -145,7 +147,7 @@ class Expander:
         match node.type:
             case "raw_string":
                 return self.text(node)[1:-1]
-            case "ansi_c_string" | "translated_string" | "arithmetic_expansion":
+            case "ansi_c_string" | "translated_string":
                 return OPEN
             case "string":
                 return self._mixed(node, node.start_byte + 1, node.end_byte - 1, r"\\([\"\\`$])|\\\n")
@@ -154,6 +156,9 @@ class Expander:
                 return self.parameter(name[:1]) + name[1:] if name[:1].isdecimal() else self.parameter(name)
             case "expansion":
                 return self._braced(node)
+            case "arithmetic_expansion":
+                number = self.arithmetic(self.text(node))
+                return OPEN if number is None else str(number)
             case "command_substitution" | "process_substitution":
                 self.capture(node.named_children)
                 return OPEN
@@ -207,6 +212,27 @@ class Expander:
             self.assign(name, other, self.text(node), self.line(node))
         return other
 
+    def arithmetic(self, text: str) -> int | None:
+        """Return the value of an expression such as `$((512 * 1024))`; None if a name in it is no known number.
+
+        In a loop, whose later rounds are not followed, no name has a known number.
+        """
+        inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
+
+        def put(match: re.Match[str]) -> str:
+            number = OPEN if self._loops else self.parameter(match[1]) or "0"
+            return number if match[0][0] == "$" else f"({number})"
+
+        if not self.spend(len(text)):
+            return None
+        filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside).strip()
+        if not re.fullmatch(r"[\d\s+*/%()<>-]{1,80}", filled):
+            return None
+        try:
+            return _number(ast.parse(re.sub(r"\s+", " ", filled).replace("/", "//"), mode="eval").body)
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+            return None
+
     def words(self, node: Node) -> list[Word]:
         """Return the words after expansion and word splitting of a word."""
         text, line = self.text(node), self.line(node)
@@ -229,3 +255,21 @@ class Expander:
         if node.type == "concatenation":
             return re.sub(r"[\"']", "", text)
         return text[1:-1] if node.type in ("string", "raw_string") else text
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+}  # fmt: skip
+
+
+def _number(node: ast.expr) -> int:
+    """Evaluate an expression whose intermediate results are in 0 to 2^63 - 1. Raises ValueError otherwise."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _number(node.left), _number(node.right)
+        shifts_far = isinstance(node.op, ast.LShift | ast.RShift) and right > 62
+        if not shifts_far and 0 <= (found := _OPERATORS[type(node.op)](left, right)) < 1 << 63:
+            return found
+    raise ValueError("no number that bash has too")

@@ -1,6 +1,6 @@
 """Follow the simple commands of a shell script: variables they set, and the environment of programs they start.
 
-Specification: POSIX shell (XCU 2.14 special built-ins), bash(1); mpirun(1) -x, Hydra -genv, srun(1) and
+Specification: POSIX shell (XCU 2.14 special built-ins), bash(1); fish set; mpirun(1) -x, Hydra -genv, srun(1) and
 sbatch(1) --export, docker-run(1) -e, apptainer.
 """
 
@@ -136,6 +136,8 @@ class Programs(Expander):
         """Set a variable. If `exported` is None, it is exported if it was before, or if `set -a` is active."""
         if not NAME.match(given.name):
             return
+        inside = re.sub(r"^(?:SINGULARITY|APPTAINER)ENV_", "", given.name)  # the name that the container gets
+        given = given if inside == given.name else replace(given, name=inside)
         self.spend(WORK_OF_WORD)
         before = self.shell.variables.get(given.name)
         if exported is None:
@@ -429,8 +431,13 @@ class Programs(Expander):
         return LIKELY if call.program == "eval" else SUCCESS
 
     def options_of_shell(self, call: Call) -> None:
-        """Follow `set -a`."""
+        """Follow `set -a`, and fish's `set -x NAME value`."""
         texts = [word.text for word in call.words]
+        named = [word for word in call.words if word.text[:1] != "-"]
+        if _NAMES["fish"] & {*texts[:2]} and len(named) > 1:
+            value, raw = " ".join(each.text for each in named[1:]), " ".join(each.raw for each in named[1:])
+            self.set(Assigned(name=named[0].text, value=value, raw=raw, line=call.line), exported=True)
+            return
         for text, after in pairwise([*texts, ""]):
             if re.fullmatch(r"[-+][a-z]*a[a-z]*", text) or (text in ("-o", "+o") and after == "allexport"):
                 self.shell.exports_all = text[0] == "-"

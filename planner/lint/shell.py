@@ -94,7 +94,7 @@ class _Reader(Programs):
         super().__init__(known, before)
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
         self._called: set[int] = set()  # ids of the bodies of called functions
-        self._blocks = self._commands = self._loops = 0
+        self._blocks = self._commands = 0
         self._ways, self._way = [_Way()], _Way()
         self._choices: dict[str, bool] = {}  # outcome of each condition on this way
         self._met: set[tuple[str, str]] = set()  # conditions, and outcomes at a node, by function

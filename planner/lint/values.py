@@ -17,6 +17,8 @@ from planner.nccl_env.names import NcclName, Version, names, torch_names, versio
 
 _ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2.31.2 does not know it
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
+_LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
+_MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5
 _OLDEST_TIMEOUT = 14  # default up to 2.13, 67 ms per try (env.rst); later defaults are longer
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
@@ -144,7 +146,9 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
-    if name in values()["level"]["names"]:
+    if name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
+        yield finding("env.value.kind/tilde", name, value)
+    elif name in values()["level"]["names"]:
         yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
         yield from _algorithms(name, value, version)
@@ -177,6 +181,9 @@ def fits(name: str, value: str) -> bool:
 def check_kind(name: str, value: str) -> Iterator[Finding]:
     """Warn about a value of the wrong kind: an interface instead of a device, a key instead of an index."""
     row, like = values()["kind"].get(name), values()["like"]
+    number, whole = strtoll(value)
+    if name == "NCCL_IB_PKEY" and whole and number >= _MOST_PKEYS:
+        yield finding("env.value.kind/key", name, value)
     if row is None:
         return
     entries = [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
@@ -214,6 +221,8 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
     elif not whole:
         yield from _not_a_number(name, value, number, entry)
+    elif abs(number) > _LARGEST:
+        yield finding("env.value.ignored/large", name, value, default=default)
     else:
         yield from _whole_number(name, value, number, entry)
 
@@ -221,6 +230,9 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 def _whole_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
     if name == "NCCL_P2P_DISABLE" and number not in (0, 1):
         yield finding("env.value.ignored/one", name, value)
+    if re.match(r"\s*[+-]?0[0-9]", value):
+        right = value.strip().lstrip("+-0") or "0"
+        yield finding("env.value.ignored/octal", name, value, number=number, right=right)
     if name in values()["choice"] and number not in values()["choice"][name]:
         yield finding("env.value.range/choice", name, value, choices=", ".join(map(str, values()["choice"][name])))
     if name in members("flags") and number not in (0, 1) and str(number) != entry.default:
@@ -341,6 +353,8 @@ def _list(name: str, value: str) -> Iterator[Finding]:
     if len(value) <= 1:
         if name != "NCCL_IB_HCA":
             yield finding("env.value.list/short", name, value)
+        elif not value:
+            yield finding("env.value.list/every", name, value)
         return
     sign, entries = re.match(r"\^?=?", value)[0], re.split(r"[,;]", re.sub(r"^\^?=?", "", value))  # type: ignore[index]
     texts = values()["list"]

@@ -27,6 +27,7 @@ def test_every_name_is_one_that_something_reads() -> None:
         *(name for part in ("plugin_values", "effect", "efa_needless", "torch", "needs") for name in more[part]),
         *(row["other"] for row in more["needs"].values()), *(row["cause"] for row in more["shadows"]),
         *(name for row in more["shadows"] for name in row["names"]),
+        *(row[part] for row in more["bounds"] for part in ("least", "most")),
     }  # fmt: skip
     known = {*names(), *torch_names(), *OTHERS}
     assert not [name for name in sorted(used) if name not in known and not plugin_of(name)]
@@ -41,9 +42,10 @@ def test_every_row_is_whole() -> None:
         assert bool(row.get("effect")) != (len(row.get("separator", "")) == 1)
     assert all(re.compile(row["set"]) for row in more["shadows"])
     assert all({*row} == {"cause", "set", "names"} for row in more["shadows"])
+    assert all({*row} == {"least", "most", "effect"} for row in more["bounds"])
     assert all({*row} == {"other", "why"} for row in more["needs"].values())
     assert all({*row} == {"when", "finding", "status", "effect"} for row in more["torch"].values())
-    said = [*more["effect"].values(), *table["zero"].values()]
+    said = [*more["effect"].values(), *table["zero"].values(), *(row["effect"] for row in more["bounds"])]
     said += [row["why"] for part in ("efa_needless", "needs") for row in more[part].values()]
     assert all(text and text[-1] != "." for text in said)
 
