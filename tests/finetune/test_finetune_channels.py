@@ -211,7 +211,7 @@ def test_a_job_over_gloo_asks_nccl_nothing(tmp_path):
     from finetune import train
 
     layout = {"world_size": 1, "sharding": "ddp", "micro_batch": 4, "precision": "fp32"}
-    plan = {"layout": layout, "environment": {}, "transport": {"network": "IB", "gdrdma": True}}
+    plan = {"layout": layout, "environment": {}, "transport": {"network": "IB", "gdrdma": "dma-buf"}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     words = [f"output_dir={tmp_path}/out", "model_name_or_path=random:micro-llama", "max_steps=2", "profile_steps=0",
              "eval_strategy=no", "dataset_rows=16", "save_strategy=no"]  # fmt: skip
