@@ -26,7 +26,7 @@ WHY = "why.json"  # in the same folder: verdict of the process that watches the 
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved a checkpoint and ended; starting it again resumes it
 KILLED = 128  # plus the signal number, as in a shell
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
-MOST_METRICS_BYTES = 64 << 20  # a line of metrics.jsonl has about 300
+_TAIL_BYTES = 65536  # read from the end of metrics.jsonl; a line has about 300
 _LOGGED_STEP = re.compile(rb'\{"step": (\d{1,15}),.*\}\n')
 COMMUNICATION = ("gather", "reduce", "tensor_parallel", "context_parallel", "pipeline")
 PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
@@ -406,7 +406,9 @@ def _read_logged_step(metrics: Path, began: float) -> int:
     """Return the last step that this start of the job logged; 0 if it logged none."""
     with contextlib.suppress(OSError, ValueError):
         if metrics.stat().st_mtime >= began:
-            lines = bounded.read(metrics, MOST_METRICS_BYTES).splitlines(keepends=True)
+            with bounded.open_regular(metrics) as stream:
+                stream.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+                lines = stream.read(_TAIL_BYTES).splitlines(keepends=True)
             steps = [found for line in lines if (found := _LOGGED_STEP.match(line))]  # without a line that was cut
             return int(steps[-1][1]) if steps else 0
     return 0

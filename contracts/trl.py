@@ -187,10 +187,11 @@ def _find_fsdp_words(flat: Mapping[str, Any]) -> dict[str, str]:
     sources = {"fsdp": flat.get("fsdp")}
     if truth(flat.get("fsdp")) is not False:
         strategy, reshard = (flat.get(f"fsdp_config.{name}") for name in ("sharding_strategy", "reshard_after_forward"))
+        known = [word for word in table if "sharding" in table[word]]
         if type(strategy) is int:
-            strategy = dict(enumerate((word for word in table if "sharding" in table[word]), 1)).get(
-                strategy, "unknown"
-            )
+            strategy = dict(enumerate(known, 1)).get(strategy, strategy)
+        if strategy is not None and str(strategy).lower() not in known:
+            raise ConfigError(f"fsdp_config.sharding_strategy={strategy!r}: allowed are {', '.join(known)}")
         sources["fsdp_config.sharding_strategy"] = strategy
         if isinstance(truth(reshard), str):  # of FSDP1, in accelerate
             sources["fsdp_config.reshard_after_forward"] = reshard
@@ -275,7 +276,7 @@ def _deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
         given = parameters.values() if isinstance(parameters, dict) else [parameters]
         is_open = parameters in (None, kind) or all(value == "auto" for value in given)
-        if kind is not None and not (kind in types and is_open):
+        if kind is not None and not (str(kind) in types and is_open):
             raise ConfigError(f"deepspeed.{section}: only {' or '.join(types)} with each parameter 'auto' is allowed: "
                               "learning_rate, warmup_steps, adam_beta1, weight_decay ... decide")  # fmt: skip
         settings |= types.get(kind, {})

@@ -17,6 +17,7 @@ import yaml
 from contracts.yaml_text import YamlTextError, load_all
 
 MOST_ALIASES = 1000
+_QUOTED = re.compile(r"""(?<![^\s\[{,:])(?:"(?:\\.|[^"\\])*"|'[^']*')""")
 
 
 class EditError(ValueError):
@@ -109,27 +110,27 @@ class _Edits:
                 if str(key) in values:  # else it comes from a merge, and its anchor is compared on its own
                     self.compare(values[str(key)], old[key], new[key])
             column = node.value[0][0].start_mark.column
-            self._insert(_find_end(node), {key: new[key] for key in new if key not in old}, column)
+            self._insert(_find_end(self._text, node), {key: new[key] for key in new if key not in old}, column)
         elif isinstance(old, list) and isinstance(new, list):
             for inside, one, other in zip(node.value, old, new, strict=False):
                 self.compare(inside, one, other)
-            first = node.value[0].start_mark.index
+            first = max(node.value[0].start_mark.index, start + 1)  # a first item that is an alias stands elsewhere
             dash = self._text.rfind("-", 0, first)
-            self._insert(_find_end(node), new[len(old) :], dash - self._text.rfind("\n", 0, dash) - 1)
+            self._insert(_find_end(self._text, node), new[len(old) :], dash - self._text.rfind("\n", 0, dash) - 1)
         elif old is None and new is not None and not node.value:  # an empty value, such as `metadata:`
             line = self._text[self._text.rfind("\n", 0, start) + 1 : start]
             self._insert(start, new, len(line) - len(line.lstrip(" -")) + 2)
 
     def _insert(self, end: int, added: Any, indent: int) -> None:
-        """Insert lines after the line in which the text before `end` ends."""
+        """Insert lines after the line of `end`."""
         if added:
-            at = self._text.index("\n", len(self._text[:end].rstrip())) + 1
+            at = self._text.index("\n", end) + 1
             made = yaml.dump(added, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
             self._edits.append((at, at, "".join(f"{' ' * indent if row else ''}{row}\n" for row in made.splitlines())))
 
     def _format_flow(self, text: str, value: Any) -> str:
         """Write a collection in brackets: as JSON if its words are in double quotes, in lines if it has several."""
-        if re.search(r"(?m)(?:^|\s)#", text):
+        if re.search(r"(?m)(?:^|\s)#", _QUOTED.sub("", text)):
             raise EditError(f"{text[:60]!r}: takes no addition, because a comment is between its brackets")
         if re.match(r'[\[{\s]+"', text):
             return json.dumps(value, indent=2 if "\n" in text else None, ensure_ascii=False)
@@ -137,12 +138,13 @@ class _Edits:
                              width=1 << 20)).strip()  # fmt: skip
 
 
-def _find_end(node: Any) -> int:
+def _find_end(text: str, node: Any) -> int:
     """Return the index after the last scalar, bracket or alias of a block mapping or sequence."""
-    start = node.start_mark.index
     while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        key, value = node.value[-1] if isinstance(node, yaml.MappingNode) else (None, node.value[-1])
-        if value.start_mark.index < start and key is not None:  # an alias, whose line is that of its key
-            return int(key.end_mark.index)
-        node = value
-    return int(node.end_mark.index)
+        *before, last = [part for each in node.value for part in (each if isinstance(each, tuple) else (each,))]
+        if last.end_mark.index <= max((each.end_mark.index for each in before), default=node.start_mark.index):
+            return text.rfind("*", 0, node.end_mark.index)  # PyYAML composes an alias as the node of its anchor
+        node = last
+    start, stop = node.start_mark.index, node.end_mark.index
+    keeps_newlines = getattr(node, "style", None) in ("|", ">") and "+" in text[start : start + 3]
+    return stop - 1 if keeps_newlines else len(text[:stop].rstrip())

@@ -162,7 +162,11 @@ class Expander:
             case "command_substitution" | "process_substitution":
                 self.capture(node.named_children)
                 return OPEN
-        return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
+        found = self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
+        is_assigned = node.parent is not None and node.parent.type == "variable_assignment"
+        if re.match(r"~(?:/|$)" if is_assigned else r"\w+=~(?:/|$)", self.text(node)):  # bash expands it to $HOME
+            return found.replace("~", OPEN, 1)
+        return found
 
     def parameter(self, name: str) -> str:
         """Return the value of `$NAME`; OPEN for positional parameters."""

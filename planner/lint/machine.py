@@ -74,8 +74,9 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
             continue
         status, what = problem
         used = ", ".join(f"{each.index}: {each.type} {each.gid}" for each in view.port.gids) or "none"
-        finds = version is not None and version >= (2, 21)
-        since = f" NCCL {version_text(version)} finds the right one by itself." if finds and version else ""
+        since = ""
+        if version is not None and version >= (2, 21):
+            since = f" NCCL {version_text(version)} finds the right one by itself."
         yield finding(
             "env.gid.absent", name, value, f"{view.name} GIDs: {used}", status=status,
             index=index, port=view.name, what=what, since=since,

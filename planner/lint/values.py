@@ -356,12 +356,13 @@ def _list(name: str, value: str) -> Iterator[Finding]:
         elif not value:
             yield finding("env.value.list/every", name, value)
         return
-    sign, entries = re.match(r"\^?=?", value)[0], re.split(r"[,;]", re.sub(r"^\^?=?", "", value))  # type: ignore[index]
+    sign = value[: len(value) - len(re.sub(r"^\^?=?", "", value))]
+    entries = re.split(r"[,;\s]+", value.removeprefix(sign))
     texts = values()["list"]
     wrong = [entry for entry in entries if entry[:1] in ("^", "=") and entry]
     problems = [texts["sign"].format(wrong=", ".join(wrong))] if wrong else []
     problems += [texts["blank"]] if re.search(r"\s", value) else []
     problems += [texts["semicolon"]] if ";" in value else []
     if problems:
-        names = ",".join(filter(None, (entry.strip().lstrip("^=") for entry in entries)))
+        names = ",".join(filter(None, (entry.lstrip("^=") for entry in entries)))
         yield finding("env.value.list", name, value, problems="; ".join(problems), right=sign + names)

@@ -17,7 +17,6 @@ from planner.nccl_env import interfaces as interfaces
 from planner.nccl_env import platforms as platforms
 from planner.nccl_env import rdma as rdma
 from planner.nccl_env import roce as roce
-from planner.nccl_env.gpus import nvlink_between_nodes
 from planner.nccl_env.hcas import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.nodes import NodeView
@@ -136,11 +135,11 @@ def _list_needs(case: Situation) -> Iterator[Setting]:
     largest = max(case.nodes, key=lambda node: node.gpu_count())
     yield _need_shm(largest, case.ranks_on(largest))
     if case.gpus:
-        gpus = largest.gpu_count()
-        yield setting("pod.gpus", f"nvidia.com/gpu: {gpus}", f"{largest.hostname}: {gpus} GPUs")
+        count = largest.gpu_count()
+        yield setting("pod.gpus", f"nvidia.com/gpu: {count}", f"{largest.hostname}: {count} GPUs")
     if case.one_node:
         return
-    if joined := nvlink_between_nodes(case):
+    if joined := gpus.nvlink_between_nodes(case):
         yield setting("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
     if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
         yield setting("pod.memlock", "unlimited", _describe_memlock(case))

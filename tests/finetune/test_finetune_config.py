@@ -63,6 +63,11 @@ def test_trl_s_parser_gets_todays_names_and_nothing_that_the_layout_holds():
     assert trl.trl_settings(raw, {}) == {"use_liger_kernel": True, "max_length": 8, "warmup_steps": 0.1}
 
 
+def test_values_that_transformers_reads_as_not_set_are_the_default():
+    for raw in ({"eval_steps": False}, {"eval_steps": 0.0}, {"max_steps": -1.0}, {"max_steps": "-1"}):
+        assert parse_config(raw)[0] == parse_config({})[0], raw
+
+
 @each_row(("raw", "words"), [*SETTINGS["wrong"], *SETTINGS["trl_only"]])
 def test_a_wrong_setting_is_named(raw, words):
     """The message names the setting, the value and what is allowed or close."""

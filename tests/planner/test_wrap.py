@@ -149,6 +149,17 @@ def test_a_collection_in_brackets_is_written_anew(text: str, made: str) -> None:
     assert extended(text.replace("\n", "\r\n"), wanted) == made.replace("\n", "\r\n")
     with pytest.raises(EditError, match="a comment is between its brackets"):
         extended("a: [\n  {k: v},  # one\n]\n", wanted)
+    assert extended('{"b": "x # y", "a": []}\n', [{"b": "x # y", "a": [1]}]) == '{"b": "x # y", "a": [1]}\n'
+
+
+def test_an_alias_and_kept_newlines_at_the_end_take_an_addition() -> None:
+    text = "a: &a {k: v}\nb:\n- *a\nc:\n- &d\n  k: w\n- *d\n# next\ne:\n  f: |+\n    text\n\n\ng: 1\n"
+    wanted = documents(text)
+    wanted[0]["b"].append("x")
+    wanted[0]["c"].append("y")
+    wanted[0]["e"]["h"] = "z"
+    made = "a: &a {k: v}\nb:\n- *a\n- x\nc:\n- &d\n  k: w\n- *d\n- y\n# next\ne:\n  f: |+\n    text\n\n\n  h: z\ng: 1\n"
+    assert extended(text, wanted) == made
 
 
 FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
