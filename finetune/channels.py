@@ -26,7 +26,7 @@ from contracts.run_record import NcclChannels
 MAX_LOG_BYTES = 16 << 20  # per rank; channels are printed when they connect, near the start of the log
 MAX_NAMES = 256  # channels of a rank that are sent to the others
 VERBOSE = ("INFO", "ABORT", "TRACE")  # log levels that print channels
-TCP = ("Socket", "FastSocket")  # NCCL's own network, and that of Google's plugin
+TCP = ("socket", "fastsocket")  # NCCL's own network, and that of Google's plugin; NCCL_NET is read without case
 LIBFABRIC = ("aws libfabric", "libfabric")  # one plugin; its releases print one of these names
 
 
@@ -92,7 +92,7 @@ def planned_channels(environment: Mapping[str, str], transport: Mapping[str, Any
         rdma, why = "IB", f"NCCL_IB_HCA={value}"
     if named:
         rdma, why = named, f"NCCL_NET={named}"
-    if rdma in TCP or (not named and environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")):
+    if rdma.lower() in TCP or (not named and environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")):
         rdma = why = ""  # a better transport than planned is not a fault
     level = environment.get("NCCL_NET_GDR_LEVEL", "")
     expected = transport.get("gdrdma")  # reason to expect it
@@ -118,7 +118,7 @@ def differences(found: Evidence, plan: PlannedNetwork, path: Path, *, hosts: int
     wrong = []
     networks = {name.removeprefix("NET/"): n for name, n in found.transports.items() if name.startswith("NET/")}
     for name, count in networks.items() if hosts > 1 else ():
-        if plan.rdma and name in TCP:
+        if plan.rdma and name.lower() in TCP:
             wrong.append(f"{plan.why}: {count} channels over NET/{name} ({_line(found, path, f'NET/{name}: ')})")
     # Before Ampere, NCCL stages data to send through the host by default, so only received data shows a fault.
     bare = found.receive.total - found.receive.gdrdma

@@ -259,7 +259,7 @@ class Pod:
                 troubled_at = time.monotonic()
                 for wire in wires.values():
                     wire.send(troubled=True)
-            code = ranks.poll(terminating=self.terminating, troubled=bool(troubled_at))
+            code = None if 0 in codes else ranks.poll(terminating=self.terminating, troubled=bool(troubled_at))
             if code is not None:
                 codes[0] = code
         return codes, lost

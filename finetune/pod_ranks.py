@@ -39,7 +39,7 @@ class Settings:
     restarts: int = RESTARTS
     wait_seconds: float = WAIT_SECONDS
     save_seconds: float = SAVE_SECONDS
-    measure: bool = False  # pods that have not been measured together are, before the ranks train
+    measure: bool = False  # before each start of the ranks, the pods are measured together
     once: bool = False  # an operator restarts the pods
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from agent.base import units
+from agent.checks.expect import Expected, settle
 from agent.checks.measured import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from contracts.finding import Finding, Status
-
-if TYPE_CHECKING:
-    from agent.checks.expect import Expected
 
 _SILENT, _VERDICT = CLUSTER_CODES
 
@@ -58,8 +55,6 @@ def checks_of(
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
         if expected:
-            from agent.checks.expect import settle
-
             node = held.topology(record)
             found = [*settle(expected, found, name, (held.snapshot(record), node) if node else None)]
         checks += found

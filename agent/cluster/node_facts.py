@@ -14,6 +14,7 @@ import io
 import ipaddress
 import json
 import re
+import zlib
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
@@ -68,7 +69,7 @@ def unpack(packed: str) -> Snapshot:
         with gzip.open(io.BytesIO(base64.b64decode(packed[:MOST_FACTS_LETTERS]))) as stream:
             parts = plain.loads(bounded.rest(stream, MOST_FACTS_BYTES))
         outcomes = {name: _outcome(parts[name], kind) for name, kind in _FACTS.items() if name in parts}
-    except (*plain.MISFITS, EOFError, OSError) as error:  # gzip raises OSError
+    except (*plain.MISFITS, EOFError, OSError, zlib.error) as error:  # gzip raises the last three
         raise ValueError(f"no facts: {type(error).__name__}: {str(error)[:200]}") from None
     return Snapshot(hostname="", taken_at_seconds=0.0, outcomes=outcomes)
 

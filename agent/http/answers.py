@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from agent.checks.verdict import Verdict, View
-from agent.http.worker import Answer, ProblemError, Worker, document
+from agent.http.worker import Answer, ProblemError, Worker
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from contracts.tables import read_table
@@ -90,29 +90,26 @@ class Rendered:
     """Responses that depend only on one view and the request: rendered once, and discarded with the view."""
 
     def __init__(self) -> None:
-        self._view: View | None = None
-        self._answers: dict[Hashable, Answer] = {}
+        # Replaced as a whole: the event loop and a thread that renders may store at the same time.
+        self._held: tuple[View | None, dict[Hashable, Answer]] = None, {}
         self._rendering = threading.Lock()
 
     def get(self, view: View, key: Hashable) -> Answer | None:
         """Return the response rendered for this request; None if there is none."""
-        return self._answers.get(key) if view is self._view else None
+        of, answers = self._held
+        return answers.get(key) if view is of else None
 
     def put(self, view: View, key: Hashable, answer: Answer) -> None:
         """Store a response. Those of another view are discarded, and all of them once they take too much memory."""
-        held = sum(len(one.body) for one in self._answers.values()) + len(answer.body)
-        if view is not self._view or held > MOST_BYTES or len(self._answers) >= MOST_ANSWERS:
-            self._view, self._answers = view, {}
-        self._answers[key] = answer
+        of, answers = self._held
+        size = sum(len(one.body) for one in answers.values()) + len(answer.body)
+        keeps = view is of and size <= MOST_BYTES and len(answers) < MOST_ANSWERS
+        self._held = view, {**answers, key: answer} if keeps else {key: answer}
 
-    async def of(self, view: View, key: Hashable, value: Callable[[], Any]) -> Response:
-        """Return `value()` as JSON, computed in a thread."""
-        return await self.made(view, key, lambda: document(value()))
-
-    async def made(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Response:
+    async def render(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Response:
         """Return the stored response, or compute it with `make` in a thread; one request is rendered at a time."""
 
-        def render() -> Answer:
+        def compute() -> Answer:
             with self._rendering:
                 answer = self.get(view, key)
                 if answer is None:
@@ -121,9 +118,9 @@ class Rendered:
                 return answer
 
         answer = self.get(view, key)
-        return respond(await run_in_threadpool(render) if answer is None else answer)
+        return respond(await run_in_threadpool(compute) if answer is None else answer)
 
-    async def asked(self, request: Request, worker: Worker, view: View, name: str, **given: Any) -> Response:
+    async def ask_worker(self, request: Request, worker: Worker, view: View, name: str, **given: Any) -> Response:
         """Return the stored response, or the worker's answer to the question `name`."""
         key = name, *given.items()
         answer = self.get(view, key)

@@ -49,10 +49,10 @@ class Records:
         self._listed_at = time.monotonic()
 
 
-def own_fleet(view: View) -> Fleet:
+def own_fleet(view: View, interval_seconds: float) -> Fleet:
     """Return the record of this agent's node alone, for an agent that does not publish."""
     fleet = Fleet()
-    fleet.set([record_of_view(view)])
+    fleet.set([record_of_view(view, interval_seconds=interval_seconds)])
     return fleet
 
 

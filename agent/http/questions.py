@@ -46,9 +46,9 @@ class Known:
     def __init__(self) -> None:
         self.records = Records()
 
-    def fleet(self, source: str) -> Fleet:
-        """Return the records of the source: all nodes of the cluster, or the node of this agent alone."""
-        return self.records.fleet() if source == "kubernetes" else own_fleet(self.view)
+    def fleet(self, source: str, interval: float) -> Fleet:
+        """Return the records of all nodes of the cluster, or of this agent's node, scanned every `interval` seconds."""
+        return self.records.fleet() if source == "kubernetes" else own_fleet(self.view, interval)
 
 
 def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
@@ -87,16 +87,18 @@ def _frontier(wanted: Request, advice: Recommendation) -> tuple[FrontierPoint, .
     return advise.frontier_of(wanted, counts)
 
 
-def nodes(known: Known, *, source: str) -> Answer:
+def nodes(known: Known, *, source: str, interval: float) -> Answer:
     """Return every node as a row."""
-    return document(nodes_document(known.fleet(source), source, known.records.error))
+    return document(nodes_document(known.fleet(source, interval), source, known.records.error))
 
 
-def cluster_page(known: Known, *, source: str, node: str | None, filters: tuple[tuple[str, Any], ...]) -> Answer:
+def cluster_page(
+    known: Known, *, source: str, interval: float, node: str | None, filters: tuple[tuple[str, Any], ...]
+) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
     from agent.pages import render as pages
 
-    fleet = known.fleet(source)
+    fleet = known.fleet(source, interval)
     if node is None:
         asked = pages.NodeFilter(**dict(filters))
         return page_of(pages.fleet_page(fleet, source=source, behind=known.records.error, asked=asked))

@@ -31,7 +31,7 @@ from agent.http import answers, posted
 from agent.http.access import Guard, ReadHosts, Tokens
 from agent.http.answers import Gate, Rendered, Responses, problems, respond, texts
 from agent.http.state import State, age_seconds
-from agent.http.worker import Answer, ProblemError, Worker, page_of
+from agent.http.worker import Answer, ProblemError, Worker, document, page_of
 from collectives.bench.results import BenchResult
 from contracts import question
 from contracts.finding import Finding
@@ -154,11 +154,11 @@ def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
         view, accept = state.current(), request.headers.get("accept", "")
 
-        def exposed() -> Answer:
+        def expose() -> Answer:
             body, content_type = metrics.exposition(view, accept, metrics.tally_samples(tally))
             return Answer(body=body, media_type=content_type, headers={"Vary": "Accept"})
 
-        return await rendered.made(view, ("/metrics", choose_encoder(accept)[1]), exposed)
+        return await rendered.render(view, ("/metrics", choose_encoder(accept)[1]), expose)
 
 
 def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
@@ -179,7 +179,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
             others = source == "kubernetes"
             return page_of(pages.node_page(view, *_recommended(view), trouble=trouble, others=others))
 
-        return await rendered.made(view, ("/", trouble), drawn)
+        return await rendered.render(view, ("/", trouble), drawn)
 
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
     async def cluster_page(
@@ -192,13 +192,13 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
     ) -> Response:
         """Every node that publishes: faults, the table, and which nodes are odd."""
         filters = (("search", search), ("verdict", verdict), ("fault", fault), ("page", page))
-        asked = {"source": source, "node": node, "filters": filters}
+        asked = {"source": source, "interval": state.interval_seconds, "node": node, "filters": filters}
         return respond(await worker.ask(request, "cluster_page", view=state.current(), **asked))
 
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
     async def what_if(request: Request, asked: Annotated[WhatIf, Query()]) -> Response:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
-        return await rendered.asked(
+        return await rendered.ask_worker(
             request, worker, state.current(), "what_if", fields=tuple(asked.model_dump().items())
         )
 
@@ -215,7 +215,7 @@ def _facts(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
     async def of_view(request: Request, make: Callable[[View], Any]) -> Response:
         """Return a response that depends only on the newest view."""
         view = state.current()
-        return await rendered.of(view, request.url.path, lambda: make(view))
+        return await rendered.render(view, request.url.path, lambda: document(make(view)))
 
     @app.get("/snapshot", tags=["facts"], responses=problems())
     async def snapshot(request: Request) -> Response:
@@ -248,7 +248,8 @@ def _facts(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
     @app.get("/nodes", tags=["facts"], responses=problems())
     async def nodes(request: Request) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
-        return respond(await worker.ask(request, "nodes", view=state.current(), source=source))
+        asked = {"source": source, "interval": state.interval_seconds}
+        return respond(await worker.ask(request, "nodes", view=state.current(), **asked))
 
 
 def _advice(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
@@ -260,7 +261,7 @@ def _advice(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> N
         if asked.form not in allowed:
             raise ProblemError(400, f"format={asked.form}: must be one of {', '.join(allowed)}", allowed=allowed)
         options = tuple((name, getattr(asked, name)) for name in question.fields())
-        return await rendered.asked(request, worker, view, "recommendations", options=options, form=asked.form)
+        return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=asked.form)
 
 
 def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
@@ -275,4 +276,4 @@ def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
         checked: FailOn = fail_on  # type: ignore[assignment]
         required, skipped = tuple(require or ()), tuple(skip or ())
         key = "/preflight", required, skipped, fail_on
-        return await rendered.of(view, key, lambda: posted.gate(view.checks, required, skipped, checked))
+        return await rendered.render(view, key, lambda: document(posted.gate(view.checks, required, skipped, checked)))

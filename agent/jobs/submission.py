@@ -35,7 +35,8 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
                 line = _send(client, document, is_job=document is made[-1], dry_run=not really)
             except ApiError as error:
                 so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
-                served = f"; is {document['apiVersion']} served by this cluster?" if error.status == 404 else ""
+                unserved = error.status == 404 and not str(error).startswith("namespaces ")
+                served = f"; is {document['apiVersion']} served by this cluster?" if unserved else ""
                 text = f"{name}: the API server says {error.status}: {error}{served}{so_far}"
                 raise ApiError(error.status, text) from None
             if really or dry_run:
@@ -69,7 +70,8 @@ def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) ->
             return "already exists and was not changed"
         state = job_state(client.get(path))
         if state == "failed":
-            again = f"`kubectl delete {named(document)}`, then the same command resumes from its checkpoints"
+            where = document["metadata"].get("namespace") or client.namespace
+            again = f"`kubectl delete {named(document)} -n {where}`, then the same command resumes from its checkpoints"
             raise ApiError(409, f"{error}, and has failed: {again}") from None
         state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
         raise ApiError(409, f"{error}, and is {state_text}") from None

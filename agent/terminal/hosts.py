@@ -76,9 +76,10 @@ def outcome_lines(outcome: Ok[object] | Absent | Failed) -> list[str]:
 def facts_lines(facts: object) -> list[str]:
     """Return one probe's facts in a few lines."""
     if isinstance(facts, HostinfoFacts):
-        counts = f"{facts.sockets or '?'} sockets, {facts.threads or '?'} threads, {units.size(facts.memory_bytes)}"
+        sockets = units.count(facts.sockets, "socket") if facts.sockets else "sockets unknown"
+        threads = units.count(facts.threads, "thread") if facts.threads else "threads unknown"
         where = f", virtual machine ({facts.virtual_machine})" if facts.virtual_machine else ""
-        return [f"{facts.cpu_name or 'unknown CPU'}: {counts}{where}"]
+        return [f"{facts.cpu_name or 'unknown CPU'}: {sockets}, {threads}, {units.size(facts.memory_bytes)}{where}"]
     if isinstance(facts, GpuFacts):
         names = sorted({gpu.name or "unknown model" for gpu in facts.gpus})
         lost = [gpu.index for gpu in facts.gpus if gpu.error]

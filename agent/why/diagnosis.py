@@ -323,6 +323,9 @@ def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
 
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted", "connection_closed_by_peer")
 
+# A cause of `why`, and the problem of the log that says less about the same lines.
+_MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch"}
+
 
 # The driver's line, and that of NCCL's diagnostics (2.32)
 _XID = re.compile(
@@ -362,8 +365,7 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
         verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes)
     )
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
-    if "rendezvous.name" in known:  # says why
-        known = (*known, "socket_connect_failed")
+    known = (*known, *(code for cause, code in _MORE_EXACT.items() if cause in known))
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
         known = (*known, "job_stopped")
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]

@@ -229,9 +229,9 @@ class _Findings:
         mild = {"libibverbs_missing": self.inter and self._if_several()[1], "ibv_open_device_failed": others_work}
         for code in [code for code, holds in mild.items() if holds and code in self.problems]:
             self.problems[code] = replace(self.problems[code], severity="warn")
-        for condition in ("always", "one node", "another failure", "libfabric works", "finished", "earlier step"):
-            for code in [code for code in self.problems if CODES[code].note == condition]:
-                if self._holds(condition, code):
+        for kind in ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", "retried"):
+            for code in [code for code in self.problems if CODES[code].note == kind]:
+                if self._holds(kind, code):
                     self.demote(code)
         if not self.has_failure("remote_failed") and not self.facts.finished:
             for code in self.problems.keys() & codes_with("alone"):
@@ -254,6 +254,9 @@ class _Findings:
             return "Libfabric" in self.inter and bool(self.evidence.transports or self.facts.provider)
         if condition == "another failure":
             return self.has_failure("remote_failed")
+        if condition == "retried":  # what failed was tried again
+            rows = [(file, row) for (other, file), row in self.ledger.last_lines.items() if other == code]
+            return bool(self.inter) and all(row < self.ledger.began.get(file, 0) for file, row in rows)
         return condition == "always" or self.evidence.inter_node_transport is None
 
     # --- the network

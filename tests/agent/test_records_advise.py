@@ -16,6 +16,7 @@ from agent.checks.verdict import build_view
 from agent.cluster import node_facts
 from agent.cluster.nodes import NodeRecord
 from agent.cluster.publish import to_resource
+from agent.http.cluster import own_fleet
 from probes.api import Failed, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
@@ -84,6 +85,23 @@ def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
         outcomes = fleet_of(new, of_later).snapshot(of_later).outcomes.values()
         assert all(isinstance(one, Failed) and "n2" in one.error for one in outcomes)
         assert fleet_of(of_later).topology(of_later) is None
+
+
+def test_a_record_whose_compressed_facts_are_broken_is_unknown_too() -> None:
+    """Whatever gzip raises: a stream that is no gzip, that is cut, or whose compressed data is invalid."""
+    new = record_of("cpu-only-vm", "n1")
+    whole = base64.b64decode(new.facts or "")
+    for broken in (b"{}", whole[:-9], whole[:10] + b"\x07" + whole[11:]):
+        record = replace(new, facts=base64.b64encode(broken).decode())
+        fleet = fleet_of(record)
+        assert not fleet.is_readable(record) and fleet.topology(record) is None
+
+
+def test_the_own_node_is_silent_after_three_missed_scans() -> None:
+    """An agent that does not publish: its node is not silent between two scans that are far apart."""
+    seen = replace(build_view((snapshot("cpu-only-vm"),)), made_at_seconds=1000.0)
+    (often,), (seldom,) = (own_fleet(seen, seconds).records() for seconds in (30.0, 3600.0))
+    assert often.silent(1200.0) and not seldom.silent(1000.0 + 3 * 3600.0) and seldom.silent(1001.0 + 3 * 3600.0)
 
 
 @every_machine

@@ -229,7 +229,7 @@ def launched(*words: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "condition", "code", "told"),
     [
-        *((kind, "Failed", 1, f"has failed: `kubectl delete {kind}/sft`") for kind in COLLECTIONS),
+        *((kind, "Failed", 1, f"has failed: `kubectl delete {kind}/sft -n ") for kind in COLLECTIONS),
         ("trainjob", "Complete", 1, "is complete: --name"),
         ("job", None, 1, "is not done; nothing was created"),
     ],

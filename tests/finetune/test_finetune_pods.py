@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
-from finetune import pod
+from finetune import pod, pod_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_ranks")]
 PYTHON = sys.executable  # which starts torchrun and its ranks, where a pod of `forked_ranks` has them forked
@@ -213,6 +215,35 @@ def test_what_follows_is_of_the_pod_that_failed_first(codes, lost, verdict):
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=())
     found = pod.Pod(settings=settings).judge(codes, lost)
     assert (found.again, found.code) == verdict
+
+
+def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(tmp_path, monkeypatch):
+    """Their process has another code by then, SIGTERM's, which would read as saved and start the job again."""
+    monkeypatch.setattr(pod_ranks, "LOST_GRACE_SECONDS", 0.2)
+    (tmp_path / "idle.py").write_text("import time\ntime.sleep(600)\n")
+    settings = pod.Settings(index=0, nodes=3, ranks=1, meet=("127.0.0.1", 1), words=(str(tmp_path / "idle.py"),))
+    pairs = [socket.socketpair() for _ in range(2)]
+    wires = {number: pod.Wire(here) for number, (here, _) in enumerate(pairs, 1)}
+    failed, slow = (there for _, there in pairs)
+    failed.sendall(b'{"ended": 1}\n')
+
+    def end_later():
+        while b"troubled" not in slow.recv(4096):
+            pass
+        time.sleep(2.5)  # until well after the ranks of pod 0 are ended
+        slow.sendall(b'{"ended": -1000}\n')
+
+    late = threading.Thread(target=end_later)
+    late.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        ranks = pod.Ranks(settings, "127.0.0.1", pod._free_port())
+        try:
+            codes, lost = pod.Pod(settings=settings, listener=listener)._watch(ranks, wires)
+        finally:
+            ranks.end()
+    late.join()
+    assert (codes, lost) == ({1: 1, 0: pod_ranks.ENDED_HERE, 2: pod_ranks.ENDED_HERE}, set())
 
 
 def measured_pod(job, index, **environment):
