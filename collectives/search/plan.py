@@ -521,7 +521,7 @@ class Search:
         slow = [measure for measure in measures if measure.is_slow(SIGMAS, LEAST_LINK)]
         if len(slow) < len(measures):
             return "clean"
-        if len(slow) < (2 if slow[-1].what == "stuck" else 3):
+        if len(slow) < 3 and sum(measure.what == "stuck" for measure in slow) < 2:
             return "open"
         # As of nodes: what is usual must be visible in the noise of one transfer; repeats of one test share theirs.
         usual = median_low(measure.excess for measure in measures)

@@ -240,3 +240,19 @@ def test_a_lost_node_is_bad_and_its_neighbours_are_not():
         pairs = [[(a, b) for a in test.nodes for b in test.nodes if a != b] for test in tests]
         found.report([Outcome(transfers=tuple((a, b, -1, 1 + (a + b) % 5 / 1000) for a, b in each)) for each in pairs])
     assert {v.node: v.reason for v in found.verdicts() if v.state != "good"} == {5: "lost"}
+
+
+def test_a_link_that_was_slow_once_and_stuck_beside_a_lost_node_is_no_fault():
+    """Host 3 is killed while host 4 sends to host 5, which took 34 % longer in the round before, by chance."""
+    found = Search([""] * 6)
+    while tests := found.next_round():
+        slow = {(4, 5): 1.34} if found.round == 2 else {}
+        pairs = [[(a, b) for a in test.nodes for b in test.nodes if a != b] for test in tests]
+        rows = [tuple((a, b, -1, slow.get((a, b), 1.0) + (a + b) % 5 / 100) for a, b in each) for each in pairs]
+        if tests[0].kind == "alone":
+            found.report([Outcome(alone=((node, "GPU0 matmul", 1.0),)) for node in range(6)])
+        elif found.round == 3:
+            found.report([Outcome(stuck=((4, 5),), lost={3: "no sign of life for 10 s"})])
+        else:
+            found.report([Outcome(transfers=row) for row in rows])
+    assert {v.node: v.reason for v in found.verdicts() if v.state != "good"} == {3: "lost"} and not found.bad_links()
