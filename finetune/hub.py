@@ -1,7 +1,7 @@
-"""What is asked of a model hub: the commit that a name means, and files of it.
+"""Requests to a model hub: the commit of a name, and its files.
 
-Surface: `huggingface_hub`, which reads HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and HF_HOME. A run goes on with the
-commits that its first rank was told. What the cache holds of them is trained on without the hub.
+Surface: `huggingface_hub`, which reads HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and HF_HOME. All ranks
+use the commits that rank 0 has received. Files of these commits that are in the cache need no hub.
 """
 
 from __future__ import annotations

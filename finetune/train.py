@@ -132,10 +132,10 @@ def export(trainer: Trainer) -> None:
         if error.errno not in hub.DISK_ERRORS:
             raise
         failed = f"export: {error}"
-    told = [failed]
-    dist.broadcast_object_list(told, src=0)  # which alone exports
-    if told[0]:
-        raise checkpoint.SaveError(told[0])
+    outcome = [failed]
+    dist.broadcast_object_list(outcome, src=0)  # only rank 0 exports
+    if outcome[0]:
+        raise checkpoint.SaveError(outcome[0])
 
 
 if __name__ == "__main__":

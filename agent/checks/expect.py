@@ -162,9 +162,9 @@ def _read_one(key: str, text: str, where: str) -> Expected:
 def expectation(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
     """Merge the expectations of the file and the command line, which wins. Raises GateError."""
     typed = parse(words)
-    kept = read_file(path) if path is not None else ()
+    from_file = read_file(path) if path is not None else ()
     replaced = {one.key for one in typed}
-    return (*(one for one in kept if one.key not in replaced), *typed)
+    return (*(one for one in from_file if one.key not in replaced), *typed)
 
 
 # The checks of a node: one for each expectation.

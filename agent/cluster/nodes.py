@@ -207,7 +207,7 @@ class Fleet:
         return machine is not None and machine.snapshot is not None
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
-        """Return what the node's agent read, with the record's name, and networks in place of addresses.
+        """Return what the node's agent read, with the record's name, and networks instead of addresses.
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """

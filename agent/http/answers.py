@@ -96,15 +96,15 @@ class Rendered:
 
     def get(self, view: View, key: Hashable) -> Answer | None:
         """Return the response rendered for this request; None if there is none."""
-        of, answers = self._held
-        return answers.get(key) if view is of else None
+        rendered_view, answers = self._held
+        return answers.get(key) if view is rendered_view else None
 
     def put(self, view: View, key: Hashable, answer: Answer) -> None:
         """Store a response. Those of another view are discarded, and all of them once they take too much memory."""
-        of, answers = self._held
+        rendered_view, answers = self._held
         size = sum(len(one.body) for one in answers.values()) + len(answer.body)
-        keeps = view is of and size <= MOST_BYTES and len(answers) < MOST_ANSWERS
-        self._held = view, {**answers, key: answer} if keeps else {key: answer}
+        fits = view is rendered_view and size <= MOST_BYTES and len(answers) < MOST_ANSWERS
+        self._held = view, {**answers, key: answer} if fits else {key: answer}
 
     async def render(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Response:
         """Return the stored response, or compute it with `make` in a thread; one request is rendered at a time."""

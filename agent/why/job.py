@@ -40,7 +40,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
 
 
 # Log problems that mean the job was asked to stop. Slurm and torchrun also log them for a job that saved a checkpoint.
-_TOLD_TO_END = {"job_cancelled", "job_requeued", "job_stopped", "job_preempted", "time_limit_reached"}
+_STOP_REQUESTS = {"job_cancelled", "job_requeued", "job_stopped", "job_preempted", "time_limit_reached"}
 
 
 def with_end_of_job(verdict: Verdict, ages: Mapping[int, float]) -> Verdict:
@@ -49,7 +49,7 @@ def with_end_of_job(verdict: Verdict, ages: Mapping[int, float]) -> Verdict:
     `ages` are the seconds by which the file of a rank is older than the newest one. A rank that was gone before stays
     the cause, and so does a rank whose loss ended a step of the job (`*** STEP` in the log).
     """
-    ends = [one for one in verdict.causes if one.code in _TOLD_TO_END and "*** JOB " in " ".join(one.evidence)]
+    ends = [one for one in verdict.causes if one.code in _STOP_REQUESTS and "*** JOB " in " ".join(one.evidence)]
     gone = [one for one in verdict.causes if one not in ends]
     early = any(ages.get(rank, 0.0) > STALE_SECONDS for one in gone for rank in one.ranks or ages)
     if not (ends and gone) or early or {one.code for one in gone} - {"rank.gone", "ranks.gone"}:
@@ -63,15 +63,15 @@ def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) 
 
     `again` says what a requeued job is doing now. "" means that the job has ended for good, None that this is unknown.
     """
-    told = verdict.state == "failed" and verdict.causes and {one.code for one in verdict.causes} <= _TOLD_TO_END
-    if not told and verdict.state not in ("fine", "unknown"):
+    stopped = verdict.state == "failed" and verdict.causes and {one.code for one in verdict.causes} <= _STOP_REQUESTS
+    if not stopped and verdict.state not in ("fine", "unknown"):
         return verdict
     saved = ""
     if record is not None and record.status == "interrupted" and record.exit_code == RESUMABLE:
-        why = f": {record.reason}" if record.reason else ""
-        saved = f"the run ended so that it can resume (run.json: interrupted, exit code {RESUMABLE}{why})"
+        reason = f": {record.reason}" if record.reason else ""
+        saved = f"the run ended so that it can resume (run.json: interrupted, exit code {RESUMABLE}{reason})"
     words = "; ".join(filter(None, (saved, again)))
-    if not told:
+    if not stopped:
         line = words if saved else "; ".join(filter(None, (verdict.line, again)))
         return replace(verdict, state="fine" if saved else verdict.state, line=line)
     if again and not saved and "COMPLETED" not in again:

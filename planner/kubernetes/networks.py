@@ -112,9 +112,9 @@ def attached(
         needs.append(Setting(name="resource", value=f"{resource}: 1", reason=where))
     pod_settings = _make_settings(advice.backend, snapshots, rails, seen, len(networks))
     named = {setting.name for setting in pod_settings}
-    kept = [setting for setting in advice.settings if setting.name not in named]
+    others = [setting for setting in advice.settings if setting.name not in named]
     notes = tuple(note for note in advice.notes if note.topic not in named)
-    return replace(advice, needs=(*advice.needs, *needs), settings=(*pod_settings, *kept), notes=notes)
+    return replace(advice, needs=(*advice.needs, *needs), settings=(*pod_settings, *others), notes=notes)
 
 
 def _make_settings(

@@ -1,4 +1,4 @@
-"""Ranks that load a model, each telling the most of its own memory that it took above where it began, and export it.
+"""Ranks that load a model, report the peak of their own memory above its start, and export the model.
 
 `loading_ranks.py CASES RANKS`: forked from one process. One line of JSON for each case of rank 0, which has all ranks'
 numbers. Counted are pages without a file (proc(5), statm): those of mapped files are the system's to take back.
