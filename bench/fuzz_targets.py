@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agent import metrics
+from agent import metrics, pages
 from agent.advice.advise import RequestError, answer
 from agent.advice.request import Request, histogram_of, model_of
 from agent.base.options import parse_version
@@ -35,7 +35,6 @@ from agent.cluster.nodes import Fleet
 from agent.http.access import read_tokens
 from agent.http.cluster import nodes_document
 from agent.http.questions import read_form
-from agent.pages import render as pages
 from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError

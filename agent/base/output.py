@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base import streams
+from agent.base import discard_output
 from contracts import plain
 from contracts.plain import printable
 
@@ -108,7 +108,7 @@ def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
         click.echo(shown, nl=nl, err=err)
     except BrokenPipeError:
         if not err:
-            streams.discard_output()
+            discard_output()
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:

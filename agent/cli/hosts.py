@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base import units
-from agent.base.hosts import snapshots
-from agent.base.options import command
+from agent.base.options import command, snapshots
 from agent.base.output import console, emit, print_text, waiting, write_result
 
 if TYPE_CHECKING:

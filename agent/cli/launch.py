@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS
-from agent.base.hosts import snapshots
-from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable
+from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable, snapshots
 from agent.base.output import Progress, console, print_text, render, waiting, write_result
 from agent.base.units import count
 from contracts import plain

@@ -55,7 +55,7 @@ def preflight(
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)
     if folder is not None:
-        from agent.pages.report import report_page
+        from agent.pages import report_page
 
         try:
             written = write_folder(report, folder, report_page(report))

@@ -12,8 +12,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import units
-from agent.base.hosts import snapshots
-from agent.base.options import NothingFitsError, RequestError, command
+from agent.base.options import NothingFitsError, RequestError, command, snapshots
 from agent.base.output import emit, print_text, waiting
 from contracts.question import most
 
@@ -111,7 +110,7 @@ def _numbers(text: str) -> list[int]:
 
 def _sweep(request: Request, text: str, form: str) -> None:
     from agent.advice.advise import frontier_of
-    from agent.base.tables import table
+    from agent.base.lines import table
 
     with waiting(f"recommend: forecasting layouts for {text}"):
         points = frontier_of(request, _numbers(text))
@@ -143,7 +142,7 @@ def _sweep(request: Request, text: str, form: str) -> None:
 
 def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from agent.advice.request import cluster_of, default_ranks, measured_step, measurements_of, model_of
-    from agent.base.tables import table
+    from agent.base.lines import table
     from agent.terminal.advice import layout_title
     from contracts.layout import values_of
     from planner.forecast.calibration import load_calibration

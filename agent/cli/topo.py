@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base import EXIT_UNKNOWN
-from agent.base.hosts import snapshots
-from agent.base.options import InputError, command, name_of, read_input
+from agent.base.options import InputError, command, name_of, read_input, snapshots
 from agent.base.output import emit, print_text
 from contracts import bounded
 from contracts.host_list import slurm_name

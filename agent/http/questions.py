@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from agent.advice import advise
 from agent.advice.request import Request
+from agent.base import log_to_stderr
 from agent.base.options import RequestError
-from agent.base.streams import log_to_stderr
 from agent.checks.verdict import View
 from agent.cluster.nodes import Fleet
 from agent.http.cluster import Records, nodes_document, own_fleet
@@ -62,7 +62,7 @@ def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form:
 
 def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
-    from agent.pages import render as pages
+    from agent import pages
 
     form, view = dict(fields), known.view
     if not form.get("model"):
@@ -96,7 +96,7 @@ def cluster_page(
     known: Known, *, source: str, interval: float, node: str | None, filters: tuple[tuple[str, Any], ...]
 ) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
-    from agent.pages import render as pages
+    from agent import pages
 
     fleet = known.fleet(source, interval)
     if node is None:

@@ -174,7 +174,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
         view, trouble = state.current(), state.error
 
         def drawn() -> Answer:
-            from agent.pages import render as pages
+            from agent import pages
 
             others = source == "kubernetes"
             return page_of(pages.node_page(view, *_recommended(view), trouble=trouble, others=others))

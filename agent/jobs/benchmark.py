@@ -242,7 +242,7 @@ def _allows_nvls(text: str) -> bool:
 
 def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     """Return the benchmark that the command line describes, on this host."""
-    from agent.base.hosts import snapshots
+    from agent.base.options import snapshots
     from probes.registry import ALL
 
     found = snapshots((), ALL)

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import indented
-from agent.base.tables import Grid, pairs, point, table_of
+from agent.base.lines import Grid, indented, pairs, point, table_of
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 

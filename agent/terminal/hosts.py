@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import headline, mark
-from agent.base.tables import pairs, point, table
+from agent.base.lines import headline, mark, pairs, point, table
 from agent.checks.groups import ORDER, Group, grouped, unknown_ids
 from agent.checks.verdict import Verdict, View
 from agent.terminal.findings import finding, findings

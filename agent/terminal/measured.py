@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import Grid, grid, table_of
+from agent.base.lines import Grid, grid, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from contracts.run_record import Comparison, RunRecord, compare

@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agent.base.hosts import snapshots as replay
 from agent.base.options import InputError
+from agent.base.options import snapshots as replay
 from agent.checks.host_checks import checks_of_scans
 from agent.why.job import with_end_of_job, with_gate, with_nodes, with_record, with_restart
 from agent.why.ranks import newest, of_run

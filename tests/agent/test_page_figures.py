@@ -14,12 +14,12 @@ from rigs.agents import agent
 from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row, rows_of
 
+from agent import pages
+from agent import pages as report
 from agent.base.options import RequestError
 from agent.checks.verdict import build_view
 from agent.http.questions import read_form
 from agent.jobs.preflight import Report
-from agent.pages import render as pages
-from agent.pages import report
 from agent.terminal.findings import findings
 from agent.terminal.measured import by_network, not_drawn, transport_of
 from contracts.finding import Interval

@@ -22,7 +22,7 @@ from rigs.tables import each_row
 from agent.advice import advise
 from agent.advice.request import Request
 from agent.checks.groups import grouped
-from agent.cli import networks
+from agent.cli.bench import show_networks
 from agent.cli.main import VERBS
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal import advice as advice_view
@@ -287,12 +287,12 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
                         steps=10, node_hour_price=None, bars=bars)  # fmt: skip
     for draw, what, first in (
         (bench, result, "✓ Measured: every result verified → save a baseline with --save FILE"),
-        (networks.show, found, "✓ net1 is the fastest (eth0 2 x as long) → "),
+        (show_networks, found, "✓ net1 is the fastest (eth0 2 x as long) → "),
     ):
         lines = drawn(draw, what).rstrip("\n").splitlines()
         assert " ".join(lines[:2]).startswith(first) and len(lines) <= 10, "\n".join(lines)
     failed = replace(found, bars=(bars[0], replace(bars[1], status="failed", step_seconds=None, why="no route")))
-    assert drawn(networks.show, failed).startswith("✗ not every network was measured: net1 failed →")
+    assert drawn(show_networks, failed).startswith("✗ not every network was measured: net1 failed →")
 
 
 def fleet(folder: Path, faults: dict[str, list[int]], total: int) -> list[str]:

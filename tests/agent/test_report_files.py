@@ -22,8 +22,7 @@ from agent.cluster.nodes import Fleet
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs.preflight import Report, junit
-from agent.pages.render import fleet_page
-from agent.pages.report import report_page
+from agent.pages import fleet_page, report_page
 from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot
 

@@ -25,14 +25,14 @@ from rigs.logs import read
 from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
 
+from agent import pages
 from agent.advice.advise import for_view
 from agent.advice.request import Request
 from agent.base import units
 from agent.cluster.nodes import Fleet
 from agent.http.state import State
 from agent.jobs.preflight import Report
-from agent.pages import render as pages
-from agent.pages.report import report_page
+from agent.pages import report_page
 from collectives.bench.results import BenchResult, read_as
 from contracts import plain
 

@@ -12,7 +12,7 @@ from rigs.tables import each_row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from agent.pages.report import make_environment
+from agent.pages import environment
 from agent.terminal.measured import division
 from contracts import run_record
 from contracts.job_config import JobConfig
@@ -49,7 +49,7 @@ def test_the_parts_stand_beside_the_forecast():
     assert division(slower) == division(record_of(RECORD)), "the profiler's own time is in no part"
     over = record_of({**RECORD, "parts": [{**part, "share": 0.6} for part in PARTS]})
     assert division(over).endswith("these parts overlap")
-    drawn = make_environment().get_template("sections.html.j2").module.runs([record_of(RECORD)])
+    drawn = environment().get_template("sections.html.j2").module.runs([record_of(RECORD)])
     assert "all-gather 31 % exposed" in drawn
 
 

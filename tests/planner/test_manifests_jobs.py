@@ -17,7 +17,7 @@ from rigs.tables import each_row
 from agent.advice.advise import answer, in_pods
 from agent.advice.job_settings import job_plan
 from agent.advice.request import Request
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
 from finetune import pod

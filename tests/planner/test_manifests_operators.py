@@ -12,7 +12,7 @@ from nccl_env_hosts import host
 from rigs.pods import launched, templates
 from rigs.tables import each_row
 
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec

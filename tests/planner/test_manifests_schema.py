@@ -17,7 +17,7 @@ from rigs.crds import strict, validate, without_required
 from rigs.pods import templates
 from rigs.tables import each_row
 
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from agent.cluster.publish import NFD_VERSION
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
