@@ -198,6 +198,7 @@ def calibrate(model: str, sequence_length: int, target: Path | None, **options: 
 # One fine-tune over several networks.
 
 DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
+_BAR_WIDTH = 20  # characters
 
 
 @command("compare-networks")
@@ -340,7 +341,6 @@ def show_networks(out: Console, found: NetworkBars, *, verbose: bool = False) ->
 
     from agent.base.lines import grid
     from agent.jobs.networks import words_of
-    from agent.terminal.measured import blocks
 
     steps = [bar.step_seconds for bar in found.bars if bar.step_seconds]
     best, longest = min(steps, default=0.0), max(steps, default=1.0)
@@ -349,7 +349,7 @@ def show_networks(out: Console, found: NetworkBars, *, verbose: bool = False) ->
     rows = grid(2, 3)
     for bar in found.bars:
         words = "\n".join(words_of(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
-        block = blocks(bar.step_seconds / longest) if bar.step_seconds else ""
+        block = "█" * max(1, round(_BAR_WIDTH * bar.step_seconds / longest)) if bar.step_seconds else ""
         rows.add_row(escape(bar.network), block, escape(words))
     out.print(rows)
     if verbose:

@@ -46,11 +46,6 @@ def preflight(
         request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
         place = folder or Path("reports")
         report = run({**options, "request": request, "output": place}, Progress(quiet=quiet))
-        if options["runs"]:
-            from agent.base.result_store import read_runs
-            from agent.terminal.measured import not_drawn
-
-            report = replace(report, notes=(*report.notes, *not_drawn(read_runs(options["runs"]))))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)
@@ -167,7 +162,6 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     if whole.run is not None:
         measured.run(out, whole.run)
         measured.comparison(out, whole.run)
-    measured.networks(out, whole.runs)
     if verbose:
         out.print("\n[bold]Findings[/bold]")
         findings(out, whole.checks, everything=everything)

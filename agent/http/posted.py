@@ -118,7 +118,7 @@ def store_record(state: State, lock: threading.Lock, record: RunRecord, who: str
         raise ProblemError(409, "this agent stores nothing, because it has no state folder",
                            grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
     with lock:
-        for known in result_store.read_runs((folder / result_store.RUNS_FOLDER,)):
+        for known in result_store.read_runs(folder):
             if result_store.start_of(known) == result_store.start_of(record):
                 if replace(known, posted_by=None) == replace(record, posted_by=None):
                     return False

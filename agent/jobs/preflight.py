@@ -76,7 +76,6 @@ class Report:
     bench: BenchResult | None = None
     recommendation: Recommendation | None = None
     run: RunRecord | None = None
-    runs: tuple[RunRecord, ...] = ()  # of this and earlier runs, newest first
     notes: tuple[str, ...] = ()  # stages that did not run, and why
     nodes: tuple[NodeRecord, ...] = ()  # checked from records published by their agents, without graphs
     schema_version: int = REPORT_VERSION
@@ -110,9 +109,6 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
         needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
         before = read_baseline(options["baseline"], needs)
         settings(options["config"], options["overrides"])
-        for place in options["runs"]:
-            if not result_store.read_runs([place]):
-                raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
         progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
         seconds = min(PROBE_SECONDS, options["timeout"])
         found = read_snapshots(
@@ -127,7 +123,7 @@ def _unscanned(options: Mapping[str, Any]) -> Report:
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
     checks = select(checks, require=options["require"], skip=options["skip"])
     return Report(
-        checks=checks, verdict=judge(checks, fail_on=options["fail_on"], stopped="SIGTERM"), runs=_runs(options),
+        checks=checks, verdict=judge(checks, fail_on=options["fail_on"], stopped="SIGTERM"),
         notes=("stopped by SIGTERM before the scan was done: nothing is known",),
     )  # fmt: skip
 
@@ -179,7 +175,7 @@ def _judged(
     checks = _against(before, checks, stopped)
     return Report(
         snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice, run=record,
-        verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), runs=_runs(options), notes=tuple(notes),
+        verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -208,13 +204,6 @@ def _stopping(options: Mapping[str, Any], found: Sequence[Finding], before: Base
     checks = regressions(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
-
-
-def _runs(options: Mapping[str, Any]) -> tuple[RunRecord, ...]:
-    """Return this run and earlier ones: those named, those in the report's folder, those stored by the agent."""
-    stored = result_store.folder()
-    places = [*options["runs"], options["output"] / "runs", *([stored / result_store.RUNS_FOLDER] if stored else [])]
-    return result_store.read_runs(places) if options["train"] or options["runs"] else ()
 
 
 def report_of(

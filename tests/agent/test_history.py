@@ -13,7 +13,7 @@ import pytest
 from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes, with_ports
 from rigs.tables import each_row, rows_of
 
-from agent import pages as render
+from agent import pages
 from agent.checks import history
 from agent.checks.expect import Expected, parse
 from agent.checks.explain import section
@@ -115,7 +115,7 @@ def test_since_when_and_after_what(tray: Snapshot) -> None:
     words = history.since_words(shown[-1], "rdma.port.down", "mlx5_2:1")
     began = history.clock(START + late)
     assert words == f"since {began}, after driver 570.124.06 -> 580.65.06 ({began})"
-    assert words in html.unescape(render.node_page(shown[-1], None, "no model", trouble=None))
+    assert words in html.unescape(pages.node_page(shown[-1], None, "no model", trouble=None))
     body = exposition(shown[-1], "")[0].decode()
     shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)
     assert shown_at and float(shown_at[1]) == pytest.approx(START + late)
