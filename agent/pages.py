@@ -11,7 +11,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,7 +133,7 @@ def environment() -> Environment:
         settings_as=render_settings,
     )  # fmt: skip
     shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
-              as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
+              as_it_is, when, device_of, layout_words, memory_words, speed_words, cluster_address)  # fmt: skip
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, layouts=_layouts, OPTIONS=OPTIONS,
@@ -322,10 +322,10 @@ def node_page(
     return rendered("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
 
 
-def fleet_page(fleet: Fleet, *, source: str, behind: str | None, asked: NodeFilter | None = None) -> str:
+def fleet_page(fleet: Fleet, *, source: str, behind: str | None, search: str = "", page: int = 1) -> str:
     """Return the page of all publishing nodes, from the records alone."""
     now = time.time()
-    shown = console(fleet, asked or NodeFilter(), now)
+    shown = console(fleet, now, search, page)
     return rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
 
 
@@ -386,37 +386,23 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFilter:
-    """The filters of the page's form and links; an empty one matches every node."""
-
-    search: str = ""
-    verdict: str = ""
-    fault: str = ""
-    page: int = 1
-
-    def query(self, **other: str | int) -> str:
-        """Return the address of this page with some filters changed, starting at the first rows."""
-        active = {name: value for name, value in {**asdict(self), "page": 1, **other}.items() if value not in ("", 1)}
-        return "cluster" + (f"?{urlencode(active)}" if active else "")
-
-    def matches(self, row: Row) -> bool:
-        """Whether the node matches the filters."""
-        found = all(each in row.text() for each in self.search.lower().split())
-        return found and self.verdict in ("", row.word) and (not self.fault or self.fault in row.codes)
+def cluster_address(search: str = "", page: int = 1) -> str:
+    """Return the address of the cluster's page for a search and a page of its table."""
+    asked = {name: value for name, value in (("search", search), ("page", page)) if value not in ("", 1)}
+    return "cluster" + (f"?{urlencode(asked)}" if asked else "")
 
 
-def console(fleet: Fleet, asked: NodeFilter, now: float) -> SimpleNamespace:
-    """Return all values that the page shows for these filters, at `now` (Unix seconds)."""
+def console(fleet: Fleet, now: float, search: str = "", page: int = 1) -> SimpleNamespace:
+    """Return all values that the page shows at `now` (Unix seconds); its table has the nodes that match `search`."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
     every = rows(records, checks, now)
-    matching = [row for row in every if asked.matches(row)]
+    matching = [row for row in every if all(word in row.text() for word in search.lower().split())]
     table = lines(matching)
     return SimpleNamespace(
-        asked=asked, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
-        shown=table[ROWS * (asked.page - 1) : ROWS * asked.page], pages=max(1, -(-len(table) // ROWS)),
+        search=search, page=page, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
+        shown=table[ROWS * (page - 1) : ROWS * page], pages=max(1, -(-len(table) // ROWS)),
         counts=dict(Counter(row.word for row in every)), faults=tuple(_faults(records, checks)),
-        codes=sorted({code for row in every for code in row.codes}), families=_families(fleet, records, now),
+        families=_families(fleet, records, now),
     )  # fmt: skip
 
 

@@ -92,16 +92,14 @@ def nodes(known: Known, *, source: str, interval: float) -> Answer:
     return document(nodes_document(known.fleet(source, interval), source, known.records.error))
 
 
-def cluster_page(
-    known: Known, *, source: str, interval: float, node: str | None, filters: tuple[tuple[str, Any], ...]
-) -> Answer:
+def cluster_page(known: Known, *, source: str, interval: float, node: str | None, search: str, page: int) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
     from agent import pages
 
     fleet = known.fleet(source, interval)
     if node is None:
-        asked = pages.NodeFilter(**dict(filters))
-        return page_of(pages.fleet_page(fleet, source=source, behind=known.records.error, asked=asked))
+        made = pages.fleet_page(fleet, source=source, behind=known.records.error, search=search, page=page)
+        return page_of(made)
     record = fleet.record(node)
     if record is None:
         raise ProblemError(404, f"node={node}: no agent publishes a node of that name")

@@ -186,13 +186,10 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
         request: Request,
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes.")] = None,
         search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
-        verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass)$")] = "",
-        fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
         page: Annotated[int, Query(ge=1, le=100_000)] = 1,
     ) -> Response:
         """Every node that publishes: faults, the table, and which nodes are odd."""
-        filters = (("search", search), ("verdict", verdict), ("fault", fault), ("page", page))
-        asked = {"source": source, "interval": state.interval_seconds, "node": node, "filters": filters}
+        asked = {"source": source, "interval": state.interval_seconds, "node": node, "search": search, "page": page}
         return respond(await worker.ask(request, "cluster_page", view=state.current(), **asked))
 
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)

@@ -283,9 +283,8 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
         slowed.send("Emulation.setCPUThrottlingRate", {"rate": 1})
         assert "5000 nodes" in tab.text("h1")
         assert tab.run("document.scrollingElement.scrollWidth") <= width
-        fields = "document.querySelectorAll('.ask select, .ask input')"
-        seen = tab.run(f"[...{fields}].filter(f => f.getBoundingClientRect().width).length")
-        assert seen == 3, "a phone can ask whatever a screen can"
+        search = "document.querySelector('.ask input')"
+        assert tab.run(f"{search}.getBoundingClientRect().width") > 0, "a phone can ask whatever a screen can"
         tab.open_page(console(64))  # axe-core takes ten seconds for 5,000 nodes, of which each is drawn as these are
         accessible(tab, axe)
     print(f"load: {one:.0f} ms with one node, {many:.0f} ms with 5,000")
