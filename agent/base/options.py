@@ -15,7 +15,6 @@ type, member or table name) is raised when the verb is imported.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -32,7 +31,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import EXIT_FAILED, EXIT_USAGE
-from agent.base.output import print_text, unwritable, waiting
+from agent.base.output import print_text, unwritable
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded, tables
 from contracts.tables import read_table
@@ -97,21 +96,20 @@ RECORDINGS = (".json", ".json.gz", ".zip")
 
 
 def snapshots(
-    hosts: Sequence[Path], probes: Probes, *, root: str = "/", timeout_seconds: float = 30.0, quiet: bool = False,
+    hosts: Sequence[Path], probes: Probes, *, root: str = "/", timeout_seconds: float = 30.0,
     stop: threading.Event | None = None,
 ) -> tuple[Snapshot, ...]:  # fmt: skip
     """Run the probes on this host with `timeout_seconds` for each, or replay the recordings in order.
 
-    A terminal shows a progress line; `quiet` is for callers that show their own progress. After `stop` is set the
-    function returns soon: probes that have not answered are reported as failed, and unread recordings are omitted.
+    After `stop` is set the function returns soon: probes that have not answered are reported as failed, and unread
+    recordings are omitted.
     """
-    with contextlib.nullcontext() if quiet else waiting("scan: replaying" if hosts else "scan: asking this host"):
-        if hosts:
-            return replayed(hosts, probes, stop)
-        from probes.scanner import Scanner
+    if hosts:
+        return replayed(hosts, probes, stop)
+    from probes.scanner import Scanner
 
-        with Scanner(root, probes=probes, timeout_seconds=timeout_seconds, stop=stop) as scanner:
-            return (scanner.scan(),)
+    with Scanner(root, probes=probes, timeout_seconds=timeout_seconds, stop=stop) as scanner:
+        return (scanner.scan(),)
 
 
 def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:

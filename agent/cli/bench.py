@@ -15,7 +15,7 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.options import command, require_writable, snapshots
-from agent.base.output import Progress, console, emit, print_text, render, save_document, waiting, write_result
+from agent.base.output import Progress, console, emit, print_text, render, save_document, write_result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,14 +40,14 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     from collectives.bench.run import run
     from probes.registry import ALL
 
-    stop, signals = stop_on_signals()
+    stop, received = _stop_on_signals()
     progress = Progress()
     before = read_baseline(baseline, ("busbw",)).busbw  # before the run, to reject a wrong file early
     spec = spec_of(options)
     progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
     result = run(spec, watch(progress.note), stop)
-    if signals:
-        result = replace(result, stopped_by=signal.Signals(signals[0]).name)
+    if received:
+        result = replace(result, stopped_by=received[0])
     result = against_baseline(result, before)
     save_benchmark_result(result)
     emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
@@ -64,17 +64,13 @@ def _report_low(checks: Iterable[Finding]) -> bool:
     return all(check.status != "fail" for check in low)
 
 
-def stop_on_signals() -> tuple[threading.Event, list[int]]:
-    """Catch SIGTERM and SIGINT. Each sets the returned event and adds its number to the returned list."""
-    stop, got = threading.Event(), list[int]()
+def _stop_on_signals() -> tuple[threading.Event, list[str]]:
+    """Until the verb ends, SIGTERM and SIGINT set the returned event and add their names to the returned list."""
+    from agent.jobs.signals import stop_on
 
-    def end(number: int, _frame: object) -> None:
-        got.append(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    return stop, got
+    stop = threading.Event()
+    received = click.get_current_context().with_resource(stop_on(stop, signal.SIGTERM, signal.SIGINT))
+    return stop, received
 
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
@@ -85,7 +81,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     from collectives.bench import perftest, processes
     from probes.registry import ALL
 
-    stop, got = stop_on_signals()
+    stop, received = _stop_on_signals()
     seconds = options["startup"] or perftest.WAIT_SECONDS
     progress = Progress()
     before = read_baseline(baseline, ("writes",)).writes  # before the run, to reject a wrong file early
@@ -104,7 +100,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
             for problem in problems:
                 print_text(problem, err=True)
             _report_low(_causes(found) if problems else ())
-            if signal.SIGINT in got:
+            if signal.SIGINT.name in received:
                 return EXIT_INTERRUPTED
             return EXIT_PASS if served and not problems else EXIT_FAILED
         progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
@@ -113,7 +109,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     emit(result, form, lambda out: measured.rdma(out, result))
     save_document(save, result)
     well = _report_low([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
-    if signal.SIGINT in got:
+    if signal.SIGINT.name in received:
         return EXIT_INTERRUPTED
     return EXIT_PASS if well and result.complete else EXIT_FAILED
 
@@ -144,14 +140,14 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
     from contracts import plain
     from probes.registry import ALL
 
-    stop, got = stop_on_signals()
+    stop, received = _stop_on_signals()
     progress = Progress()
     try:
         spec = job.spec_of(options, snapshots((), ALL))
         progress.step(f"search: {units.count(spec.place.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
         result = run.search(spec, progress.note, stop)
     except run.SearchError as error:
-        if signal.SIGINT not in got:
+        if signal.SIGINT.name not in received:
             raise
         print_text(str(error), err=True)
         sys.exit(EXIT_INTERRUPTED)
@@ -318,14 +314,14 @@ def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
             render_documents([*cluster_job.storage(options), *(one for _, made in jobs for one in made)]), nl=False
         )
         sys.exit(0)
-    client = connect(options["context"])
+    client, progress = connect(options["context"]), Progress()
     for number, (network, made) in enumerate(jobs):
         made = (*cluster_job.storage(options), *made) if number == 0 else made
-        with waiting(f"networks: {submission.named(made[-1])} over {network.name}"):
-            bars.append(networks.run(
-                client, made, network, options["api"], seconds=options["timeout"],
-                report=lambda line: print_text(line, err=True), sleep=time.sleep, clock=time.monotonic,
-            ))  # fmt: skip
+        progress.step(f"networks: {submission.named(made[-1])} over {network.name}")
+        bars.append(networks.run(
+            client, made, network, options["api"], seconds=options["timeout"], report=progress.note, sleep=time.sleep,
+            clock=time.monotonic,
+        ))  # fmt: skip
     order = {network.name: place for place, network in enumerate(over)}
     return networks.priced(networks.NetworkBars(
         title=_networks_title(request.model, layout.family, layout.world_size),

@@ -15,7 +15,7 @@ import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS
 from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable, snapshots
-from agent.base.output import Progress, console, print_text, render, waiting, write_result
+from agent.base.output import Progress, console, print_text, render, write_result
 from agent.base.units import count
 from contracts import plain
 
@@ -167,11 +167,11 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
     """Report the state of the job's pods; exit with 3 if they are refused, 5 if none appeared for an unknown reason."""
     from agent.jobs import submission
 
-    with waiting("launch: waiting for the first pods"):
-        made = submission.stored(client, job)
-        came = submission.wait(
-            client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
-        )
+    Progress().step("launch: waiting for the first pods")
+    made = submission.stored(client, job)
+    came = submission.wait(
+        client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
+    )
     for line in came.lines:
         print_text(line, err=True)
     if came.exit_code != EXIT_PASS:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base.options import command, require_writable
-from agent.base.output import Progress, console, print_text, render, save_document, waiting, write_result
+from agent.base.output import Progress, console, print_text, render, save_document, write_result
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
@@ -68,10 +68,9 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
 
     expected = expectation_of(options["expect"], options["expect_file"])
     started = time.monotonic()
-    with waiting("preflight: asking the cluster"):
-        client = connect(where["context"]).brief()
-        names = named(client, expand_host_list(where["nodes"] or ""), where["selector"])
-        held = fleet(client)
+    client = connect(where["context"]).brief()
+    names = named(client, expand_host_list(where["nodes"] or ""), where["selector"])
+    held = fleet(client)
     report = report_of(
         checks_of(names, held, expected=expected), nodes=records_of(names, held), require=options["require"],
         skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],

@@ -111,9 +111,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
         settings(options["config"], options["overrides"])
         progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
         seconds = min(PROBE_SECONDS, options["timeout"])
-        found = read_snapshots(
-            options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True, stop=stop
-        )
+        found = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, stop=stop)
         report = _unscanned(options) if stop.is_set() else _judged(options, progress, found, before, stop, expected)
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
