@@ -360,12 +360,11 @@ def _verdict_on_networks(found: NetworkBars, *, verbose: bool) -> str:
     ran = sorted((bar for bar in found.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
     wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not available")]
     if wrong:
-        return (
-            f"{'✗' if found.exit_code == 3 else '?'} not every network was measured: {', '.join(wrong)} → the reasons"
-        )
+        mark = "✗" if found.exit_code == 3 else "?"
+        return f"{mark} not every network was measured: {', '.join(wrong)} → see the reasons below"
     if len(ran) < 2:
         return f"? {len(ran)} network ran: nothing to compare → add another with --over"
     first, *rest = ran
     times = ", ".join(f"{bar.network} {(bar.step_seconds or 0) / (first.step_seconds or 1):.3g} x" for bar in rest)
-    more = "" if verbose else " (-v: the proof)"
+    more = "" if verbose else " (-v shows the proof)"
     return f"✓ {first.network} is the fastest ({times} as long) → use it for the job{more}"

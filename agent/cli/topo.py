@@ -97,7 +97,7 @@ def read_topology(source: str) -> NodeTopology:
     """Read a matrix or an XML file; the format is detected from the content."""
     from topology.formats import TopologyFileError, text, xml
 
-    name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", which no topology is")
+    name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", more than any topology has")
     try:
         raw = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
     except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError) as error:

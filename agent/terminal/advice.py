@@ -137,7 +137,7 @@ OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
 
 
 def summary(advice: Recommendation, chosen: RankedLayout, options: tuple[str, str] = OPTIONS) -> list[tuple[str, str]]:
-    """Speed, time, cost and memory, then the batch and the sharding of the layout in words.
+    """Speed, time, cost and memory, then the batch and the bottleneck in words.
 
     `options` name what the user adds to get run time and cost: the length of the run, and the price.
     """
@@ -159,8 +159,6 @@ def summary(advice: Recommendation, chosen: RankedLayout, options: tuple[str, st
         lines.append(("cost", f"not estimated. Add {' and '.join(missing)}."))
     lines.append(("memory", f"{memory_words(chosen)} per {device}"))
     lines.append(("batch", batch_words(chosen.layout)))
-    if sharding := sharding_words(chosen.layout):
-        lines.append(("weights", sharding))
     lines.append(("bottleneck", forecast.dominant))
     return lines
 
@@ -185,24 +183,6 @@ def batch_words(shape: Layout) -> str:
     often = "" if times == 1 else f", {times} times before each optimizer step (gradient accumulation)"
     ranks = units.count(shape.data_parallel, "data-parallel rank")
     return f"{units.count(shape.global_batch, 'sequence')} a step: micro-batch {shape.micro_batch} on {ranks}{often}"
-
-
-def sharding_words(shape: Layout) -> str:
-    """Describe how data parallelism shards the weights, and whether FSDP reshards them; "" if it is off."""
-    if shape.data_parallel == 1:
-        return ""
-    if shape.sharding == "ddp" or shape.dp_shard == 1:
-        return "whole on every data-parallel rank; gradients are all-reduced"
-    if shape.sharding in ("zero1", "zero2"):
-        parts = "optimizer states" if shape.sharding == "zero1" else "optimizer states and gradients"
-        return f"whole on every data-parallel rank; {parts} in {shape.dp_shard} parts"
-    replicas = f", {shape.dp_replicate} replicas" if shape.dp_replicate > 1 else ""
-    if shape.reshard_after_forward:
-        return (
-            f"in {shape.dp_shard} parts{replicas}; gathered layer by layer, freed after the layer, and gathered again "
-            "in the backward pass"
-        )
-    return f"in {shape.dp_shard} parts{replicas}; gathered layer by layer and kept until the backward pass (no reshard)"
 
 
 def as_it_is(advice: Recommendation) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     where = ranks_words(result)
     left = len(result.measurements) - len(shown)
     out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
-    out.print(escape(where + (f"; {left} smaller sizes: -v" if left else "")))
+    out.print(escape(where + (f"; -v shows {left} smaller sizes" if left else "")))
     out.print(table_of(results_grid(shown)))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
