@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 from rigs.command import on_a_terminal, topoflight
 from rigs.recorded import H100, NAMES, path_of, view
@@ -23,7 +22,6 @@ from agent.advice import advise
 from agent.advice.request import Request
 from agent.checks.groups import grouped
 from agent.cli.bench import show_networks
-from agent.cli.main import VERBS
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal import advice as advice_view
 from agent.terminal import findings as findings_view
@@ -204,10 +202,8 @@ def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
     assert not any(line.strip().startswith("gpu-a:") for line in lines_of("evidence", tmp_path / LOG, columns=120))
 
 
-def test_a_terminal_has_colours_and_sees_that_work_is_under_way() -> None:
-    """A live line while layouts are forecast; with NO_COLOR the same words and no colour."""
-    _, live = on_a_terminal("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2")
-    assert "forecasting layouts" in live
+def test_a_terminal_has_colours_unless_they_are_switched_off() -> None:
+    """With NO_COLOR the same words and no colour."""
     sick = ("scan", "--host", str(SICK))
     (_, coloured), (_, plain) = on_a_terminal(*sick), on_a_terminal(*sick, NO_COLOR="1")
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
@@ -330,24 +326,6 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
     assert expanded(down[: down.index("→")]) == {f"gpu-{number:03d}" for number in faults["sick-h100-dead-hca"]}
     assert "gpu-011" in unfolded[unfolded.index("✗ FAIL limits.memlock.low") :]
     assert expanded(unfolded) == set(names)
-
-
-def complete(shell: str, line: str) -> list[str]:
-    words = line.split(" ")
-    env = {"PATH": str(Path(sys.executable).parent), "_TOPOFLIGHT_COMPLETE": f"{shell}_complete", "COMP_WORDS": line,
-           "COMP_CWORD": words[-1] if shell == "fish" else str(len(words) - 1)}  # fmt: skip
-    return subprocess.run(["topoflight"], env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-@pytest.mark.long
-@each_row(
-    ("shell", "line", "wanted"),
-    [("bash", "", VERBS), ("zsh", "preflight --bas", ["--baseline"]), ("fish", "recommend --method q", ["qlora"])],
-)
-def test_a_shell_completes_verbs_options_and_choices(shell: str, line: str, wanted: list[str]) -> None:
-    """By click's own protocol, as the script that it prints asks; what is completed is the same for every shell."""
-    found = complete(shell, f"topoflight {line}")
-    assert [word for word in wanted if not any(word in each for each in found)] == []
 
 
 @each_row(("shell", "shipped"), [("bash", "topoflight.bash"), ("zsh", "_topoflight"), ("fish", "topoflight.fish")])
