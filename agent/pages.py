@@ -1,6 +1,6 @@
-"""The agent's pages and the report of preflight: HTML from the templates of one folder.
+"""The report as one HTML document, and the sections that it shares with the agent's pages (agent/http/pages.py).
 
-Style and drawings are in the document itself. The report has no script, the pages have a small optional one.
+Style and drawings are in the document itself. The report has no script.
 """
 
 from __future__ import annotations
@@ -9,30 +9,21 @@ import base64
 import hashlib
 import re
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from agent.advice.advise import EXPORTS, FORM
-from agent.base import units, version
+from agent.base import units
 from agent.base.lines import GLYPHS
-from agent.base.units import clock
-from agent.checks import history
-from agent.checks.explain import UnknownCodeError, point, section
+from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
-from agent.checks.measured import CLUSTER_CODES
-from agent.checks.verdict import View, judge
-from agent.cluster.gate import checks_of
-from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
-from agent.jobs import search
+from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.terminal import measured
 from agent.terminal.advice import (
     OPTIONS,
@@ -48,18 +39,14 @@ from agent.terminal.advice import (
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult, Measurement
-from contracts import question
-from contracts.finding import Finding, Status
+from contracts.finding import Finding
 from contracts.host_list import list_names
 from planner.advice import RankedLayout, Recommendation
-from planner.forecast import machines, models
 from planner.nccl_env.environment import render_settings
-from planner.sweep import FrontierPoint
 from probes.api import Snapshot
-from topology import diff, svg
+from topology import svg
 from topology.check import departures
 from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
-from topology.paths import with_expectations
 from topology.render import columns
 
 if TYPE_CHECKING:
@@ -125,13 +112,10 @@ def environment() -> Environment:
         settings_as=render_settings,
     )  # fmt: skip
     shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
-              as_it_is, when, device_of, layout_words, memory_words, speed_words, cluster_address)  # fmt: skip
+              as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, layouts=_layouts, OPTIONS=OPTIONS,
-        field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
-        exports=EXPORTS, search_summary=search.summary,
-        search_picture=lambda result: Markup(search.picture(result)),  # noqa: S704 - escaped there
     )  # fmt: skip
     return made
 
@@ -295,131 +279,3 @@ def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) ->
     yield "recognised as", node.sku or "not in the reference table"
     for text in departures(node):
         yield "differs from the reference", text
-
-
-# The agent's pages.
-
-ROWS = 100  # per page of the table of the cluster's nodes
-
-
-def node_page(
-    view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None, others: bool = False
-) -> str:
-    """Return the page of one node.
-
-    `trouble` is why the newest scan failed, if this view is an older one; `others` says that the page of the whole
-    cluster is not empty.
-    """
-    return rendered("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
-
-
-def fleet_page(fleet: Fleet, *, source: str, behind: str | None, search: str = "", page: int = 1) -> str:
-    """Return the page of all publishing nodes, from the records alone."""
-    now = time.time()
-    shown = console(fleet, now, search, page)
-    return rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
-
-
-def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
-    """Return the page of one node of the cluster, from its published record."""
-    now = time.time()
-    snapshot, node = fleet.snapshot(record), fleet.topology(record)
-    topologies = () if node is None else (with_expectations(node),)
-    checks = checks_of_records(fleet, now, (record.name,))
-    view = View(
-        snapshots=(snapshot,), topologies=topologies, checks=checks, verdict=judge(checks),
-        made_at_seconds=record.scanned_at_seconds,
-    )  # fmt: skip
-    age = units.duration(record.age_seconds(now))
-    return rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
-
-
-def what_if_page(
-    view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str,
-    points: Sequence[FrontierPoint] = (),
-) -> str:  # fmt: skip
-    """Return the form and, if it was answered, the layouts and the comparison of numbers of nodes."""
-    given = {name: asked[name] for name in FORM if asked.get(name)}
-    return rendered(
-        "what_if", view=view, asked={**dict.fromkeys(FORM, ""), **given}, query=given, advice=advice, error=error,
-        points=points, machines=machines.names(), models=[model.name for model in models.KNOWN],
-    )  # fmt: skip
-
-
-def headers() -> dict[str, str]:
-    """Return the headers of the agent's pages; their policy allows only content of the document and of this agent."""
-    policy = (
-        f"default-src 'none'; style-src '{digest('style.css')}'; script-src '{digest('page.js')}'; img-src data:; "
-        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-    )
-    return {
-        "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-        "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store", "Content-Security-Policy": policy,
-    }  # fmt: skip
-
-
-# The page of the whole cluster, created from the records alone.
-
-
-def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
-    """Return findings of these nodes' agents, or of all; if an older record has no remedy, use that of the docs.
-
-    A silent node is unknown on the pages. The gate fails for it, because a job cannot be started there.
-    """
-    found = checks_of([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
-    silent, _ = CLUSTER_CODES
-    return tuple(
-        check if check.status == "pass" else replace(
-            check, remedy=check.remedy or point(check.code, "Remedy"), required=check.required or check.code == silent,
-            status=Status.UNKNOWN if check.code == silent else check.status,
-        )
-        for check in found
-    )  # fmt: skip
-
-
-def cluster_address(search: str = "", page: int = 1) -> str:
-    """Return the address of the cluster's page for a search and a page of its table."""
-    asked = {name: value for name, value in (("search", search), ("page", page)) if value not in ("", 1)}
-    return "cluster" + (f"?{urlencode(asked)}" if asked else "")
-
-
-def console(fleet: Fleet, now: float, search: str = "", page: int = 1) -> SimpleNamespace:
-    """Return all values that the page shows at `now` (Unix seconds); its table has the nodes that match `search`."""
-    records, checks = fleet.records(), checks_of_records(fleet, now)
-    every = rows(records, checks, now)
-    matching = [row for row in every if all(word in row.text() for word in search.lower().split())]
-    table = lines(matching)
-    return SimpleNamespace(
-        search=search, page=page, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
-        shown=table[ROWS * (page - 1) : ROWS * page], pages=max(1, -(-len(table) // ROWS)),
-        counts=dict(Counter(row.word for row in every)), faults=tuple(_faults(records, checks)),
-        families=_families(fleet, records, now),
-    )  # fmt: skip
-
-
-def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[Group, str]]:
-    """Return each finding over all nodes, with the earliest start time."""
-    since = {
-        (record.name, each.get("code"), each.get("subject")): seconds_of(each.get("since"))
-        for record in records
-        for each in record.findings
-    }
-    for group in grouped([check for check in checks if check.status in ("fail", "warn") or check.required]):
-        times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
-        first = min(filter(None, times), default=0.0)
-        yield group, clock(first) if first else ""
-
-
-def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
-    """Compare the reporting nodes with the same GPU model, and return how some of them differ from the majority.
-
-    Equal machines are compared once.
-    """
-    alike: dict[str, tuple[NodeRecord, list[str]]] = {}
-    for record in records:
-        if fleet.is_readable(record) and not record.silent(now):
-            alike.setdefault(record.facts or "", (record, []))[1].append(record.name)
-    if not alike:
-        return ()
-    found = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])
-    return found.families

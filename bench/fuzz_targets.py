@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agent import metrics, pages
+from agent import metrics
 from agent.advice.advise import RequestError, answer
 from agent.advice.request import Request, histogram_of, model_of
 from agent.base.options import parse_version
@@ -32,6 +32,7 @@ from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, build_view
 from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet
+from agent.http import pages
 from agent.http.access import read_tokens
 from agent.http.questions import read_form
 from agent.http.state import nodes_document

@@ -62,7 +62,7 @@ def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form:
 
 def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
-    from agent import pages
+    from agent.http import pages
 
     form, view = dict(fields), known.view
     if not form.get("model"):
@@ -94,7 +94,7 @@ def nodes(known: Known, *, source: str, interval: float) -> Answer:
 
 def cluster_page(known: Known, *, source: str, interval: float, node: str | None, search: str, page: int) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
-    from agent import pages
+    from agent.http import pages
 
     fleet = known.fleet(source, interval)
     if node is None:

@@ -188,7 +188,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
         view, trouble = state.current(), state.error
 
         def drawn() -> Answer:
-            from agent import pages
+            from agent.http import pages
 
             others = source == "kubernetes"
             return page_of(pages.node_page(view, *_recommended(view), trouble=trouble, others=others))

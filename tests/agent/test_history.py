@@ -13,13 +13,13 @@ import pytest
 from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes, with_ports
 from rigs.tables import each_row, rows_of
 
-from agent import pages
 from agent.checks import history
 from agent.checks.expect import Expected, parse
 from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import View, build_view
+from agent.http import pages
 from agent.metrics import exposition
 from contracts.finding import Status
 from probes.api import Absent, Failed, Ok, Snapshot

@@ -13,12 +13,12 @@ from rigs.fleet import record_of, resource_of, resources
 from rigs.recorded import snapshot, view
 from rigs.tables import each_row
 
-from agent import pages
 from agent.base import units
 from agent.base.options import distinct_names
 from agent.checks.verdict import judge
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import Fleet, NodeRecord
+from agent.http import pages
 from agent.http.state import nodes_document
 from agent.jobs.preflight import Report
 from agent.pages import report_page

@@ -13,11 +13,13 @@ from rigs.agents import agent
 from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row, rows_of
 
-from agent import pages
 from agent.base.options import RequestError
 from agent.checks.verdict import build_view
+from agent.http import pages
 from agent.http.questions import read_form
 from agent.jobs.preflight import Report
+from agent.pages import environment, report_page
+from agent.pages import picture as picture_of
 from agent.terminal.findings import findings
 from agent.terminal.measured import transport_of
 from contracts.finding import Interval
@@ -26,7 +28,7 @@ from contracts.run_record import record_of
 rows = rows_of(__file__)
 
 HOSTILE = "<script>alert('&')</script>\"x"
-FIGURES = pages.environment().get_template("charts.html.j2").module
+FIGURES = environment().get_template("charts.html.j2").module
 
 
 def widths(svg: str, kind: str) -> list[float]:
@@ -36,7 +38,7 @@ def widths(svg: str, kind: str) -> list[float]:
 def picture(name: str) -> str:
     """The drawing of a recorded machine with what is wrong on it."""
     (node,) = view(name).topologies
-    return pages.picture(node, checks=view(name).checks)
+    return picture_of(node, checks=view(name).checks)
 
 
 @each_row("name", NAMES)
@@ -48,14 +50,14 @@ def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: s
     assert sum("d-gpu" in names for names in classes) == len(node.gpus)
     assert sum("d-nic" in names for names in classes) == len(node.nics)
     assert all(near.gpu in root.get("aria-label", "") for near in node.nearest_nic)
-    plain = pages.picture(node)
+    plain = picture_of(node)
     root = ElementTree.fromstring(plain) if plain else ElementTree.Element("svg")  # noqa: S314 - our own output
     kinds = [line.get("class", "") for line in root.iter("path")]
     assert "l-sys" not in kinds
     boxes = sum("d-frame" in (rect.get("class") or "") for rect in root.iter("rect"))
     assert kinds.count("l-cpus") == max(0, boxes - 1)
     nics = tuple(replace(nic, name=HOSTILE + nic.name) for nic in node.nics)
-    hostile = pages.picture(replace(node, hostname=HOSTILE, nics=nics))
+    hostile = picture_of(replace(node, hostname=HOSTILE, nics=nics))
     assert "<script" not in hostile and (not hostile or ElementTree.fromstring(hostile) is not None)  # noqa: S314
 
 
@@ -133,7 +135,7 @@ def test_the_page_may_load_nothing_but_its_own_inline_blocks() -> None:
 def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
     """Two nodes of one kind share every address: only the one whose NIC is dead shows it, in one report too."""
     both = build_view((snapshot(), snapshot("sick-h100-dead-hca")))
-    healthy, sick = (pages.picture(node, checks=both.checks) for node in both.topologies)
+    healthy, sick = (picture_of(node, checks=both.checks) for node in both.topologies)
     assert "d-fail" not in healthy
     assert sick.count("d-nic d-fail") == 1
 
@@ -142,7 +144,7 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
     view = build_view(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
     whole = Report(snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict)
-    html = pages.report_page(whole)
+    html = report_page(whole)
     number = view.verdict.listed
     assert view.verdict.why == "2 failed, 2 warnings"
     assert f"<summary>{number['pass']} checks passed</summary>" in html

@@ -10,12 +10,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rigs.recorded import NAMES, view
 
-from agent import pages
 from agent.advice import advise
 from agent.advice.job_settings import EMBEDDED_MODEL
 from agent.advice.request import Request
 from agent.base import units
-from agent.http import questions
+from agent.http import pages, questions
 from agent.http.worker import Answer
 from agent.terminal.advice import recommendation
 from contracts import question

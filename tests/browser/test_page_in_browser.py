@@ -25,11 +25,11 @@ from rigs.logs import read
 from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
 
-from agent import pages
 from agent.advice.advise import for_view
 from agent.advice.request import Request
 from agent.base import units
 from agent.cluster.nodes import Fleet
+from agent.http import pages
 from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import report_page

@@ -33,7 +33,7 @@ CALLS = {"compile", "__import__", "pty.spawn", "asyncio.create_subprocess_shell"
 CALLED = {("agent/jobs/script_rank.py", "compile")}
 NAMES = {call.rpartition(".")[2] for call in CALLS}
 # Modules that may mark a text as safe: drawings and files of our own, and YAML that is quoted
-MARKED = {"agent/pages.py", "planner/kubernetes/manifests.py"}
+MARKED = {"agent/pages.py", "agent/http/pages.py", "planner/kubernetes/manifests.py"}
 
 
 def test_the_linter_holds_its_rules_and_only_the_users_own_script_is_excused() -> None:

@@ -1,0 +1,164 @@
+"""The agent's pages: the sections of the report, and a small optional script."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from urllib.parse import urlencode
+
+from markupsafe import Markup
+
+from agent.advice.advise import EXPORTS, FORM
+from agent.base import units, version
+from agent.base.units import clock
+from agent.checks import history
+from agent.checks.explain import point
+from agent.checks.groups import Group, grouped
+from agent.checks.measured import CLUSTER_CODES
+from agent.checks.verdict import View, judge
+from agent.cluster.gate import checks_of
+from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
+from agent.jobs import search
+from agent.pages import digest, environment, lines, rendered, rows
+from contracts import question
+from contracts.finding import Finding, Status
+from planner.advice import Recommendation
+from planner.forecast import machines, models
+from planner.sweep import FrontierPoint
+from topology import diff
+from topology.paths import with_expectations
+
+ROWS = 100  # per page of the table of the cluster's nodes
+
+
+def node_page(
+    view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None, others: bool = False
+) -> str:
+    """Return the page of one node.
+
+    `trouble` is why the newest scan failed, if this view is an older one; `others` says that the page of the whole
+    cluster is not empty.
+    """
+    return rendered("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
+
+
+def fleet_page(fleet: Fleet, *, source: str, behind: str | None, search: str = "", page: int = 1) -> str:
+    """Return the page of all publishing nodes, from the records alone."""
+    now = time.time()
+    shown = console(fleet, now, search, page)
+    return rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
+
+
+def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
+    """Return the page of one node of the cluster, from its published record."""
+    now = time.time()
+    snapshot, node = fleet.snapshot(record), fleet.topology(record)
+    topologies = () if node is None else (with_expectations(node),)
+    checks = checks_of_records(fleet, now, (record.name,))
+    view = View(
+        snapshots=(snapshot,), topologies=topologies, checks=checks, verdict=judge(checks),
+        made_at_seconds=record.scanned_at_seconds,
+    )  # fmt: skip
+    age = units.duration(record.age_seconds(now))
+    return rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
+
+
+def what_if_page(
+    view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str,
+    points: Sequence[FrontierPoint] = (),
+) -> str:  # fmt: skip
+    """Return the form and, if it was answered, the layouts and the comparison of numbers of nodes."""
+    given = {name: asked[name] for name in FORM if asked.get(name)}
+    return rendered(
+        "what_if", view=view, asked={**dict.fromkeys(FORM, ""), **given}, query=given, advice=advice, error=error,
+        points=points, machines=machines.names(), models=[model.name for model in models.KNOWN],
+    )  # fmt: skip
+
+
+def headers() -> dict[str, str]:
+    """Return the headers of the agent's pages; their policy allows only content of the document and of this agent."""
+    policy = (
+        f"default-src 'none'; style-src '{digest('style.css')}'; script-src '{digest('page.js')}'; img-src data:; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    )
+    return {
+        "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store", "Content-Security-Policy": policy,
+    }  # fmt: skip
+
+
+# The page of the whole cluster, created from the records alone.
+
+
+def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
+    """Return findings of these nodes' agents, or of all; if an older record has no remedy, use that of the docs.
+
+    A silent node is unknown on the pages. The gate fails for it, because a job cannot be started there.
+    """
+    found = checks_of([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
+    silent, _ = CLUSTER_CODES
+    return tuple(
+        check if check.status == "pass" else replace(
+            check, remedy=check.remedy or point(check.code, "Remedy"), required=check.required or check.code == silent,
+            status=Status.UNKNOWN if check.code == silent else check.status,
+        )
+        for check in found
+    )  # fmt: skip
+
+
+def cluster_address(search: str = "", page: int = 1) -> str:
+    """Return the address of the cluster's page for a search and a page of its table."""
+    asked = {name: value for name, value in (("search", search), ("page", page)) if value not in ("", 1)}
+    return "cluster" + (f"?{urlencode(asked)}" if asked else "")
+
+
+def console(fleet: Fleet, now: float, search: str = "", page: int = 1) -> SimpleNamespace:
+    """Return all values that the page shows at `now` (Unix seconds); its table has the nodes that match `search`."""
+    records, checks = fleet.records(), checks_of_records(fleet, now)
+    every = rows(records, checks, now)
+    matching = [row for row in every if all(word in row.text() for word in search.lower().split())]
+    table = lines(matching)
+    return SimpleNamespace(
+        search=search, page=page, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
+        shown=table[ROWS * (page - 1) : ROWS * page], pages=max(1, -(-len(table) // ROWS)),
+        counts=dict(Counter(row.word for row in every)), faults=tuple(_faults(records, checks)),
+        families=_families(fleet, records, now),
+    )  # fmt: skip
+
+
+def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[Group, str]]:
+    """Return each finding over all nodes, with the earliest start time."""
+    since = {
+        (record.name, each.get("code"), each.get("subject")): seconds_of(each.get("since"))
+        for record in records
+        for each in record.findings
+    }
+    for group in grouped([check for check in checks if check.status in ("fail", "warn") or check.required]):
+        times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
+        first = min(filter(None, times), default=0.0)
+        yield group, clock(first) if first else ""
+
+
+def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
+    """Compare the reporting nodes with the same GPU model, and return how some of them differ from the majority.
+
+    Equal machines are compared once.
+    """
+    alike: dict[str, tuple[NodeRecord, list[str]]] = {}
+    for record in records:
+        if fleet.is_readable(record) and not record.silent(now):
+            alike.setdefault(record.facts or "", (record, []))[1].append(record.name)
+    if not alike:
+        return ()
+    found = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])
+    return found.families
+
+
+environment().globals.update(
+    field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
+    exports=EXPORTS, cluster_address=cluster_address, search_summary=search.summary,
+    search_picture=lambda result: Markup(search.picture(result)),  # noqa: S704 - escaped there
+)  # fmt: skip
