@@ -213,7 +213,6 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 }
 
 
-_QUESTION = read_table(tables.__file__, "question.toml")  # the same table as contracts.question reads
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
 _OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes", "allows")  # all others belong to click.option
 
@@ -258,7 +257,7 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            members = (found.get(key) or (_QUESTION | _table("shared"))[key]) | row
+            members = (found.get(key) or _table("shared").get(key) or _question()[key]) | row
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row
@@ -295,6 +294,11 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
 
 def _table(name: str) -> dict[str, Any]:
     return read_table(__file__, f"verbs/{name}.toml")
+
+
+def _question() -> dict[str, Any]:
+    """Return the table that contracts.question reads; half of the verbs need none of its options."""
+    return read_table(tables.__file__, "question.toml")
 
 
 def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
