@@ -117,8 +117,8 @@ def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(
     states = {r: RankState(rank=r, host="h", boot="b", written=at, calls=1000) for r in rows}
     found = judge(RunFacts(traces=traces, states=states, world=3, now=at))
     assert found.ranks == named, found.line
-    lost = 0.03 / (0.03 + 0.047)  # what the others wait for rank 0 in each step, of the whole step
-    assert not named or abs((found.causes[0].cost or 0) - lost) < 0.1, found.causes[0].cost
+    # of each step of 0.077 s the others wait 0.03 s for rank 0
+    assert not named or " 3.9 s of 9.6 s " in found.causes[0].evidence[0], found.causes[0].evidence
 
 
 def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
@@ -182,7 +182,7 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
 @each_row(
     ("seconds", "resent", "state", "named", "words"),
     [
-        (25.0, 0, "fine", (), "rank 2 has not written since the others wait"),  # one call may hold Python's lock
+        (25.0, 0, "fine", (), "whether rank 2 entered is unknown"),  # one call may hold Python's lock
         (60.0, 0, "fine", (), "counts as a fault after 300 s"),
         (60.0, 20, "stuck", (2,), "no heartbeat for 65 s"),  # its host does not answer
         (310.0, 0, "stuck", (2,), "no heartbeat for 315 s"),
@@ -559,7 +559,7 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
     used = {"--run", "--watch", "--limit", "--output", "--metrics"}
     others = [option for option in why.params if option.opts[-1] not in used]
     for option in others:
-        value = {"--flight-recorder": str(tmp_path), "--host": __file__}
+        value = {"--flight-recorder": str(tmp_path)}
         text = option.opts[-1]
         words = ["x"] if text == "logs" else [text, value.get(text, "7")]
         done = topoflight("why", "--watch", "--run", tmp_path, *words)
