@@ -7,7 +7,7 @@ lock. A small file is written every ten seconds. The recorder is dumped when not
 when `topoflight why --watch` requests it.
 
 This file also runs in Python environments that have nothing of Topoflight (autostart/sitecustomize.py), so it needs the
-standard library alone. What it writes, collectives/traces/states.py reads.
+standard library alone. What it writes, collectives/traces/rank_files.py reads.
 
     from finetune import rank_monitor
     rank_monitor.start(Path("run"))        # after init_process_group

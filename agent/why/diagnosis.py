@@ -18,7 +18,7 @@ from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence, LogProblem
-from collectives.traces import calls, ras, states, watchdog
+from collectives.traces import rank_files, ras, watchdog
 from contracts import bounded, run_record
 from contracts.redaction import without_secrets
 from contracts.run_record import RESUMABLE, RunRecord
@@ -86,9 +86,9 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
     seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
-        beside = states.NAME.format(rank="*")  # of the ranks' monitors
+        beside = rank_files.NAME.format(rank="*")  # of the ranks' monitors
         dumps = (path for path in sources.recorder.glob("*") if not path.match(beside))
-        traces, bad = calls.read_ranks(dumps, calls.read_file)
+        traces, bad = rank_files.read_ranks(dumps, rank_files.read_file)
         seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
     if not seen.states and seen.traces:
         seen = replace(seen, now=newest(seen.traces))
@@ -189,7 +189,7 @@ def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, .
     for log in map(str, evidence.files_of(logs)):
         name = Path(log).name
         named = _OF_RANK.search(name)
-        for stack in states.read_stacks(_lines_of(log), rank=int(named[1]) if named else None):
+        for stack in watchdog.read_stacks(_lines_of(log), rank=int(named[1]) if named else None):
             rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
             if rank is not None:
                 found[rank] = stack.frames

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import inf, prod
 from statistics import NormalDist
 
-from collectives.traces.calls import UNNAMED, Call, RankTrace
+from collectives.traces.rank_files import UNNAMED, Call, RankTrace
 from planner.why.facts import (
     CONFIDENCE,
     ENDED,

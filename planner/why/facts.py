@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from collectives.traces.calls import RankTrace
-from collectives.traces.states import Mark, RankState
+from collectives.traces.rank_files import Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
 from contracts.tables import read_table
 

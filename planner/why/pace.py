@@ -16,8 +16,7 @@ from math import inf, sqrt
 from statistics import NormalDist, mean, median, median_low, stdev
 from typing import NamedTuple
 
-from collectives.traces.calls import Call
-from collectives.traces.states import Mark, RankState
+from collectives.traces.rank_files import Call, Mark, RankState
 from planner.why.blocked import network
 from planner.why.facts import (
     ACTIONS,
@@ -105,9 +104,10 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
         return facts.verdict("slow", *causes, ranks=ranks, waiting=others)
     if not_at_fault:
         return Verdict(state="fine", line=f"no fault: {not_at_fault[0]}", not_at_fault=tuple(not_at_fault))
-    one = min(late, key=lambda one: one.seconds_left, default=None)
-    if one is None or one.seconds_left >= MOST_SECONDS_LEFT:
+    open_rows = [one for one in late if one.seconds_left < MOST_SECONDS_LEFT]
+    if not open_rows:
         return None
+    one = min(open_rows, key=lambda one: one.seconds_left)
     line = (f"not distinguishable yet: rank {one.rank} works in {one.work:.0%} of the time, the others in "
             f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this goes on, it will be in about "
             f"{max(1.0, one.seconds_left, lacking[one]):.0f} s")  # fmt: skip

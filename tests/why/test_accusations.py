@@ -25,9 +25,8 @@ from agent.cli.why import why
 from agent.jobs.script import monitored
 from agent.why import diagnosis, ranks
 from collectives.bench import processes
-from collectives.traces import calls, states, watchdog
-from collectives.traces.calls import Call, RankTrace
-from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState
+from collectives.traces import rank_files, watchdog
+from collectives.traces.rank_files import NAME, RANKS_FOLDER, Call, Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
 from contracts import plain, run_record
 from contracts.run_record import RunRecord
@@ -158,7 +157,7 @@ def test_the_recorder_tells_how_long_a_call_took_on_the_gpu() -> None:
     rows = ((entry, None), (entry | looks, 0.3), (entry | looks | {"duration_ms": 250.0}, 0.25),
             (entry | {"duration_ms": True}, None), (entry | {"duration_ms": -1.0}, None))  # fmt: skip
     for row, seconds in rows:
-        (call,) = calls.read(json.dumps({"version": "2.10", "entries": [row]}).encode(), rank=0).calls
+        (call,) = rank_files.read(json.dumps({"version": "2.10", "entries": [row]}).encode(), rank=0).calls
         assert (call.seconds, call.is_ahead) == (seconds, True), row
 
 
@@ -422,7 +421,7 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
 def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / NAME.format(rank=0)
     path.write_text(json.dumps(plain.write(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000))))))
-    assert [mark.calls for mark in states.read_state(path).marks] == list(range(936, 1000))
+    assert [mark.calls for mark in rank_files.read_state(path).marks] == list(range(936, 1000))
 
 
 def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
@@ -517,7 +516,7 @@ def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
         monitor.write(ended=True)
         monitor.write()
         end = "{}:{}".format(*client.getsockname())
-    state = states.read_state(monitor.folder / NAME.format(rank=0))
+    state = rank_files.read_state(monitor.folder / NAME.format(rank=0))
     assert state.ended and end in state.ends
 
 
@@ -568,9 +567,9 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
 
 def test_the_monitor_writes_what_the_reader_reads() -> None:
     """It runs where nothing of this package is, so it has names of its own."""
-    assert rank_monitor.NODE_STATE == states.NODE and rank_monitor._answer_of("the rendezvous", "") == "connected"
+    assert rank_monitor.NODE_STATE == rank_files.NODE and rank_monitor._answer_of("the rendezvous", "") == "connected"
     assert (rank_monitor.RANKS_FOLDER, rank_monitor.STATE, rank_monitor.TRACE, rank_monitor.ASK) == (
-        states.RANKS_FOLDER, states.NAME, states.TRACE, states.ASK)  # fmt: skip
+        rank_files.RANKS_FOLDER, rank_files.NAME, rank_files.TRACE, rank_files.ASK)  # fmt: skip
     # a launcher marks its processes with a variable of another name, and would overwrite the folder
     assert processes.RUN_VARIABLE not in monitored({}, Path("run"))
 

@@ -13,8 +13,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.why import diagnosis as gathered
 from collectives.traces import ras, watchdog
-from collectives.traces.calls import Call, RankTrace
-from collectives.traces.states import Mark, RankState
+from collectives.traces.rank_files import Call, Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
 from planner.why import RunFacts, Verdict, judge
 
