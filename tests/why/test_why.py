@@ -659,4 +659,4 @@ def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str
     from finetune.rank_monitor import phase_of  # and with it torch
 
     library = str(Path(os.__file__).parent)
-    assert phase_of([(file.replace("LIB", library), function) for file, function in frames]) == phase
+    assert phase_of([(file.replace("LIB", library), 1, function) for file, function in frames]) == phase
