@@ -33,8 +33,8 @@ from agent.checks.verdict import GateError, build_view
 from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet
 from agent.http.access import read_tokens
-from agent.http.cluster import nodes_document
 from agent.http.questions import read_form
+from agent.http.state import nodes_document
 from agent.pages import render as pages
 from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
