@@ -22,7 +22,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,6 +187,8 @@ class _Count(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number. Raises BadParameter that lists what is allowed."""
+        from decimal import Decimal  # few commands have such an option
+
         found = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)([kmbt]?)", str(value), re.IGNORECASE)
         number = Decimal(found[1]) * 1000 ** " kmbt".index(found[2].lower() or " ") if found else None
         if number is None or number % 1:

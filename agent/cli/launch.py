@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from contracts import plain
 if TYPE_CHECKING:
     from agent.cluster.client import Client
     from agent.jobs.launch import Launched
-    from collectives.bench.results import BenchResult
+    from contracts.finding import Finding
+    from contracts.job_plan import JobPlan
     from contracts.run_record import RunRecord
     from planner.advice import Recommendation
     from probes.api import Snapshot
@@ -47,9 +48,9 @@ def launch(
     storage_rate(options["storage_rate"])  # reject an invalid value before anything starts
     if options["api"] == "slurm" and form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
+    shown = (form or "yaml") if dry_run else None
     if script is not None:
-        _launch_script(script, arguments, folder or Path("script-output"), timeout, form if dry_run else None,
-                       dry_run, options)  # fmt: skip
+        _launch_script(script, arguments, folder or Path("script-output"), timeout, shown, options)
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
@@ -68,7 +69,6 @@ def launch(
         raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), why))))
     if why:
         print_text(why, err=True)
-    shown = (form or "yaml") if dry_run else None
     if not options["over"] and advice.total_seconds is not None:  # its duration is known
         for word, line in summary(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
@@ -185,43 +185,46 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-    words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
-    for line in plan.notes:
+    _print_plan(plan, launcher.command(folder / "plan.json", advice.chosen.layout.world_size), plan.notes, form)
+
+
+def _print_plan(plan: JobPlan, words: Sequence[str], notes: Iterable[str], form: str) -> None:
+    """Print the plan and the command of a job, instead of starting it."""
+    for line in notes:
         print_text(f"note: {line}", err=True)
-    print_text(render(plain.write(plan), "json" if form == "json" else "yaml"), nl=False)
-    print_text("# " + " ".join(words), err=form == "json")  # JSON has no comments
+    print_text(render(plain.write(plan), form), nl=False)
+    print_text("# " + shlex.join(words), err=form == "json")  # JSON has no comments
 
 
 def _pass_gate(
     found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
 ) -> None:
-    """Check this host before the job starts; with --measure benchmark it like `preflight --measure --quick`.
+    """Check this host with the job's settings before it starts; with --measure also benchmark it, for a few seconds.
 
     Exits if a check fails.
     """
+    from agent.checks.measured import must_be_measured, with_bench
+    from agent.checks.verdict import build_view, with_environment
     from agent.jobs.benchmark import measure
     from agent.jobs.signals import sigterm
 
     if options["no_preflight"]:
         return
     progress.step("preflight: checking this host")
-    _gate(found, options, settings)
+    view = build_view([with_environment(one, settings) for one in found])
+    _require_pass(view.checks, options)
     if options["measure"]:
         with sigterm() as stop:
             result = measure(found[0], ranks, progress, stop, quick=True, environment=settings)
-        _gate(found, options, settings, result)
+        checks = with_bench(view, result).checks
+        _require_pass(checks if result.stopped_by else must_be_measured(checks), options, result.stopped_by or "")
 
 
-def _gate(
-    here: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
-) -> None:  # fmt: skip
-    """Check this host with the job's settings. A required check that is unknown stops the job."""
-    from agent.checks.measured import ALL_CODES, must_be_measured, with_bench
-    from agent.checks.verdict import build_view, judge, select, with_environment
+def _require_pass(checks: Iterable[Finding], options: dict[str, Any], stopped: str = "") -> None:
+    """Exit if these checks do not pass. A required check that is unknown stops the job."""
+    from agent.checks.measured import ALL_CODES
+    from agent.checks.verdict import judge, select
 
-    stopped = result.stopped_by or "" if result else ""
-    view = with_bench(build_view([with_environment(one, settings) for one in here]), result)
-    checks = view.checks if stopped or result is None else must_be_measured(view.checks)
     checks = select(checks, require=options["require"], known=ALL_CODES)
     verdict = judge(checks, stopped=stopped)
     if verdict.exit_code == EXIT_PASS:
@@ -236,9 +239,8 @@ def _gate(
 
 
 def _launch_script(
-    script: Path, arguments: Sequence[str], folder: Path, timeout: float, form: str | None, dry_run: bool,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
+    script: Path, arguments: Sequence[str], folder: Path, timeout: float, form: str | None, options: dict[str, Any]
+) -> None:
     """Run the user's trainer on this host: the gate, torchrun with the recommended environment, and the run record."""
     from agent.jobs import script as trainer
     from agent.terminal import measured
@@ -251,12 +253,11 @@ def _launch_script(
         raise InputError(f"--script {script}: {error.strerror}") from None
     found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
+    if form:
+        _print_plan(plan.document, plan.words, plan.notes, form)
+        return
     for line in plan.notes:
         print_text(f"note: {line}", err=True)
-    if dry_run:
-        print_text(render(plain.write(plan.document), form or "yaml"), nl=False)
-        print_text("# " + shlex.join(plan.words), err=form == "json")
-        return
     record = _run_here(
         found, options, folder, plan.document.environment, plan.ranks,
         f"{script.name} on {count(plan.ranks, 'rank')}", lambda note: trainer.train(plan, folder, timeout, note),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from io import BytesIO
@@ -94,19 +92,30 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> N
 
 
 def read_topology(source: str) -> NodeTopology:
-    """Read a matrix or an XML file; the format is detected from the content."""
-    from topology.formats import TopologyFileError, text, xml
+    """Read a matrix or an XML file, plain or compressed with gzip; the format is detected from the content."""
+    from topology.formats import TopologyFileError
 
     name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", more than any topology has")
-    try:
-        raw = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
-    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError) as error:
-        raise InputError(f"{name}: not a whole gzip file of at most {_LIMIT_BYTES >> 20} MiB: {error}") from None
+    if raw[:2] == b"\x1f\x8b":
+        raw = _decompress(raw, name)
     words = b"".join(bounded.utf8_chunks(BytesIO(raw))).decode("utf-8", errors="replace")
     # a matrix in HTML also begins with "<"
-    is_xml = "<system" in words[:4096] or (words.lstrip().startswith("<") and "GPU0" not in words)
+    if "<system" in words[:4096] or (words.lstrip().startswith("<") and "GPU0" not in words):
+        from topology.formats.xml import parse
+    else:
+        from topology.formats.text import parse
     try:
-        return xml.parse(words, source=name) if is_xml else text.parse(words, source=name)
+        return parse(words, source=name)
     except TopologyFileError as error:
         hint = "; --host FILE reads a recording" if words.lstrip().startswith("{") else ""
         raise InputError(f"{name}: {error}{hint}") from None
+
+
+def _decompress(raw: bytes, name: str) -> bytes:
+    import gzip
+    import zlib
+
+    try:
+        return bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES)
+    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError) as error:
+        raise InputError(f"{name}: not a whole gzip file of at most {_LIMIT_BYTES >> 20} MiB: {error}") from None
