@@ -8,9 +8,9 @@ begin with "-" includes all options of the file of that name, except those in it
 = true` overrides members of an included option.
 
 `requires` lists options of which at least one must be given with this option. `excludes` lists options that cannot be
-combined with it, and `allows` lists the only options that can. A name may end with the values that it applies to
-("--api=job|jobset"). A verb with an invalid combination ends before it does any work. An error in a table (an unknown
-type, member or table name) is raised when the verb is imported.
+combined with it. A name may end with the values that it applies to ("--api=job|jobset"). A verb with an invalid
+combination ends before it does any work. An error in a table (an unknown type, member or table name) is raised when the
+verb is imported.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 
 
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
-_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes", "allows")  # all others belong to click.option
+_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes")  # all others belong to click.option
 
 
 def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
@@ -284,12 +284,9 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
     for text, row in texts.items():
         if not is_typed(text):
             continue
-        excluded = row.get("excludes", ())
-        if "allows" in row:
-            excluded = texts.keys() - {text, *row["allows"]}
         if row.get("requires") and not any(map(is_given, row["requires"])):
             raise click.UsageError(f"{text} requires {' or '.join(row['requires'])}.")
-        for other in filter(is_given, excluded):
+        for other in filter(is_given, row.get("excludes", ())):
             raise click.UsageError(f"{text} and {other} cannot be combined.")
 
 
@@ -310,7 +307,7 @@ def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
     elif "type" in members:
         members["type"] = _type(members["type"])
     if "callback" in members:
-        members["callback"] = _CALLBACKS[members["callback"]]
+        members["callback"] = {"list_machines": _list_machines}[members["callback"]]
     if "default" in members:
         members.setdefault("show_default", True)
     elif "/" in key:  # --this/--not-this: None if the user gives neither
@@ -340,6 +337,3 @@ def _list_machines(context: click.Context, _option: click.Parameter, name: str |
             print_text(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}{also}")
         context.exit()
     return name
-
-
-_CALLBACKS = {"list_machines": _list_machines}

@@ -20,21 +20,24 @@ NOTHING_TO_SET = "nothing: NCCL detects what this machine has"
 
 def recommendation(out: Console, advice: Recommendation, *, brief: bool = False) -> None:
     """Print the layout with its forecast, then the settings; unless `brief`, also reasons and other layouts."""
-    if brief:
-        in_brief(out, advice)
-        return
-    layout(out, advice)
-    if advice.chosen is not None:
-        out.print(table_of(parts_grid([advice.chosen])))
-        for line in advice.chosen.forecast.inputs:
-            out.print(f"· {escape(line)}")
+    if advice.chosen is None and advice.model is not None:
+        _no_layout(out, advice)
+    elif brief:
+        _in_brief(out, advice)
+    elif advice.chosen is not None:
+        _layout(out, advice, advice.chosen)
+    if not brief:
+        _environment(out, advice)
+
+
+def _environment(out: Console, advice: Recommendation) -> None:
+    """Print the settings with their reasons, and what the pod needs."""
     out.print("\n[bold]Environment[/bold]")
-    if advice.settings:
-        for setting in advice.settings:
-            out.print(f"[bold]{escape(f'{setting.name}={setting.value}')}[/bold]", overflow="fold")
-            indented(out, escape(setting.reason.rule), 4)
-            indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
-    else:
+    for setting in advice.settings:
+        out.print(f"[bold]{escape(f'{setting.name}={setting.value}')}[/bold]", overflow="fold")
+        indented(out, escape(setting.reason.rule), 4)
+        indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
+    if not advice.settings:
         out.print(f"set {NOTHING_TO_SET}")
     for note in advice.notes:
         point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
@@ -51,11 +54,8 @@ def need_words(name: str, value: str) -> str:
     return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
 
 
-def in_brief(out: Console, advice: Recommendation) -> None:
+def _in_brief(out: Console, advice: Recommendation) -> None:
     """Print layout, speed, hours, cost, memory and the first settings."""
-    if advice.chosen is None and advice.model is not None:
-        layout(out, advice)
-        return
     rows = []
     if advice.chosen is not None:
         _title(out, advice, advice.chosen)
@@ -104,22 +104,22 @@ def device_of(advice: Recommendation) -> str:
     return "rank" if advice.backend == "gloo" else "GPU"
 
 
-def layout(out: Console, advice: Recommendation) -> None:
-    """Print the chosen layout, the next best ones and the rejected ones."""
-    if advice.chosen is None:
-        if advice.model is not None:
-            unjudged = advice.backend == "rccl"
-            out.print("[bold]? No layout is judged[/bold]" if unjudged else "[bold red]No layout fits[/bold red]")
-            rejected(out, advice)
-            if advice.backend == "gloo":
-                point(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
-            for help_ in advice.helps_most:
-                sentence, _, command = help_.partition(": topoflight ")
-                point(out, "→", escape(sentence))
-                if command:  # not wrapped, so that it can be copied
-                    out.print(f"  topoflight {escape(command)}", soft_wrap=True)
-        return
-    chosen = advice.chosen
+def _no_layout(out: Console, advice: Recommendation) -> None:
+    """Print why no layout fits or is judged, and what would help."""
+    unjudged = advice.backend == "rccl"
+    out.print("[bold]? No layout is judged[/bold]" if unjudged else "[bold red]No layout fits[/bold red]")
+    rejected(out, advice)
+    if advice.backend == "gloo":
+        point(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
+    for help_ in advice.helps_most:
+        sentence, _, command = help_.partition(": topoflight ")
+        point(out, "→", escape(sentence))
+        if command:  # not wrapped, so that it can be copied
+            out.print(f"  topoflight {escape(command)}", soft_wrap=True)
+
+
+def _layout(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
+    """Print the chosen layout, the next best ones, the rejected ones, and the parts of the forecast."""
     out.print()
     _title(out, advice, chosen)
     pairs(out, summary(advice, chosen))
@@ -130,6 +130,9 @@ def layout(out: Console, advice: Recommendation) -> None:
         point(out, "   ", f"step {step}, memory {memory} per {device_of(advice)}; {escape(ranked.why)}")
     rejected(out, advice)
     _remarks(out, advice)
+    out.print(table_of(parts_grid([chosen])))
+    for line in chosen.forecast.inputs:
+        out.print(f"· {escape(line)}")
 
 
 FIRST_ROWS = ("speed", "time", "cost", "memory")

@@ -128,16 +128,6 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
-def test_the_answer_comes_before_the_environment() -> None:
-    """recommend: layout, forecast, then the long environment; the same without a model, where only that is asked."""
-    seen = view()
-    for model, order in (("Llama-3.1-8B", ["Layout for", "step ", "Environment"]), (None, ["Environment"])):
-        text = drawn(advice_view.recommendation, advise.for_view(seen, Request.of(model=model)))
-        places = [text.index(word) for word in order]
-        assert places == sorted(places)
-        assert ("Layout for" in text) == (model is not None)
-
-
 ENVIRONMENT, LOG = "job.env", "nccl.log"  # written by the test
 LOG_LINES = [
     "gpu-a:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",

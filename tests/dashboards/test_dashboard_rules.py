@@ -112,14 +112,6 @@ def test_changes_are_marked_at_their_time(document: dict[str, Any]) -> None:
         assert by and shown <= set(by[1].split(", ")), "a format names a label that the query drops"
 
 
-def test_the_fleet_begins_with_what_is_wrong() -> None:
-    """What to look at stands before what to know."""
-    panels = panels_of(json.loads((ROOT / "dashboards" / "cluster.json").read_text()))
-    assert [panel["title"] for panel in panels[:3]] == [
-        "What is wrong", "Nodes that fail the gate", "Agents that do not answer",
-    ]  # fmt: skip
-
-
 @every_board
 def test_dashboards_link_to_each_other(document: dict[str, Any]) -> None:
     """One menu leads from each to the others and takes variables and time along."""
