@@ -7,17 +7,18 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from agent.base import discard_output
 from contracts.plain import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
 SHOWN = 8  # names printed in a row before the rest is given as a number
@@ -68,6 +69,9 @@ def table_of(made: Grid) -> Table:
 
 def table(*columns: str) -> Table:
     """Return an empty table in the common style; one with many columns has narrow gaps, to fit 80 characters."""
+    from rich import box
+    from rich.table import Table  # not every view has a table
+
     gap = 0 if len(columns) > MANY_COLUMNS else 1
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False, padding=(0, gap))
     for column in columns:
@@ -77,6 +81,8 @@ def table(*columns: str) -> Table:
 
 def grid(gap: int = 1, columns: int = 2) -> Table:
     """Return a table without borders whose long words wrap and are never cut."""
+    from rich.table import Table
+
     made = Table.grid(padding=(0, gap))
     for _ in range(columns):
         made.add_column(overflow="fold")
