@@ -22,9 +22,8 @@ from planner.why import RunFacts, judge
 
 pytestmark = pytest.mark.ranks
 STARTED = ["trainer-raises", pytest.param("ddp-pickles", marks=pytest.mark.nightly)]
-FORKED = ["stopped", "other-collective", "exits", "ddp-killed", "ddp-straggler"]
-# What "exits", "trainer-raises" and "stopped" show of ranks with another loop around them, and two that take a minute.
-MORE = ("ddp-exits", "ddp-hangs", "ddp-raises", "ddp-stopped", "ddp-loader-fails", "ddp-generates")
+FORKED = ["ddp-stopped", "ddp-extra-barrier", "ddp-exits", "ddp-killed", "ddp-straggler"]
+MORE = ("ddp-hangs", "ddp-other-call", "ddp-raises", "ddp-loader-fails", "ddp-generates")  # two take a minute
 
 
 @pytest.mark.parametrize("name", STARTED)  # first: the fixture of the others replaces sys.executable until the end
