@@ -177,9 +177,10 @@ def test_the_rank_that_differs_is_named_with_and_without_the_log(
     job = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py", fault]
     with log.open("wb") as stream:
         subprocess.run(job, env=monitored(os.environ, run), cwd=tmp_path, stdout=stream, stderr=stream, check=False)
-    for logs in ((str(log),), ()) if fault != "leaves" else ((str(log),),):
-        found = diagnosis.answer(diagnosis.WhySources(run=run, logs=logs))
-        assert (found.state, found.ranks, found.causes[0].code) == ("failed", (1,), code) and words in found.line
+    found = diagnosis.answer(diagnosis.WhySources(run=run, logs=(str(log),)))
+    assert (found.state, found.ranks, found.causes[0].code) == ("failed", (1,), code) and words in found.line
+    if fault != "leaves":
+        assert diagnosis.answer(diagnosis.WhySources(run=run)).ranks == (1,)
 
 
 @each_row(
