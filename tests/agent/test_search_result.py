@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 from rigs.recorded import snapshot
 from rigs.tables import each_row
 
-from agent import metrics, pages
+from agent import metrics
 from agent.base import result_store
+from agent.http import pages
 from agent.http.state import State
 from agent.jobs import search
 from bench.search import Fleet
