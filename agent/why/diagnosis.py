@@ -403,7 +403,9 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         sentence = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
         exposed = record.communication.exposed_share if record.communication else None
         waiting = (f"collectives that nothing hides take {exposed:.0%} of the step",) if exposed else ()
-        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(sentence, *waiting))
+        cause = Cause(
+            code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(sentence, *waiting)
+        )
         causes = (*verdict.causes, cause)
         return replace(
             verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
