@@ -98,7 +98,7 @@ def _emit(verdict: Verdict, form: str) -> None:
 def _checks_of(nodes: str) -> tuple[Finding, ...]:
     """Return the findings that the agents of these nodes, given by names or labels, have published."""
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.cluster.gate import checks_of, fleet, named
+    from agent.cluster.nodes import checks_of, fleet, named
 
     try:
         client = connect(None).brief()

@@ -13,8 +13,7 @@ from subprocess import PIPE
 from xml.etree import ElementTree
 
 from agent.base import EXIT_STOPPED
-from agent.checks.measured import ALL_CODES, RDMA_BENCH_CODES, SEARCH_CODES
-from agent.cluster.gate import CLUSTER_CODES
+from agent.checks.measured import ALL_CODES, CLUSTER_CODES, RDMA_BENCH_CODES, SEARCH_CODES
 
 MACHINE = Path(__file__).parents[1] / "machines" / "hgx-h100-8xH100-8hca.json"
 
