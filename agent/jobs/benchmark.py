@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -29,7 +30,6 @@ from agent.checks.measured import (
     status_of,
 )
 from agent.checks.verdict import GateError
-from agent.jobs.signals import stop_on
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
@@ -53,6 +53,32 @@ from topology.expected import expected as bandwidth
 from topology.graph import NicNode
 from topology.paths import Bar as BarName
 from topology.paths import Due, host_links, joined
+
+
+@contextlib.contextmanager
+def stop_on_signals(
+    *numbers: signal.Signals, stop: threading.Event | None = None
+) -> Iterator[tuple[threading.Event, list[str]]]:
+    """Set an event on these signals instead of ending, so that the results so far are saved.
+
+    Yields the event, which is `stop` if given, and the names of the received signals. A second Ctrl-C raises
+    KeyboardInterrupt.
+    """
+    stop, received = stop or threading.Event(), list[str]()
+
+    def handle(number: int, _frame: object) -> None:
+        received.append(signal.Signals(number).name)
+        stop.set()
+        if received.count(signal.SIGINT.name) > 1:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    former = {number: signal.signal(number, handle) for number in numbers if is_main}
+    try:
+        yield stop, received
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
@@ -122,7 +148,7 @@ def measure(
     progress.step(f"measure: {', '.join(JUDGED_OPS)} with {units.count(ranks, 'rank')}, up to {units.seconds(seconds)}")
     spec = preflight_spec((host,), ranks, seconds, force=force, quick=quick, due=due)
     try:
-        with stop_on(stop, signal.SIGTERM, signal.SIGINT) as signals:
+        with stop_on_signals(signal.SIGTERM, signal.SIGINT, stop=stop) as (_, signals):
             result = run(replace(spec, environment=dict(environment or {})), watch(progress.note), stop)
     except (RuntimeError, OSError) as error:
         raise BenchmarkError(str(error)) from None

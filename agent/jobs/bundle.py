@@ -24,7 +24,7 @@ from agent.base import version
 from agent.base.output import document
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import checks_of_scans
-from agent.jobs.submission import how_failed, why_waiting
+from agent.jobs.cluster_job import how_failed, why_waiting
 from contracts import bounded
 from contracts.plain import loads
 from contracts.redaction import redact, without_secrets

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from agent.advice.job_settings import GRACE_SECONDS
 from agent.base.output import write_atomic
-from agent.jobs.signals import sigterm
+from agent.jobs.benchmark import stop_on_signals
 from collectives.bench import processes
 from contracts import run_record
 from contracts.job_plan import JobPlan, dumps
@@ -131,7 +131,8 @@ def run(
     """Run a command, write its output to a log and pass each line to `on_line`; always end its whole process tree."""
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, sigterm(stop) as stopping, processes.run_folder() as temporary:
+    signals = stop_on_signals(signal.SIGTERM, stop=stop)
+    with log.open("wb") as stream, signals as (stopping, _), processes.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
         tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
         last: deque[str] = deque(maxlen=12)

@@ -28,8 +28,8 @@ from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.options import InputError
 from agent.base.output import render_template, write_atomic
-from agent.cluster.client import Client, path_of
-from agent.jobs import cluster_job, submission
+from agent.cluster.client import Client
+from agent.jobs import cluster_job
 from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts, match_each
 from collectives.bench import processes, watch
 from collectives.bench.calibrate import CalibrationRequest, slowest
@@ -42,11 +42,11 @@ from contracts.finding import Interval
 from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
 from contracts.redaction import redact
-from contracts.run_record import RunRecord, record_of
+from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.kubernetes.job import JobError
-from planner.kubernetes.manifests import POD_LABELS, Document
+from planner.kubernetes.manifests import Document
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
@@ -384,37 +384,22 @@ def run(
 ) -> Bar:  # fmt: skip
     """Create the job of one network, wait for its end, and read its record. Raises ApiError if it cannot be created."""
     bar = Bar(network=network.name, carries=network.attachment or "the pods' own network")
-    for line in submission.create(client, made):
+    for line in cluster_job.create(client, made):
         report(line)
     job, until = made[-1], clock() + seconds
-    about = job["metadata"]
-    while not (state := submission.job_state(now := submission.stored(client, job))) and clock() <= until:
+    while not (state := cluster_job.job_state(now := cluster_job.stored(client, job))) and clock() <= until:
         sleep(POLL_SECONDS)
-    query = {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}
-    pods = list(client.items(path_of("v1", "pods", namespace=about.get("namespace") or client.namespace), query))
+    pods = cluster_job.pods_of(client, job, api)
     if not state:
-        waiting = "".join(f"; {text}" for pod in pods if (text := submission.why_waiting(pod)))
-        why = f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
+        waiting = "".join(f"; {text}" for pod in pods if (text := cluster_job.why_waiting(pod)))
+        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
         return replace(bar, why=why)
-    record = next((found for pod in pods if (found := left(pod))), None)
+    record = next((found for pod in pods if (found := cluster_job.record_left(pod))), None)
     if record is None:
-        reasons = [text for pod in pods if (text := submission.how_failed(pod))] or submission.why_failed(now)
+        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.why_failed(now)
         reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)
-
-
-def left(pod: Mapping[str, Any]) -> RunRecord | None:
-    """Return the short record that pod 0 left as its termination message; None if there is none."""
-    for each in (pod.get("status") or {}).get("containerStatuses") or ():
-        message = ((each.get("state") or {}).get("terminated") or {}).get("message") or ""
-        try:
-            found = json.loads(message)
-            if isinstance(found, dict) and "transports" in found:
-                return record_of(found)
-        except ValueError:
-            continue
-    return None
 
 
 def picture(found: NetworkBars) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +40,6 @@ from agent.checks.verdict import (
 )
 from agent.jobs import benchmark, launch
 from agent.jobs.benchmark import BenchmarkError
-from agent.jobs.signals import sigterm
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import compress_host_list, slurm_name
@@ -105,7 +105,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     """
     started, clock = time.time(), time.monotonic()
     expected = expectation_of(options["expect"], options["expect_file"])  # first: a wrong word costs no run
-    with sigterm() as stop:
+    with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
         # first, so that a wrong file is rejected before the run
         needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
         before = read_baseline(options["baseline"], needs)
@@ -152,8 +152,8 @@ def _judged(
     advice = _recommend(options, found, result, calibration)
 
     record: RunRecord | None = None
-    if options["train"] and (signal := _stopped_by(result, stop)):
-        extra += measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {signal} before that")
+    if options["train"] and (stopped := _stopped_by(result, stop)):
+        extra += measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
     elif (
         options["train"]
         and not options["hosts"]

@@ -16,7 +16,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
 from agent.cluster.client import ApiError
-from agent.jobs import submission
+from agent.jobs import cluster_job
 from contracts.job_plan import JobPlan, read
 
 rows = rows_of(__file__)
@@ -44,7 +44,7 @@ def documents(kind: str) -> tuple[dict[str, Any], ...]:
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
     """A real server admits manifests in test_real_rights."""
-    lines = list(submission.create(client_of(api), documents(kind), dry_run=True))
+    lines = list(cluster_job.create(client_of(api), documents(kind), dry_run=True))
     assert lines and all(line.endswith("admitted (dry run)") for line in lines)
     assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
 
@@ -52,9 +52,9 @@ def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: st
 def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
     """And the error says that nothing was created."""
     client = client_of(api)
-    assert len(list(submission.create(client, documents("trainjob")))) == 3
+    assert len(list(cluster_job.create(client, documents("trainjob")))) == 3
     with pytest.raises(ApiError, match=r"trainjob/sft: the API server says 409.*nothing was created"):
-        list(submission.create(client, documents("trainjob")))
+        list(cluster_job.create(client, documents("trainjob")))
 
 
 def offer(api: ApiServer, **nodes: dict[str, str]) -> None:
