@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
@@ -38,7 +39,7 @@ from collectives.bench.run import run, visible_backend
 from contracts import plain
 from contracts.finding import Finding, Status
 from planner.forecast.calibration import Calibration, parse_calibration
-from planner.forecast.models import model_named
+from planner.forecast.specs import ModelSpec
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
 from probes.api import Snapshot
@@ -110,6 +111,8 @@ BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
 SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
 STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
 ALONE_SECONDS = 60.0  # budget of the verb bench
+CALIBRATION_SECONDS = 120.0
+CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
 
 
 def preflight_spec(
@@ -158,20 +161,30 @@ def measure(
     return result
 
 
-def calibration(
-    model: str, *, sequence_length: int, tokens: int, budget_seconds: float, ranks: int, method: str, gpu: bool,
-    stop: threading.Event | None = None,
-) -> Calibration:  # fmt: skip
-    """Measure GEMMs and a layer of the model with `ranks` processes at once on this host.
+def calibration_of(request: Request, ranks: int, **options: Any) -> Calibration:
+    """Measure as `calibration` does, for the model and the micro-batches of a job with `ranks` ranks on this host."""
+    model, train = model_of(request), request.train
+    assert model is not None  # noqa: S101 - job_request has named one
+    tokens = train.sequence_length * max(1, (train.global_batch or ranks) // ranks)
+    return calibration(
+        model, sequence_length=train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS), ranks=ranks,
+        method=train.method, **options,
+    )  # fmt: skip
 
-    `tokens` is one micro-batch. Raises BenchmarkError, or ModelError for an unknown model.
+
+def calibration(
+    model: ModelSpec, *, sequence_length: int, tokens: int, ranks: int, method: str, gpu: bool = False,
+    budget_seconds: float = CALIBRATION_SECONDS, threads: int | None = None, stop: threading.Event | None = None,
+) -> Calibration:  # fmt: skip
+    """Measure GEMMs and a layer of the model with `ranks` processes at once on this host. Raises BenchmarkError.
+
+    `tokens` is one micro-batch; `threads` is the number of CPU threads of a rank, by default its share of the cores.
     """
-    shape = model_named(model)
     request = CalibrationRequest(
-        hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        hidden=model.hidden, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
         tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
         device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
-        budget_seconds=budget_seconds,
+        threads=threads, budget_seconds=budget_seconds,
     )  # fmt: skip
     try:
         return parse_calibration(calibrate(request, stop=stop))

@@ -36,7 +36,7 @@ LEAST_BURST_BYTES = 65536  # one segment in the size that veth delivers
 _RATE = re.compile(r"([A-Za-z][A-Za-z0-9]{0,14})=([1-9][0-9]{0,5})(mbit|gbit)")
 _NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # linux/sched.h: CLONE_NEWUTS, CLONE_NEWNET
 _GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
-MODULES = ("collectives.bench.rank", "collectives.bench.calibrate", "finetune.train")  # of the ranks; they import torch
+MODULES = ("collectives.bench.rank", "finetune.train")  # of the ranks; they import torch
 
 
 class NamespaceError(RuntimeError):

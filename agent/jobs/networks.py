@@ -11,14 +11,13 @@ it. Pod 0 writes a short record as its container's termination message (finetune
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,9 @@ from agent.base import units
 from agent.base.options import InputError
 from agent.base.output import render_template, write_atomic
 from agent.cluster.client import Client
-from agent.jobs import cluster_job
+from agent.jobs import benchmark, cluster_job
 from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts, match_each
 from collectives.bench import processes, watch
-from collectives.bench.calibrate import CalibrationRequest, slowest
 from collectives.bench.plan import BenchSpec, Case
 from collectives.bench.plan import write as write_plan
 from collectives.bench.results import BenchResult, Measurement
@@ -44,7 +42,7 @@ from contracts.layout import Layout
 from contracts.redaction import redact
 from contracts.run_record import RunRecord
 from planner.advice import Recommendation
-from planner.forecast.calibration import Calibration, parse_calibration
+from planner.forecast.calibration import Calibration
 from planner.kubernetes.job import JobError
 from planner.kubernetes.manifests import Document
 from planner.nccl_env.situation import Reason, Setting
@@ -250,27 +248,6 @@ def _how_ended(codes: Sequence[int], folder: Path) -> str:
     return f"the ranks ended with {', '.join(map(str, codes))}; {how}: {redact(error)[:300] or 'it printed nothing'}"
 
 
-def time_layer(rig: Rig, request: Request) -> Calibration:
-    """Measure GEMMs and a layer of the model in as many processes as the job has ranks. InputError gives the reason."""
-    model = model_of(request)
-    assert model is not None  # noqa: S101 - job_request has named one
-    train = request.train
-    tokens = train.sequence_length * max(1, (train.global_batch or HOSTS) // HOSTS)
-    calibration = CalibrationRequest(
-        hidden=model.hidden, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-        tokens=min(tokens, 8192), sequence=min(train.sequence_length, tokens), copies=HOSTS, threads=1,
-        method="full" if train.method == "full" else "lora",
-    )  # fmt: skip
-    with processes.run_folder() as folder:
-        (folder / "request.json").write_text(json.dumps(asdict(calibration)))
-        words = [[str(folder), str(host)] for host in range(HOSTS)]
-        codes = rig.run(rig.networks[0], "collectives.bench.calibrate", words, folder, seconds=120.0)
-        if any(codes):
-            raise InputError(f"GEMMs and a layer could not be timed: {_how_ended(codes, folder)}")
-        answers = [json.loads((folder / f"{host}.json").read_text()) for host in range(HOSTS)]
-    return parse_calibration(slowest(answers))
-
-
 def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
     """Measure and run over each network in turn. Raises NamespaceError if no namespace can be created."""
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -281,7 +258,7 @@ def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapsho
             job.note(f"measure {network.name}, {network.rate}: all-gather and reduce-scatter")
             results.append(measure(rig, network))
         job.note("measure GEMMs and a layer")
-        timed = time_layer(rig, job.request)
+        timed = benchmark.calibration_of(job.request, HOSTS, threads=1, stop=stop)  # as many threads as a rank has
         bars = [job.bar(rig, network, result, timed) for network, result in zip(networks, results, strict=True)]
     return [*bars, rdma_here(found)]
 
