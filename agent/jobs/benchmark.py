@@ -256,24 +256,14 @@ def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
     environment = row.get("environment") or {}
     if environment.get("NCCL_NVLS_ENABLE") == "0":
         return False, ("NCCL_NVLS_ENABLE=0 in the environment: NVLS is off by a setting",)
-    algorithms = environment.get("NCCL_ALGO")
-    if algorithms and not _allows_nvls(algorithms):
+    algorithms = environment.get("NCCL_ALGO", "")  # "ring,tree", "^nvls", "allreduce:nvls;allgather:ring"
+    of_all_reduce = [part for part in algorithms.lower().split(";") if ":" not in part or part.startswith("allreduce:")]
+    if any(bool(re.search(r"\bnvls\b", part)) is ("^" in part) for part in of_all_reduce if part):
         return False, (f"NCCL_ALGO={algorithms} in the environment: NVLS is off by a setting",)
     version = re.match(r"(\d+)\.(\d+)", str((row.get("versions") or {}).get("nccl", "")))
     if version is None:
         return None, ()
     return (int(version[1]), int(version[2])) >= _NVLS_SINCE, ()
-
-
-def _allows_nvls(text: str) -> bool:
-    """Evaluate NCCL's list: "ring,tree", "^nvls" for all but these, "allreduce:nvls;allgather:ring" per collective."""
-    for part in text.lower().split(";"):
-        collective, _, names = part.rpartition(":")
-        if collective not in ("", "allreduce"):
-            continue
-        listed = {name.strip() for name in names.lstrip("^").split(",")}
-        return ("nvls" in listed) is not names.strip().startswith("^")
-    return True
 
 
 # The verb bench.

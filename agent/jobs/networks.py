@@ -137,27 +137,17 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
 
 def priced(found: NetworkBars) -> NetworkBars:
     """Add time and cost of the whole run."""
-    each = found.node_hour_price * found.nodes / 3600 if found.node_hour_price is not None else None
-    bars = []
-    for bar in found.bars:
-        if bar.step_seconds is not None:
-            whole = bar.step_seconds * found.steps
-            bar = replace(
-                bar, run_seconds=whole, cost=whole * each if each is not None else None,
-                run_forecast=bar.forecast and bar.forecast.scaled(found.steps),
-            )  # fmt: skip
-        bars.append(bar)
-    return replace(found, bars=tuple(bars))
 
+    def whole(bar: Bar) -> Bar:
+        if bar.step_seconds is None:
+            return bar
+        seconds, price = bar.step_seconds * found.steps, found.node_hour_price
+        cost = None if price is None else seconds / 3600 * found.nodes * price
+        return replace(
+            bar, run_seconds=seconds, cost=cost, run_forecast=bar.forecast and bar.forecast.scaled(found.steps)
+        )
 
-def rdma_here(found: Sequence[Snapshot]) -> Bar:
-    """Return RDMA between namespaces of this host as not run, with the reason."""
-    devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
-    if not devices:
-        return Bar(network="RDMA", status="not available", why="no RDMA device on this host")
-    named = ", ".join(devices[:4])
-    return Bar(network="RDMA", status="not available",
-               why=f"{named} cannot be shared by two namespaces of one host; on a cluster: --api")  # fmt: skip
+    return replace(found, bars=tuple(map(whole, found.bars)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -260,7 +250,10 @@ def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapsho
         job.note("measure GEMMs and a layer")
         timed = benchmark.calibration_of(job.request, HOSTS, threads=1, stop=stop)  # as many threads as a rank has
         bars = [job.bar(rig, network, result, timed) for network, result in zip(networks, results, strict=True)]
-    return [*bars, rdma_here(found)]
+    devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
+    why = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
+    rdma = Bar(network="RDMA", status="not available", why=why if devices else "no RDMA device on this host")
+    return [*bars, rdma]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
