@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 from agent.base import units, version
@@ -39,6 +39,7 @@ KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 LEAST_SILENT_SECONDS = 120.0
+MOST_MACHINES = 128  # kept after they were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,33 +135,31 @@ def from_resource(item: Json) -> NodeRecord:
     return record
 
 
-class _Machine:
-    """The facts that equal nodes share, and the graph built from them; None if they are of another release."""
+# Equal nodes have equal facts, so each machine is read once, and its graph is built once.
 
-    def __init__(self, facts: str) -> None:
-        self._facts = facts
 
-    @cached_property
-    def snapshot(self) -> Snapshot | None:
-        """The snapshot without host name."""
-        try:
-            return node_facts.unpack(self._facts)
-        except _UNREADABLE:
-            return None
+@lru_cache(MOST_MACHINES)
+def _snapshot_of(facts: str | None) -> Snapshot | None:
+    """Return the snapshot without host name; None if the facts are of another release, or the record has none."""
+    try:
+        return node_facts.unpack(facts) if facts else None
+    except _UNREADABLE:
+        return None
 
-    @cached_property
-    def graph(self) -> NodeTopology | None:
-        """The graph without host name; None also if it has more devices than are read: every pair is evaluated."""
-        if self.snapshot is None:
-            return None
-        gpus, rdma = self.snapshot.facts(GpuFacts), self.snapshot.facts(RdmaFacts)
-        if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
-            return None
-        try:
-            node = build(self.snapshot)
-        except _UNREADABLE:
-            return None
-        return node if len({device.name for device in node.devices}) == len(node.devices) else None
+
+@lru_cache(MOST_MACHINES)
+def _graph_of(facts: str | None) -> NodeTopology | None:
+    """Return the graph without host name; None also if it has more devices than are read: every pair is evaluated."""
+    if (snapshot := _snapshot_of(facts)) is None:
+        return None
+    gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
+    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
+        return None
+    try:
+        node = build(snapshot)
+    except _UNREADABLE:
+        return None
+    return node if len({device.name for device in node.devices}) == len(node.devices) else None
 
 
 class Fleet:
@@ -168,7 +167,6 @@ class Fleet:
 
     def __init__(self, records: Iterable[NodeRecord] = ()) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._machines: dict[str, _Machine] = {}  # by facts
         self._set(records)
 
     def replace(self, items: Iterable[Json]) -> None:
@@ -186,8 +184,6 @@ class Fleet:
             record.name: replace(record, facts=record.facts and sys.intern(record.facts), drawn=None)
             for record in records
         }
-        used = {record.facts for record in self._records.values()}
-        self._machines = {facts: machine for facts, machine in self._machines.items() if facts in used}
 
     def records(self) -> tuple[NodeRecord, ...]:
         """Return all records, sorted by name."""
@@ -199,27 +195,22 @@ class Fleet:
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
         """Return the record's graph with its own host name; None without a graph of this release."""
-        machine = self._machine(record)
-        return replace(machine.graph, hostname=record.name) if machine and machine.graph else None
+        graph = _graph_of(record.facts)
+        return graph and replace(graph, hostname=record.name)
 
     def is_readable(self, record: NodeRecord) -> bool:
         """Return whether the record has facts of this release; equal machines have equal facts."""
-        machine = self._machine(record)
-        return machine is not None and machine.snapshot is not None
+        return _snapshot_of(record.facts) is not None
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
         """Return what the node's agent read, with the record's name, and networks instead of addresses.
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """
-        machine = self._machine(record)
-        if machine is not None and machine.snapshot is not None:
-            return replace(machine.snapshot, hostname=record.name)
+        if (found := _snapshot_of(record.facts)) is not None:
+            return replace(found, hostname=record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
         return node_facts.unpublished(record.name, why)
-
-    def _machine(self, record: NodeRecord) -> _Machine | None:
-        return self._machines.setdefault(record.facts, _Machine(record.facts)) if record.facts else None
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:

@@ -143,12 +143,10 @@ def _node(base: list[str], node: str, pod: str) -> Files:
     except BundleError as error:
         files = {"error.txt": f"{node}: {redact(str(error))}\n".encode()}
     try:
-        log = _kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"]).decode(
-            errors="replace"
-        )
+        log = _kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
     except BundleError as error:
-        log = f"not read: {error}\n"
-    return {**files, "log.txt": redact(log).encode()}
+        log = f"not read: {error}\n".encode()
+    return {**files, "log.txt": redact(log.decode(errors="replace")).encode()}
 
 
 def _listed(words: Sequence[str]) -> Any:
@@ -161,6 +159,6 @@ def _kubectl(words: Iterable[str]) -> bytes:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BundleError(f"kubectl: {error}") from None
     if done.returncode:
-        error = done.stderr.decode(errors="replace").strip()[-500:]
-        raise BundleError(error or f"kubectl ended with {done.returncode}")
+        last = done.stderr.decode(errors="replace").strip()[-500:]
+        raise BundleError(last or f"kubectl ended with {done.returncode}")
     return done.stdout
