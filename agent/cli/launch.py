@@ -99,12 +99,9 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     # without --host this machine was scanned: a pod of the node, or the administrator's machine
     advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
     advice = cluster_job.on_rails(advice, options, found)
-    # A launch queries the cluster. A dry run does so if the user named a cluster.
-    asks = bool(form is None or options["context"] or os.environ.get("KUBECONFIG"))
     if options["no_compute_domain"]:
         advice = cluster_job.without_compute_domain(advice)
-    offered = cluster_job.resources_for(advice, options) if asks else None
-    spec = cluster_job.spec_of(advice, options, offered)
+    spec = cluster_job.spec_of(advice, options)
     plan = cluster_job.plan_of(advice, options, found)
     made = cluster_job.documents(spec, options["api"], plan)
     documents = (*cluster_job.storage(options), *made)

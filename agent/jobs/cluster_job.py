@@ -1,8 +1,8 @@
 """A fine-tune job for a cluster: build it from the command line, create it, and wait for its pods.
 
-The planner's manifests render the job. Surface: discovery of API groups, the job APIs, nodes of core/v1, and pods and
-events of core/v1 in the job's namespace. If a controller may not create a pod (Pod Security, quota, an SCC), only an
-event of the job shows it.
+The planner's manifests render the job. Surface: discovery of API groups, the job APIs, and pods and events of core/v1
+in the job's namespace. If a controller may not create a pod (Pod Security, quota, an SCC), only an event of the job
+shows it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import contextlib
 import json
 import posixpath
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import click
 
 from agent.advice import job_settings
 from agent.advice.job_settings import grace, job_plan
@@ -24,7 +21,7 @@ from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
-from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
+from agent.cluster.client import ApiError, Client, path_of
 from contracts.job_plan import JobPlan, dumps
 from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
@@ -55,11 +52,10 @@ _REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobS
 _texts = read_texts(__file__, "cluster_job.toml")
 
 
-def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
+def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
     """Return the job for these options, including the recommendation. Raises JobError, GateError: they name the option.
 
-    `offered` are the nodes' resources, if the cluster was queried; those in --resource come first. With options["dra"]
-    the claim requests GPU and NIC, so the job must not also request them from the device plugins.
+    With options["dra"] the claim requests GPU and NIC, so the job must not also request them from the device plugins.
     """
     if not options["image"]:
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
@@ -89,8 +85,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
         advice = replace(advice, needs=tuple(needs))
     spec = from_advice(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
-        allocatable=offered, named=named, config_map=f"{name}-config", command=COMMAND,
-        **optional,
+        named=named, config_map=f"{name}-config", command=COMMAND, **optional,
     )  # fmt: skip
     if not options["dra"]:
         return spec
@@ -154,7 +149,7 @@ def on_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence
     spec = networks.from_snapshots(found, namespace=options["namespace"])
     if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
         return advice
-    named = family("rdma/*", _named_by_user(options))
+    named = family("rdma/*", [word.partition("=")[0] for word in options["resources"]])
     return networks.attached(
         advice, found, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
         resource=None if named else f"rdma/{spec.resource_name}",
@@ -222,33 +217,6 @@ def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of --config, overridden by --set."""
     trainer = options.get("trainer", job_settings.OURS)
     return job_settings.settings(options.get("config"), options.get("overrides", ()), trainer).explicit
-
-
-def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the resources that the nodes offer, if the job needs a family ("rdma/*") of which the user named none."""
-    needed = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
-    named = _named_by_user(options)
-    if options["dra"] or not any(name.endswith("/*") and not family(name, named) for name in needed):
-        return None
-    try:
-        return _offered(connect(options["context"]), options)
-    except (AccessError, ApiError) as error:
-        why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
-        raise click.ClickException(why) from None
-
-
-def _named_by_user(options: Mapping[str, Any]) -> list[str]:
-    return [word.partition("=")[0] for word in options["resources"]]
-
-
-def _offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return extended resources that enough of the selected nodes can allocate (node.status.allocatable)."""
-    query = {"labelSelector": ",".join(options["node_selector"])} if options["node_selector"] else {}
-    having: Counter[str] = Counter()
-    for node in client.items(path_of("v1", "nodes"), query):
-        allocatable = (node.get("status") or {}).get("allocatable") or {}
-        having.update(name for name, count in allocatable.items() if "/" in name and str(count) != "0")
-    return tuple(sorted(name for name, count in having.items() if count >= (options["nodes"] or 1)))
 
 
 def _pair(word: str, option: str) -> tuple[str, str]:
