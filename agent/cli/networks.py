@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from agent.jobs.networks import NetworkBars
 
-DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
+DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
 
 
 @command("compare-networks")
@@ -63,7 +63,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
 
     if options["ranks"] not in (None, HOSTS):
         raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
-    shaped = namespaces.parse(options["networks"] or DEFAULT_NETWORKS)
+    over = networks.parse(options["networks"] or DEFAULT_NETWORKS, here=True)
     explicit = settings(options["config"], options["overrides"]).explicit
     defaults = {"max_steps": networks.STEPS, "save_strategy": "no", "eval_strategy": "no"}
     unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
@@ -82,7 +82,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
         timeout_seconds=options["timeout"], note=lambda text: progress.step(f"networks: {text}"),
     )  # fmt: skip
     with stop_on_signals(signal.SIGTERM) as (stop, _):
-        bars = networks.compare_here(job, shaped, snapshots((), ALL), stop)
+        bars = networks.compare_here(job, over, snapshots((), ALL), stop)
     records = [read(Path(bar.record)) for bar in bars if bar.record]
     for record in records:
         store_run(record)
@@ -113,7 +113,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from probes.registry import ALL
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
-    over = networks.parse(options["networks"])
+    over = networks.parse(options["networks"], here=False)
     explicit = settings(options["config"], options["overrides"]).explicit
     request = for_whole_run(with_rows(training_request(options), explicit), explicit)
     found = snapshots(options["hosts"], ALL, root=options["root"])

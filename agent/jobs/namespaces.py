@@ -13,7 +13,6 @@ import ctypes
 import importlib
 import multiprocessing.connection
 import os
-import re
 import shutil
 import signal
 import socket
@@ -26,14 +25,11 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from agent.base.options import InputError
 from collectives.bench import processes
 
 HOSTS = 2
-MOST_NETWORKS = 8
 BURST_SECONDS = 0.01  # times the rate: tc-tbf(8) requires at least rate / HZ, and HZ is 100 or more
 LEAST_BURST_BYTES = 65536  # one segment in the size that veth delivers
-_RATE = re.compile(r"([A-Za-z][A-Za-z0-9]{0,14})=([1-9][0-9]{0,5})(mbit|gbit)")
 _NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # linux/sched.h: CLONE_NEWUTS, CLONE_NEWNET
 _GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
 MODULES = ("collectives.bench.rank", "finetune.train")  # of the ranks; they import torch
@@ -41,42 +37,6 @@ MODULES = ("collectives.bench.rank", "finetune.train")  # of the ranks; they imp
 
 class NamespaceError(RuntimeError):
     """Namespaces cannot be created here; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shaped:
-    """One network: the name of its interface in every host, and its rate."""
-
-    name: str
-    bits_per_second: float
-
-    @property
-    def rate(self) -> str:
-        """ "200 Mbit/s"."""
-        return f"{self.bits_per_second / 1e6:g} Mbit/s"
-
-
-def parse(words: Sequence[str]) -> tuple[Shaped, ...]:
-    """Read each "eth0=200mbit" as a network. InputError names the word and what is allowed."""
-    allowed = (
-        "INTERFACE=RATE, as eth0=200mbit or net1=1gbit (mbit and gbit, whole numbers), an interface of at most 15 "
-        "letters and digits"
-    )
-    found = match_each(words, _RATE, allowed)
-    return tuple(Shaped(one[1], float(one[2]) * (1e9 if one[3] == "gbit" else 1e6)) for one in found)
-
-
-def match_each(words: Sequence[str], pattern: re.Pattern[str], allowed: str) -> list[re.Match[str]]:
-    """Match the arguments of --over; group 1 is the interface. InputError for a malformed or repeated argument."""
-    found = []
-    for word in words:
-        one = pattern.fullmatch(word)
-        if not one or one[1] == "lo":
-            raise InputError(f"--over {word!r}: must be {allowed}")
-        found.append(one)
-    if not found or len({one[1] for one in found}) < len(found) or len(found) > MOST_NETWORKS:
-        raise InputError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
-    return found
 
 
 def missing() -> str:
@@ -95,23 +55,23 @@ def missing() -> str:
 class Rig:
     """The hosts; one process holds the namespace of each."""
 
-    networks: tuple[Shaped, ...]
+    networks: tuple[str, ...]  # name of each one's interface in every host
     pids: tuple[int, ...]
     stop: threading.Event = field(default_factory=threading.Event)  # set to end the ranks
 
-    def address(self, network: Shaped, host: int) -> str:
+    def address(self, network: str, host: int) -> str:
         """Return the IPv4 address of a host on a network: private, in namespaces without outside connections."""
         return f"10.244.{self.networks.index(network)}.{host + 1}"
 
     def run(
-        self, network: Shaped, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float
+        self, network: str, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float
     ) -> list[int]:
         """Run one rank per host, each with its own arguments; logs to rankN.log. Returns the exit codes."""
         ranks = []
         for host in range(HOSTS):
             environment = {
                 "RANK": str(host), "WORLD_SIZE": str(HOSTS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                "MASTER_PORT": "29511", "MASTER_ADDR": self.address(network, 0), "GLOO_SOCKET_IFNAME": network.name,
+                "MASTER_PORT": "29511", "MASTER_ADDR": self.address(network, 0), "GLOO_SOCKET_IFNAME": network,
             }  # fmt: skip
             log = folder / f"rank{host}.log"
             ranks.append(fork_rank(module, words[host], environment, self.pids[host], f"host-{host}", log))
@@ -119,17 +79,17 @@ class Rig:
 
 
 @contextlib.contextmanager
-def hosts(networks: Sequence[Shaped], stop: threading.Event) -> Iterator[Rig]:
-    """Create two hosts connected by the networks, and remove all at the end. NamespaceError gives the reason.
+def hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
+    """Create two hosts, connected by networks of these rates in bytes per second, and remove all at the end.
 
-    Once `stop` is set, the ranks end.
+    Once `stop` is set, the ranks end. NamespaceError gives the reason.
     """
     if why := missing():
         raise NamespaceError(why)
     with contextlib.ExitStack() as stack:
-        rig = Rig(tuple(networks), tuple(_hold(stack) for _ in range(HOSTS)), stop)
-        for network in rig.networks:
-            _join(rig, network)
+        rig = Rig(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)
+        for network, rate in rates.items():
+            _join(rig, network, rate)
         import_modules(stop)
         yield rig
 
@@ -149,25 +109,25 @@ def _hold(stack: contextlib.ExitStack) -> int:
     return held.pid
 
 
-def _join(rig: Rig, network: Shaped) -> None:
+def _join(rig: Rig, network: str, rate: float) -> None:
     """Create a veth pair between the hosts, shaped at both ends."""
     from pyroute2.iproute.linux import NetNS
     from pyroute2.netlink.exceptions import NetlinkError
 
-    burst = max(LEAST_BURST_BYTES, int(network.bits_per_second / 8 * BURST_SECONDS))
+    burst = max(LEAST_BURST_BYTES, int(rate * BURST_SECONDS))
     try:
         for host, pid in enumerate(rig.pids):
             with NetNS(f"/proc/{pid}/ns/net", flags=0) as inside:
                 if host == 0:
-                    peer = {"ifname": network.name, "net_ns_pid": rig.pids[1]}
-                    inside.link("add", ifname=network.name, kind="veth", peer=peer)
-                for name in ("lo", network.name):
+                    peer = {"ifname": network, "net_ns_pid": rig.pids[1]}
+                    inside.link("add", ifname=network, kind="veth", peer=peer)
+                for name in ("lo", network):
                     (index,) = inside.link_lookup(ifname=name)
                     inside.link("set", index=index, state="up")
                 inside.addr("add", index=index, address=rig.address(network, host), prefixlen=24)
-                inside.tc("add", "tbf", index, 0, rate=int(network.bits_per_second / 8), burst=burst, latency="400ms")
+                inside.tc("add", "tbf", index, 0, rate=int(rate), burst=burst, latency="400ms")
     except (NetlinkError, OSError) as error:
-        raise NamespaceError(f"{network.name}: {error}") from None
+        raise NamespaceError(f"{network}: {error}") from None
 
 
 # Ranks are forks of this process, so that none needs seconds to import torch.

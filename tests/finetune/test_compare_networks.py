@@ -30,7 +30,7 @@ from contracts.run_record import record_of
 ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 # A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.
-NETWORKS = ["--over", "eth0=60mbit", "--over", "net1=150mbit"]
+NETWORKS = ["--over", "eth0,60M", "--over", "net1,150M"]
 CARRIED = 1448 / 1514 / 8  # what an Ethernet frame of 1514 bytes carries for TCP, in bytes per bit
 ROUNDS = 3  # at most: something else may have had the cores
 
@@ -95,12 +95,12 @@ def test_a_run_that_failed_names_the_rank_that_failed_first_and_its_error(tmp_pa
     assert told in " ".join(text.strip() for text in drawn.itertext())
 
 
-@each_row("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])
+@each_row("word", ["eth0", "eth0,fast", "eth0,0M", "lo,10M", "e th,1G", "a" * 16 + ",1G", "eth0=a/b,1G"])
 def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
     """As any user's mistake: exit code 2."""
     done = CliRunner().invoke(compare_networks, ["--over", word])
     assert done.exit_code == 2
-    assert f"--over {word!r}: must be INTERFACE=RATE" in done.stderr
+    assert f"--over {word!r}: must be INTERFACE,RATE" in done.stderr
 
 
 def compare(*words, **options):
