@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import multiprocessing.connection
 import os
 import shutil
@@ -136,6 +137,7 @@ def _join(rig: Rig, network: str, rate: float) -> None:
 def import_modules(stop: threading.Event) -> None:
     """Import MODULES, with one OpenMP thread and no GPU for all ranks. Raises NamespaceError once `stop` is set."""
     os.environ |= {**processes.SAFE_PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its CPU kernels are a further download
     for module in MODULES:
         importlib.import_module(module)
         if stop.is_set():
