@@ -1,8 +1,7 @@
 """A fine-tune job for a cluster: build it from the command line, create it, and wait for its pods.
 
-The planner's manifests render the job. Surface: discovery of API groups, the job APIs, and pods and events of core/v1
-in the job's namespace. If a controller may not create a pod (Pod Security, quota, an SCC), only an event of the job
-shows it.
+The planner's manifests render the job. Surface: the job APIs, and pods and events of core/v1 in the job's namespace. If
+a controller may not create a pod (Pod Security, quota, an SCC), only an event of the job shows it.
 """
 
 from __future__ import annotations
