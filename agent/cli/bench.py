@@ -66,11 +66,9 @@ def _report_low(checks: Iterable[Finding]) -> bool:
 
 def _stop_on_signals() -> tuple[threading.Event, list[str]]:
     """Until the verb ends, SIGTERM and SIGINT set the returned event and add their names to the returned list."""
-    from agent.jobs.signals import stop_on
+    from agent.jobs.benchmark import stop_on_signals
 
-    stop = threading.Event()
-    received = click.get_current_context().with_resource(stop_on(stop, signal.SIGTERM, signal.SIGINT))
-    return stop, received
+    return click.get_current_context().with_resource(stop_on_signals(signal.SIGTERM, signal.SIGINT))
 
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
@@ -174,14 +172,15 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.jobs.benchmark import calibration, default_ranks, has_gpu
+    from planner.forecast.models import model_named
     from probes.registry import ALL
 
     found_hosts, seconds = snapshots((), ALL), options["budget"]
     copies = options["ranks"] or default_ranks(found_hosts)
     Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
     found = calibration(
-        model, sequence_length=sequence_length, tokens=options["tokens"] or sequence_length, budget_seconds=seconds,
-        ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
+        model_named(model), sequence_length=sequence_length, tokens=options["tokens"] or sequence_length,
+        budget_seconds=seconds, ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
     )  # fmt: skip
     text = render(found, "json")
     if target is None:
@@ -193,7 +192,7 @@ def calibrate(model: str, sequence_length: int, target: Path | None, **options: 
 
 # One fine-tune over several networks.
 
-DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
+DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
 _BAR_WIDTH = 20  # characters
 
 
@@ -228,14 +227,14 @@ def _compare_here(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.request import Request
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
+    from agent.jobs.benchmark import stop_on_signals
     from agent.jobs.namespaces import HOSTS
-    from agent.jobs.signals import sigterm
     from contracts.run_record import read
     from probes.registry import ALL
 
     if options["ranks"] not in (None, HOSTS):
         raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
-    shaped = namespaces.parse(options["networks"] or DEFAULT_NETWORKS)
+    over = networks.parse(options["networks"] or DEFAULT_NETWORKS, here=True)
     explicit = settings(options["config"], options["overrides"]).explicit
     defaults = {"max_steps": networks.STEPS, "save_strategy": "no", "eval_strategy": "no"}
     unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
@@ -253,8 +252,8 @@ def _compare_here(options: dict[str, Any]) -> NetworkBars:
         request=request, config=options["config"], overrides=overrides, folder=place.absolute(),
         timeout_seconds=options["timeout"], note=lambda text: progress.step(f"networks: {text}"),
     )  # fmt: skip
-    with sigterm() as stop:
-        bars = networks.compare_here(job, shaped, snapshots((), ALL), stop)
+    with stop_on_signals(signal.SIGTERM) as (stop, _):
+        bars = networks.compare_here(job, over, snapshots((), ALL), stop)
     records = [read(Path(bar.record)) for bar in bars if bar.record]
     for record in records:
         store_run(record)
@@ -275,17 +274,17 @@ def _networks_title(model: str | None, family: str, ranks: int) -> str:
 
 def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
     """Run one cluster job per network, one after another; with --dry-run print the jobs and exit."""
-    from agent.advice.advise import answer, with_fsdp
+    from agent.advice.advise import answer, in_pods, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
     from agent.base.options import RequestError
     from agent.cluster.client import connect
-    from agent.jobs import cluster_job, networks, submission
+    from agent.jobs import cluster_job, networks
     from planner.kubernetes.manifests import render as render_documents
     from probes.registry import ALL
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
-    over = networks.parse(options["networks"])
+    over = networks.parse(options["networks"], here=False)
     explicit = settings(options["config"], options["overrides"]).explicit
     request = for_whole_run(with_rows(training_request(options), explicit), explicit)
     found = snapshots(options["hosts"], ALL, root=options["root"])
@@ -297,7 +296,7 @@ def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
         raise RequestError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
     layout = advice.chosen.layout
     cluster_job.refuse_what_cannot_train(advice, options)
-    advice, left_out = cluster_job.for_pods(advice, options, found)
+    advice, left_out = in_pods(advice, found, here=not options["hosts"])
     for network in over:
         if network.rdma and not transport(advice, found):
             why = "no RDMA device was seen on the recorded hosts"
@@ -317,7 +316,7 @@ def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
     client, progress = connect(options["context"]), Progress()
     for number, (network, made) in enumerate(jobs):
         made = (*cluster_job.storage(options), *made) if number == 0 else made
-        progress.step(f"networks: {submission.named(made[-1])} over {network.name}")
+        progress.step(f"networks: {cluster_job.named(made[-1])} over {network.name}")
         bars.append(networks.run(
             client, made, network, options["api"], seconds=options["timeout"], report=progress.note, sleep=time.sleep,
             clock=time.monotonic,
