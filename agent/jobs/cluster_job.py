@@ -21,11 +21,12 @@ from contracts.job_plan import JobPlan, dumps
 from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
-from planner.kubernetes.job import (
+from planner.kubernetes.manifests import (
     COMMAND,
     DEVICE_CLASSES,
     MOUNT,
     SAVE_SECONDS,
+    Document,
     JobError,
     JobSpec,
     check_form,
@@ -34,7 +35,6 @@ from planner.kubernetes.job import (
     from_advice,
     storage_rate,
 )
-from planner.kubernetes.manifests import Document
 from probes.api import Snapshot
 
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.

@@ -45,8 +45,7 @@ from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
-from planner.kubernetes.job import JobError
-from planner.kubernetes.manifests import POD_LABELS, Document
+from planner.kubernetes.manifests import POD_LABELS, Document, JobError
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot

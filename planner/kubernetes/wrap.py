@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.tables import read_table
-from planner.kubernetes.job import RUNS_GATE, family, quantity
-from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
+from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
 from planner.kubernetes.yaml_edit import documents, extended
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.situation import Setting

@@ -23,7 +23,7 @@ from agent.jobs import cluster_job
 from finetune import pod
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes.job import JobError, JobSpec
+from planner.kubernetes.manifests import JobError, JobSpec
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 from probes.registry import ALL

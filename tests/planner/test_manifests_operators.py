@@ -15,7 +15,7 @@ from rigs.tables import each_row
 from agent.base.hosts import snapshots
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes.job import JobError, JobSpec
+from planner.kubernetes.manifests import JobError, JobSpec
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaDevice, RdmaPort

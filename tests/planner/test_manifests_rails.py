@@ -16,7 +16,7 @@ from rigs.tables import each_row, rows_of
 
 from planner.advice import Recommendation
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes.job import JobError
+from planner.kubernetes.manifests import JobError
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaDevice

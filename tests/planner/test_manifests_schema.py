@@ -21,7 +21,7 @@ from agent.base.hosts import snapshots
 from agent.cluster.publish import NFD_VERSION
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes.job import JobError, JobSpec
+from planner.kubernetes.manifests import JobError, JobSpec
 from probes.registry import ALL
 
 ROOT = Path(__file__).parents[2]
