@@ -186,10 +186,11 @@ class _Walk:
             self._container(node, source)
         here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
-            if key == "environment" and self._compose and _is(value, pattern("compose_truth")):
-                self._untyped(source, str(name), value, "Compose refuses the file: it takes a string or a number")
+            if key == "environment" and self._compose:
+                refusal = "Compose refuses the file: it takes a string or a number"
+                self._check_type(source, str(name), value, "compose_truth", refusal=refusal)
             elif key == "data" and source in self.config_of:
-                self._text_wanted(source, str(name), value)
+                self._want_text(source, str(name), value)
             word = name if isinstance(name, str) else ""
             own = pattern("own").match(word) is not None
             if own and isinstance(value, dict):
@@ -224,7 +225,7 @@ class _Walk:
         before: dict[str, str] = {}
         for entry in entries:
             name, value = entry["name"], entry.get("value")
-            self._text_wanted(source, name, value)
+            self._want_text(source, name, value)
             text = "valueFrom" if "valueFrom" in entry else scalar(value)
             if not is_judged(name):
                 before[name] = text
@@ -239,16 +240,19 @@ class _Walk:
                 notes.append(finding("env.pair.shadowed/twice", name, before[name], status=status, last=text))
             before[name] = text
 
-    def _text_wanted(self, source: str, name: str, value: Any) -> None:
-        if _is(value, pattern("truth")) or _is(value, pattern("number")):
-            self._untyped(source, name, value, "Kubernetes refuses the object: the value must be a string")
-
-    def _untyped(self, source: str, name: str, value: Any, refusal: str) -> None:
+    def _check_type(self, source: str, name: str, value: Any, *forms: str, refusal: str) -> None:
+        """Report an unquoted value that a parser does not read as a string."""
         text = scalar(value)
-        what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
-        text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
-        note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
-        self._at(source).findings.append(note)
+        plain = isinstance(value, Plain | bool | int | float)
+        if plain and any(pattern(form).fullmatch(text) for form in forms):
+            what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
+            text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
+            note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
+            self._at(source).findings.append(note)
+
+    def _want_text(self, source: str, name: str, value: Any) -> None:
+        refusal = "Kubernetes refuses the object: the value must be a string"
+        self._check_type(source, name, value, "truth", "number", refusal=refusal)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
         """Take an entry of a container's `env`. A ConfigMap's value is used if the ConfigMap is in the documents."""
@@ -276,7 +280,7 @@ class _Walk:
             self.taken.setdefault(source, set()).add(name)
             for key, value in self._configs[name].items():
                 if NAME.match(str(key)):
-                    self._text_wanted(source, str(key), value)
+                    self._want_text(source, str(key), value)
                     self._add(source, f"{entry.get('prefix', '')}{key}", value)
 
     def _words(self, words: list[str], source: str) -> None:
@@ -322,11 +326,6 @@ class _Walk:
 
     def _at(self, source: str) -> Script:
         return self.found.setdefault(source, Script())
-
-
-def _is(value: Any, pattern: re.Pattern[str]) -> bool:
-    """Whether an unquoted value matches the pattern, so that a parser does not read it as a string."""
-    return isinstance(value, Plain | bool | int | float) and bool(pattern.fullmatch(scalar(value)))
 
 
 def _configs(documents: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
