@@ -125,9 +125,8 @@ def lint(
         found += _harmful_anywhere(environment, nodes) if nodes != 1 else ()
     else:
         for name, row in settings()["efa_needless"].items() if machine.has_efa else ():
-            value = environment.get(name)
-            if value is not None and value.lower() == row.get("only", value.lower()):
-                found.append(finding("env.efa.needless", name, value, why=row["why"]))
+            if name in environment and environment[name].lower() == row.get("only", environment[name].lower()):
+                found.append(finding("env.efa.needless", name, environment[name], why=row["why"]))
         found += machine.check(environment, case.version)
     general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
     judged = {each.subject for each in found if each.code != general
