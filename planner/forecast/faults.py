@@ -54,7 +54,6 @@ class ClusterState:
 
 
 Slow = Callable[[ClusterState, str, Finding], None]
-Repair = Callable[[NodeTopology, Finding], NodeTopology]
 
 
 def _is_about(finding: Finding, name: str, bus_id: str | None) -> bool:
@@ -133,70 +132,6 @@ def _report(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: AR
     now.add_note(f"{finding.code}{where}: {RULES[finding.code]['shown']}")
 
 
-def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Set a port that is down or slow to the rate of other ports of its kind."""
-    nearest = {nic for near in node.nearest_nic if near.gpu == finding.subject for nic in (near.why or "").split()}
-    best: dict[str, float] = {}
-    for nic in node.nics:
-        best[nic.kind] = max(best.get(nic.kind, 0.0), nic.rate_bytes_per_second or 0.0)
-
-    def repaired(nic: NicNode) -> NicNode:
-        if not (_is_about(finding, nic.name, nic.bus_id) or nic.name in {word.strip(",") for word in nearest}):
-            return nic
-        return replace(nic, active=True, rate_bytes_per_second=best[nic.kind] or None,
-                       pcie_running_bytes_per_second=None)  # fmt: skip
-
-    return replace(node, nics=tuple(repaired(nic) for nic in node.nics))
-
-
-def _repair_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Set a link to the rate of its slot."""
-    slow = {gpu.name for gpu in node.gpus if _is_about(finding, gpu.name, gpu.bus_id)}
-    gpus = tuple(
-        replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if gpu.name in slow else gpu
-        for gpu in node.gpus
-    )
-    pairs = tuple(replace(p, running_bytes_per_second=None) if {p.a, p.b} & slow else p for p in node.pairs)
-    nics = tuple(
-        replace(nic, pcie_running_bytes_per_second=None) if _is_about(finding, nic.name, nic.bus_id) else nic
-        for nic in node.nics
-    )
-    return replace(node, gpus=gpus, pairs=pairs, nics=nics)
-
-
-def _repair_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Give every pair of GPUs as many NVLinks as the pair with the most."""
-    names = {gpu.name for gpu in node.gpus}
-    linked = [p for p in node.pairs if {p.a, p.b} <= names and p.nvlinks]
-    if not linked or not finding.subject:
-        return node
-    best = max(linked, key=lambda p: p.nvlinks)
-
-    def repaired(pair: Pair) -> Pair:
-        if not {pair.a, pair.b} <= names or finding.subject not in (pair.a, pair.b):
-            return pair
-        return replace(best, a=pair.a, b=pair.b)
-
-    return replace(node, pairs=tuple(repaired(pair) for pair in node.pairs))
-
-
-def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Mark a lost GPU as usable, with the links of the other GPUs."""
-    sister = next((gpu for gpu in node.gpus if gpu.usable), None)
-    if sister is None:
-        return node
-
-    def repaired(gpu: GpuNode) -> GpuNode:
-        if gpu.usable or not _is_about(finding, gpu.name, gpu.bus_id):
-            return gpu
-        return replace(sister, name=gpu.name, index=gpu.index, bus_id=gpu.bus_id, uuid=gpu.uuid,
-                       numa_node=gpu.numa_node if gpu.numa_node is not None else sister.numa_node)  # fmt: skip
-
-    lost = [g.name for g in node.gpus if not g.usable and _is_about(finding, g.name, g.bus_id)]
-    node = replace(node, gpus=tuple(repaired(gpu) for gpu in node.gpus))
-    return _repair_nvlink(node, replace(finding, subject=lost[0])) if lost else node
-
-
 # Compute -------------------------------------------------------------------------------------------------------------
 
 
@@ -270,9 +205,6 @@ _SLOW: Mapping[str, Slow] = {
     "sockets": _sockets, "through_host": _through_host, "report": _report, "clock": _clock, "power": _power,
     "small_packets": _small_packets, "through_memory": _through_memory,
 }  # fmt: skip
-_REPAIRS: Mapping[str, Repair] = {
-    "nic": _repair_nic, "pcie": _repair_pcie, "nvlink": _repair_nvlink, "gpu": _repair_gpu,
-}  # fmt: skip
 RULES: Mapping[str, Mapping[str, str]] = {code: row for row in _TABLE["rule"] for code in row["codes"]}
 ENDS = frozenset(_TABLE["ends"])
 
@@ -309,19 +241,63 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
 
 
 def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
-    """Return the nodes with every fault repaired that the graph shows."""
+    """Return the nodes with every fault repaired that the graph shows; equal nodes have equal faults."""
     nodes = []
     known: dict[tuple[int, ...], NodeTopology] = {}
     for node in cluster.nodes:
         found = [one for one in findings.get(node.hostname, ()) if "repair" in RULES[one.code]]
         key = (id(node.gpus), id(node.nics), id(node.pairs))
         if found and key not in known:
-            sound = node
-            for one in found:
-                sound = _REPAIRS[RULES[one.code]["repair"]](sound, one)
-            known[key] = complete(sound)
+            known[key] = complete(_repair(node, found))
         nodes.append(replace(known[key], hostname=node.hostname) if found else node)
     return join(nodes) if known else cluster
+
+
+def _repair(node: NodeTopology, findings: Sequence[Finding]) -> NodeTopology:
+    """Return a node whose faulty devices are as good as its best ones of the same kind.
+
+    A port gets the rate of the fastest one, a link that of its slot, a GPU the NVLinks of the GPU with most of them.
+    """
+    faulty: dict[str, set[str]] = {"nic": set(), "pcie": set(), "nvlink": set(), "gpu": set()}
+    devices: list[GpuNode | NicNode] = [*node.gpus, *node.nics]
+    for one in findings:
+        names = {each.name for each in devices if _is_about(one, each.name, each.bus_id)}
+        repair = RULES[one.code]["repair"]
+        if repair == "nic":  # a finding about a GPU names its ports in the reason
+            near = (each.why or "" for each in node.nearest_nic if each.gpu == one.subject)
+            names |= {word.strip(",") for why in near for word in why.split()}
+        faulty[repair] |= names
+    usable = [gpu for gpu in node.gpus if gpu.usable]
+    lost = {gpu.name for gpu in node.gpus if not gpu.usable and gpu.name in faulty["gpu"]} if usable else set()
+    slow, unlinked = faulty["pcie"], faulty["nvlink"] | lost
+    rates = [(nic.kind, nic.rate_bytes_per_second or 0.0) for nic in node.nics]
+    best = dict(sorted(rates, key=lambda rate: rate[1]))
+    gpus = {gpu.name for gpu in node.gpus}
+    linked = max((pair for pair in node.pairs if {pair.a, pair.b} <= gpus), key=lambda p: p.nvlinks, default=None)
+
+    def repair_gpu(gpu: GpuNode) -> GpuNode:
+        if gpu.name in lost:
+            numa_node = usable[0].numa_node if gpu.numa_node is None else gpu.numa_node
+            own = {name: getattr(gpu, name) for name in ("name", "index", "bus_id", "uuid")}
+            return replace(usable[0], **own, numa_node=numa_node)
+        return replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if gpu.name in slow else gpu
+
+    def repair_nic(nic: NicNode) -> NicNode:
+        if nic.name in faulty["nic"]:
+            nic = replace(nic, active=True, rate_bytes_per_second=best[nic.kind] or None)
+        is_faulty = nic.name in slow | faulty["nic"]
+        return replace(nic, pcie_running_bytes_per_second=None) if is_faulty else nic
+
+    def repair_pair(pair: Pair) -> Pair:
+        ends = {pair.a, pair.b}
+        if linked and linked.nvlinks and ends <= gpus and ends & unlinked:
+            return replace(linked, a=pair.a, b=pair.b)
+        return replace(pair, running_bytes_per_second=None) if ends & slow & gpus else pair
+
+    return replace(
+        node, gpus=tuple(map(repair_gpu, node.gpus)), nics=tuple(map(repair_nic, node.nics)),
+        pairs=tuple(map(repair_pair, node.pairs)),
+    )  # fmt: skip
 
 
 def repair_links(

@@ -23,10 +23,9 @@ from planner.kubernetes.job import JobError, check_form
 from planner.kubernetes.manifests import Document, from_template
 from planner.nccl_env.hcas import PortChoice, choose_ports
 from planner.nccl_env.interfaces import exact_if_needed
-from planner.nccl_env.nodes import NodeView, PortView
-from planner.nccl_env.nodes import networks as subnets
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.situation import Reason, Setting
+from planner.nccl_env.situation import NodeView, PortView, Reason, Setting
+from planner.nccl_env.situation import networks as subnets
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.pci.facts import PciFacts

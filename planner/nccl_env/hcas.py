@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from contracts.finding import Status
 from hardware.units import gigabits
-from planner.nccl_env.nodes import NodeView, PortView, gid_address, gid_addresses, port_subnet, rdma_device_of
+from planner.nccl_env.situation import NodeView, PortView, gid_address, gid_addresses, port_subnet, rdma_device_of
 from probes.rdma.facts import is_link_local
 
 
@@ -41,11 +41,10 @@ def choose_ports(node: NodeView) -> PortChoice:
 
 def _find_secondary_devices(node: NodeView) -> dict[str, str]:
     """Return RoCE devices of the pod's networks. InfiniBand needs no pod network, because GIDs belong to the port."""
-    facts = node.interfaces()
     roce = [view for view in node.default_ports() if view.port.link_layer == "Ethernet"]
     names = {view.device.name for view in roce}
     found: dict[str, str] = {}
-    for interface in facts.interfaces if facts else ():
+    for interface in node.links:
         device = rdma_device_of(interface, roce) if interface.role == "secondary" else None
         if device in names:
             found.setdefault(device, interface.name)

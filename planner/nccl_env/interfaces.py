@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hardware.units import gigabits
-from planner.nccl_env.nodes import (
+from planner.nccl_env.situation import (
     UNFIT_ROLES,
     NodeView,
+    Note,
+    Setting,
+    Situation,
     best_interface,
+    by_host,
     is_usable,
     networks,
+    note,
     rank_interface,
     rdma_device_of,
     running_interfaces,
+    setting,
+    some,
 )
-from planner.nccl_env.situation import Note, Setting, Situation, by_host, note, setting, some
 from probes.interfaces.facts import Interface, InterfacesFacts, preferred_by_nccl
 
 
@@ -27,47 +33,38 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
     """NCCL_SOCKET_IFNAME, if NCCL would not select the right interface by default."""
     if case.cxi:
         return _name_slingshot(case)
-    judged = [(node, facts) for node in case.nodes if (facts := node.interfaces()) is not None]
+    judged = [node for node in case.nodes if node.interfaces() is not None]
     if not judged:
         return note("socket_ifname.unread", case.unread("interfaces"))
-    choices = {
-        node.hostname: _choose_interface(node, facts, sockets_carry_data=not (case.efa or case.rdma_ports))
-        for node, facts in judged
-    }
+    defaults = {node.hostname: _get_default_choice(node) for node in judged}
+    carries_data = not (case.efa or case.rdma_ports)
+    choices = {node.hostname: _choose_interface(node, sockets_carry_data=carries_data) for node in judged}
     if not any(choices.values()):
         choices = _find_shared_subnet(judged)
     if not any(choices.values()):
-        picks = by_host((node.hostname, _get_default_choice(facts) or "none") for node, facts in judged)
         unread = case.unread_nodes(NodeView.interfaces)
+        picks = by_host((host, default or "none") for host, default in defaults.items())
         return note("socket_ifname.automatic", picks + (f"; not read on {some(unread)}" if unread else ""))
-    named = {host: choice for host, choice in choices.items() if choice is not None}
-    fills = {node.hostname: tuple(filter(None, (_get_default_choice(facts),))) for node, facts in judged}
-    names = {host: named[host][0] if host in named else fills[host] for host in choices}
+    names = {host: choice[0] if choice else tuple(filter(None, (defaults[host],))) for host, choice in choices.items()}
     value = _join_names(names, judged)
     if value is None:
         listed = by_host((host, ",".join(each)) for host, each in names.items())
         return note("socket_ifname.names_differ", listed=listed)
-    host, (_, key, evidence, fields) = next(iter(named.items()))
-    if len(judged) > 1:
-        evidence = f"{host}: {evidence}"
-    return setting(key, value, evidence, **fields)
+    host, (_, key, evidence, fields) = next((host, choice) for host, choice in choices.items() if choice is not None)
+    return setting(key, value, f"{host}: {evidence}" if len(judged) > 1 else evidence, **fields)
 
 
 def _name_slingshot(case: Situation) -> Setting | Note:
     """Return the common prefix of Slingshot interfaces: libfabric uses all of them, the bootstrap one."""
     found = {node.hostname: node.cxi() for node in case.nodes if node.cxi()}
-    known = {node.hostname: {each.name for each in facts.interfaces} for node in case.nodes if (
-        facts := node.interfaces()
-    )}  # fmt: skip
+    known = {node.hostname: {each.name for each in node.links} for node in case.nodes}
     evidence = by_host((host, f"Cassini NICs {', '.join(names)}") for host, names in found.items())
     stems = {name.rstrip("0123456789") for names in found.values() for name in names}
     unseen = [host for host, names in found.items() if not set(names) <= known.get(host, set())]
     if unseen or len(stems) != 1 or not (stem := stems.pop()):
         return note("socket_ifname.slingshot_unnamed", evidence)
-    others = [
-        name for host, names in known.items() for name in names - set(found.get(host, ())) if name.startswith(stem)
-    ]
-    value = "=" + ",".join(next(iter(found.values()))) if others else stem
+    others = {name for host, names in known.items() for name in names - set(found.get(host, ()))}
+    value = "=" + ",".join(next(iter(found.values()))) if any(name.startswith(stem) for name in others) else stem
     return setting("socket_ifname.slingshot", value, evidence)
 
 
@@ -77,19 +74,14 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
         return None
     if case.one_node:
         return note("gloo.one_node")
-    picks: dict[str, Interface] = {}
-    for node in case.nodes:
-        best = best_interface(node)
-        if best is not None:
-            picks[node.hostname] = best
+    picks = {node.hostname: best for node in case.nodes if (best := best_interface(node)) is not None}
     if unread := case.unread_nodes(NodeView.interfaces):
         return note("gloo.unread", case.unread("interfaces"), hosts=some(unread))
     if without := [node.hostname for node in case.nodes if node.hostname not in picks]:
         return note("gloo.no_address", hosts=some(without))
     names = sorted({pick.name for pick in picks.values()})
     if len(names) > 1:
-        listed = by_host((host, pick.name) for host, pick in picks.items())
-        return note("gloo.names_differ", listed=listed)
+        return note("gloo.names_differ", listed=by_host((host, pick.name) for host, pick in picks.items()))
     pick = next(iter(picks.values()))
     evidence = f"{pick.name}: {pick.role}, {', '.join(pick.addresses)}"
     return setting("gloo.name_it", names[0], evidence)
@@ -106,30 +98,23 @@ def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:
     return ("=" if caught else "") + ",".join(names)
 
 
-def _get_default_choice(facts: InterfacesFacts) -> str | None:
-    return facts.nccl_choice or next(iter(nccl_takes(facts)), None)
+def _get_default_choice(node: NodeView) -> str | None:
+    facts = node.interfaces()
+    return (facts.nccl_choice or next(iter(nccl_takes(facts)), None)) if facts else None
 
 
 _Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
 
 
-def _find_equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
-    """Return the usable interfaces of the same kind and speed as the best one."""
-    mark = rank_interface(node, facts, best)[:-1]
-    return tuple(
-        each for each in facts.interfaces if is_usable(each) and rank_interface(node, facts, each)[:-1] == mark
-    )
-
-
-def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Choice | None:
+def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | None:
     """Return the interfaces to set, with reason; None if this node does not need the variable."""
-    best = best_interface(node)
-    unasked = _get_default_choice(facts)
-    if best is None or unasked is None:
+    best, facts, unasked = best_interface(node), node.interfaces(), _get_default_choice(node)
+    if best is None or facts is None or unasked is None:
         return None
-    current = _find_interface(node, unasked)
-    equals = _find_equals(node, facts, best) if sockets_carry_data else (best,)
-    names = tuple(each.name for each in equals)
+    by_name = {each.name: each for each in reversed(node.links)}
+    current, mark = by_name.get(unasked), rank_interface(node, best)[:-1]
+    equals = [each for each in node.links if is_usable(each) and rank_interface(node, each)[:-1] == mark]
+    names = tuple(each.name for each in equals) if sockets_carry_data else (best.name,)
     if best.role == "secondary" and (current is None or current.role != "secondary"):
         network = f" ({best.multus_network})" if best.multus_network else ""
         device = rdma_device_of(best, node.default_ports())
@@ -143,7 +128,7 @@ def _choose_interface(node: NodeView, facts: InterfacesFacts, *, sockets_carry_d
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
         return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": what}
     defaults = nccl_takes(facts)
-    others = [each for name in defaults if name not in names and (each := _find_interface(node, name)) is not None]
+    others = [by_name[name] for name in defaults if name not in names]
     if sockets_carry_data and others and best.name in defaults:
         left = ", ".join(f"{each.name} ({each.role}{_format_speed(each)})" for each in others)
         evidence = f"{', '.join(names)}: {best.role}{_format_speed(best)}; NCCL would add {left}"
@@ -156,41 +141,31 @@ def _format_speed(interface: Interface) -> str:
     return f", {gigabits(rate)}" if rate else ""
 
 
-def _find_shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Choice | None]:
+def _find_shared_subnet(judged: Sequence[NodeView]) -> dict[str, _Choice | None]:
     """Find interfaces with a subnet common to all nodes, if the nodes' own choices have none."""
-    chosen = [_list_subnets(facts, _get_default_choice(facts)) for _, facts in judged]
-    common = set.intersection(*[_list_subnets(facts, None) for _, facts in judged])
+    chosen = [_list_subnets(node, _get_default_choice(node)) for node in judged]
+    common = set.intersection(*[_list_subnets(node, None) for node in judged])
     if len(judged) < 2 or set.intersection(*chosen) or not common:
         return {}
     subnet = min(common)
     found: dict[str, _Choice | None] = {}
-    for node, facts in judged:
-        name = next(each.name for each in facts.interfaces if subnet in _list_subnets(facts, each.name))
-        evidence = f"{name}: {subnet}; NCCL would take {_get_default_choice(facts)}"
+    for node in judged:
+        name = next(each.name for each in node.links if subnet in _list_subnets(node, each.name))
+        evidence = f"{name}: {subnet}; NCCL would take {_get_default_choice(node)}"
         found[node.hostname] = ((name,), "socket_ifname.shared_subnet", evidence, {})
     return found
 
 
-def _list_subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
+def _list_subnets(node: NodeView, name: str | None) -> set[str]:
     """Return the subnets of one usable interface, or of all."""
-    return {
-        str(network)
-        for each in facts.interfaces
-        if is_usable(each) and name in (None, each.name)
-        for network in networks(each)
-    }
+    usable = [each for each in node.links if is_usable(each) and name in (None, each.name)]
+    return {str(network) for each in usable for network in networks(each)}
 
 
-def _join_names(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> str | None:
+def _join_names(names: Mapping[str, tuple[str, ...]], judged: Sequence[NodeView]) -> str | None:
     """Return one list for all nodes; None if a name in it exists on another node that must not use it."""
     distinct = list(dict.fromkeys(name for each in sorted(names.values()) for name in each))
-    present = {node.hostname: {each.name for each in facts.interfaces} for node, facts in judged}
+    present = {node.hostname: {each.name for each in node.links} for node in judged}
     if any(present[host] & set(distinct) != set(own) for host, own in names.items()):
         return None
     return exact_if_needed(distinct, {name for there in present.values() for name in there})
-
-
-def _find_interface(node: NodeView, name: str) -> Interface | None:
-    """Return the interface with this name."""
-    facts = node.interfaces()
-    return next((each for each in facts.interfaces if each.name == name), None) if facts else None
