@@ -76,7 +76,7 @@ class Recommendation:
     helps_most: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()  # missing facts, and their effect on the answer
     slowed: tuple[str, ...] = ()  # faults of these nodes that the forecast includes
-    sound: RankedLayout | None = None  # best layout after repairs; None if there are no faults
+    sound: RankedLayout | None = None  # best layout without the faults; None without faults, or if the graph shows them
     sound_here: RankedLayout | None = None  # that layout on the nodes in their current state
     total_steps: int | None = None  # of the whole run, if steps or tokens are limited
     total_seconds: Interval | None = None  # of the whole run

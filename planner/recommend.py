@@ -20,7 +20,7 @@ from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
-from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, repair_links, repaired, slowed
+from planner.forecast.faults import Findings, apply_findings, are_separable, cut_domains, pick_costly, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
@@ -348,16 +348,6 @@ def error_of_difference(planned: Planned, first: RankedLayout, second: RankedLay
     return math.expm1(difference_sigma(planned.job, one, other))
 
 
-def _forecast_sound(planned: Planned, again: Planned) -> tuple[RankedLayout | None, RankedLayout | None]:
-    """Return the best layout of the nodes without their faults, and its forecast on the nodes as they are."""
-    again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
-    same = again.world == planned.world
-    if same:
-        again = replace(again, global_batch=planned.global_batch)
-    sound = best_layout(again)
-    return sound, forecast_layout(planned, sound.layout) if sound is not None and same else None
-
-
 def recommend(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
     measurements: Sequence[Measurement] = (), calibration: Calibration | None = None,
@@ -367,7 +357,8 @@ def recommend(
 ) -> Recommendation:  # fmt: skip
     """Answer for one job on one cluster in its current state; `multi_node` None: it may use several nodes later.
 
-    `findings`: known faults of the nodes, by host name. The answer also includes the nodes without these faults.
+    `findings`: known faults of the nodes, by host name. If the graph does not show them, the answer also has the best
+    layout of the same nodes without them.
     """
     case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
@@ -391,12 +382,13 @@ def recommend(
     if measured_step:
         planned = scaled(planned, measured_step)
     sound = sound_here = None
-    if planned.slowed:
-        whole = repaired(cluster, against)
-        links = repair_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
-        if links:
-            again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
-            sound, sound_here = _forecast_sound(planned, again)
+    if planned.slowed and are_separable(against, cluster):
+        again = plan(
+            cluster, snapshots, model, train, calibration=calibration, ranks_per_node=ranks_per_node, links=links
+        )
+        again = replace(again, scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch)
+        sound = best_layout(again)
+        sound_here = forecast_layout(planned, sound.layout) if sound is not None else None
     found = search(planned)
     for other in _list_other_batches(planned):
         if found.best:

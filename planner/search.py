@@ -413,22 +413,26 @@ def fitting(
     `after`: what fitted for a layout with no more data; choices lighter than its choice are skipped.
     """
     least = float("inf")
+    for layout in _list_lighter(question, base, named, after):
+        memory = memory_of(question, layout)
+        if budget is None or memory.total <= budget:
+            return layout, memory
+        if layout.offload == "none":
+            least = min(least, memory.total - budget)
+    return least
+
+
+def _list_lighter(
+    question: Question, base: Layout, named: Mapping[str, object], after: Layout | None
+) -> Iterator[Layout]:
+    """Yield a layout with more and more checkpointing, then with offloading, which is slow."""
     offloaded = named.get("offload", "none") != "none" or (after is not None and after.offload != "none")
     for choice in () if offloaded else _CHOICES[_CHOICES.index(after.checkpointing) if after else 0 :]:
-        if choice not in question.engine.checkpointing or named.get("checkpointing", choice) != choice:
-            continue
-        layout = base if choice == "none" else replace(base, checkpointing=choice)
-        memory = memory_of(question, layout)
-        if budget is None or memory.total <= budget:
-            return layout, memory
-        least = min(least, memory.total - budget)
-    for where in question.engine.offloads:  # slow, so only if nothing else fits
-        if named.get("offload", where) != where or named.get("checkpointing", "full") != "full":
-            continue
+        if choice in question.engine.checkpointing and named.get("checkpointing", choice) == choice:
+            yield base if choice == "none" else replace(base, checkpointing=choice)
+    if named.get("checkpointing", "full") != "full":
+        return
+    for where in question.engine.offloads:
         layout = replace(base, checkpointing="full", offload=where)
-        if first_broken(question, layout) is not None:
-            continue
-        memory = memory_of(question, layout)
-        if budget is None or memory.total <= budget:
-            return layout, memory
-    return least
+        if named.get("offload", where) == where and first_broken(question, layout) is None:
+            yield layout

@@ -1,10 +1,11 @@
 """The effect of findings on a forecast: how a node with a finding slows the links and the compute of a job.
 
-The forecast is for the nodes in their current state, and is compared with the same nodes after repair. faults.toml has
-one rule per finding code that affects data transfers or the compute rate of the slowest rank. If the scan's graph
-already shows the fault (a dead HCA, a link with fewer lanes), it is repaired for the comparison. Otherwise (no
-GPUDirect, locked memory, low clock) it slows the current nodes. With the codes in `ENDS` a job cannot run. The cost of
-any other failure is unknown, and the advice says so. docs/decisions/0020 gives the cost of each code.
+The forecast is for the nodes in their current state. faults.toml has one rule per finding code that affects data
+transfers or the compute rate of the slowest rank. Some faults are invisible to the scan's graph (no GPUDirect, locked
+memory, low clock), and their rules slow the nodes. What they cost is the difference to the same nodes without them.
+The graph already shows the others (a dead HCA, a link with fewer lanes), and their rules only add a note; the finding
+says how much of the link is lost. With the codes in `ENDS` a job cannot run. The cost of any other failure is unknown,
+and the advice says so. docs/decisions/0020 gives the cost of each code.
 """
 
 from __future__ import annotations
@@ -15,18 +16,15 @@ from dataclasses import dataclass, field, replace
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import compute_clock_share
-from hardware.nics import nics
 from hardware.units import GIGA
 from planner.forecast.compute import Rates
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, unknown_network
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.interfaces.facts import InterfacesFacts
-from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from topology.cluster import join
-from topology.derive import complete
-from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, Pair
+from topology.graph import ClusterTopology
 
 Findings = Mapping[str, Sequence[Finding]]  # by host name
 
@@ -240,86 +238,12 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
     }  # fmt: skip
 
 
-def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
-    """Return the nodes with every fault repaired that the graph shows; equal nodes have equal faults."""
-    nodes = []
-    known: dict[tuple[int, ...], NodeTopology] = {}
-    for node in cluster.nodes:
-        found = [one for one in findings.get(node.hostname, ()) if "repair" in RULES[one.code]]
-        key = (id(node.gpus), id(node.nics), id(node.pairs))
-        if found and key not in known:
-            known[key] = complete(_repair(node, found))
-        nodes.append(replace(known[key], hostname=node.hostname) if found else node)
-    return join(nodes) if known else cluster
-
-
-def _repair(node: NodeTopology, findings: Sequence[Finding]) -> NodeTopology:
-    """Return a node whose faulty devices are as good as its best ones of the same kind.
-
-    A port gets the rate of the fastest one, a link that of its slot, a GPU the NVLinks of the GPU with most of them.
-    """
-    faulty: dict[str, set[str]] = {"nic": set(), "pcie": set(), "nvlink": set(), "gpu": set()}
-    devices: list[GpuNode | NicNode] = [*node.gpus, *node.nics]
-    for one in findings:
-        names = {each.name for each in devices if _is_about(one, each.name, each.bus_id)}
-        repair = RULES[one.code]["repair"]
-        if repair == "nic":  # a finding about a GPU names its ports in the reason
-            near = (each.why or "" for each in node.nearest_nic if each.gpu == one.subject)
-            names |= {word.strip(",") for why in near for word in why.split()}
-        faulty[repair] |= names
-    usable = [gpu for gpu in node.gpus if gpu.usable]
-    lost = {gpu.name for gpu in node.gpus if not gpu.usable and gpu.name in faulty["gpu"]} if usable else set()
-    slow, unlinked = faulty["pcie"], faulty["nvlink"] | lost
-    rates = [(nic.kind, nic.rate_bytes_per_second or 0.0) for nic in node.nics]
-    best = dict(sorted(rates, key=lambda rate: rate[1]))
-    gpus = {gpu.name for gpu in node.gpus}
-    linked = max((pair for pair in node.pairs if {pair.a, pair.b} <= gpus), key=lambda p: p.nvlinks, default=None)
-
-    def repair_gpu(gpu: GpuNode) -> GpuNode:
-        if gpu.name in lost:
-            numa_node = usable[0].numa_node if gpu.numa_node is None else gpu.numa_node
-            own = {name: getattr(gpu, name) for name in ("name", "index", "bus_id", "uuid")}
-            return replace(usable[0], **own, numa_node=numa_node)
-        return replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if gpu.name in slow else gpu
-
-    def repair_nic(nic: NicNode) -> NicNode:
-        if nic.name in faulty["nic"]:
-            nic = replace(nic, active=True, rate_bytes_per_second=best[nic.kind] or None)
-        is_faulty = nic.name in slow | faulty["nic"]
-        return replace(nic, pcie_running_bytes_per_second=None) if is_faulty else nic
-
-    def repair_pair(pair: Pair) -> Pair:
-        ends = {pair.a, pair.b}
-        if linked and linked.nvlinks and ends <= gpus and ends & unlinked:
-            return replace(linked, a=pair.a, b=pair.b)
-        return replace(pair, running_bytes_per_second=None) if ends & slow & gpus else pair
-
-    return replace(
-        node, gpus=tuple(map(repair_gpu, node.gpus)), nics=tuple(map(repair_nic, node.nics)),
-        pairs=tuple(map(repair_pair, node.pairs)),
-    )  # fmt: skip
-
-
-def repair_links(
-    sound: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
-) -> Links | None:  # fmt: skip
-    """Return the links of the repaired nodes; None if RDMA is off and its rate cannot be known.
-
-    Ports without RDMA device cannot be read; assume one card per GPU, at the rate of its family's fastest card.
-    """
-    off = {one.subject for found in findings.values() for one in found if RULES[one.code]["slow"] == "sockets"}
-    if not off or links.network is None or sound.inter_node_transport in ("rdma", "efa", "nvlink"):
-        return links
-    pci = snapshots[0].facts(PciFacts) if snapshots else None
-    cards = [d for d in (pci.devices if pci else ()) if d.bus_id in off]
-    families = [nic for d in cards for nic in nics() if nic.vendor == d.vendor_id and d.device_id in nic.devices]
-    known = [nic.bytes_per_second for nic in families if nic.bytes_per_second]
-    if not known or len(known) < len(cards):
-        return None
-    used = min(len(cards), max(1, links.ranks_per_node))
-    rate = used * min(known) * NETWORK_SHARE
-    why = f"{used} cards as the fastest of their family"
-    return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=why))
+def are_separable(findings: Findings, cluster: ClusterTopology) -> bool:
+    """Whether the graph shows none of the faults, so that a forecast from the graph alone is one without them."""
+    codes = {one.code for found in findings.values() for one in found}
+    hidden = all(RULES[code]["slow"] != "report" or code in _PART_THE_DOMAIN for code in codes)
+    needs_rdma = len(cluster.nodes) > 1 and any(RULES[code]["slow"] == "sockets" for code in codes)
+    return hidden and not (needs_rdma and cluster.inter_node_transport not in ("rdma", "efa", "nvlink"))
 
 
 def apply_findings(
