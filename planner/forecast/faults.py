@@ -124,12 +124,6 @@ def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # 
     now.add_note(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
 
 
-def _report(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - equal nodes share a note
-    """Add a note about a fault that the graph shows."""
-    where = f" on {finding.subject}" if finding.subject else ""
-    now.add_note(f"{finding.code}{where}: {RULES[finding.code]['shown']}")
-
-
 # Compute -------------------------------------------------------------------------------------------------------------
 
 
@@ -200,10 +194,12 @@ def cut_domains(cluster: ClusterTopology, findings: Findings) -> ClusterTopology
 
 _TABLE = read_table(__file__, "faults.toml")
 _SLOW: Mapping[str, Slow] = {
-    "sockets": _sockets, "through_host": _through_host, "report": _report, "clock": _clock, "power": _power,
+    "sockets": _sockets, "through_host": _through_host, "clock": _clock, "power": _power,
     "small_packets": _small_packets, "through_memory": _through_memory,
 }  # fmt: skip
-RULES: Mapping[str, Mapping[str, str]] = {code: row for row in _TABLE["rule"] for code in row["codes"]}
+_HOW = {code: name for name, codes in _TABLE["slow"].items() for code in codes}
+_SHOWN = {code: note for note, codes in _TABLE["shown"].items() for code in codes}
+RULES = frozenset({*_HOW, *_SHOWN})
 ENDS = frozenset(_TABLE["ends"])
 
 _BY_SETTING = {  # faults that the recommended environment fixes
@@ -232,7 +228,7 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
         host: tuple(
             one for one in found
             if one.code in RULES and one.code not in solved and not is_excluded(one)
-            and (one.status == Status.FAIL or (one.status == Status.WARN and RULES[one.code]["slow"] == "clock"))
+            and (one.status == Status.FAIL or (one.status == Status.WARN and _HOW.get(one.code) == "clock"))
         )
         for host, found in findings.items()
     }  # fmt: skip
@@ -241,8 +237,8 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
 def are_separable(findings: Findings, cluster: ClusterTopology) -> bool:
     """Whether the graph shows none of the faults, so that a forecast from the graph alone is one without them."""
     codes = {one.code for found in findings.values() for one in found}
-    hidden = all(RULES[code]["slow"] != "report" or code in _PART_THE_DOMAIN for code in codes)
-    needs_rdma = len(cluster.nodes) > 1 and any(RULES[code]["slow"] == "sockets" for code in codes)
+    hidden = codes <= {*_HOW, *_PART_THE_DOMAIN}
+    needs_rdma = len(cluster.nodes) > 1 and any(_HOW.get(code) == "sockets" for code in codes)
     return hidden and not (needs_rdma and cluster.inter_node_transport not in ("rdma", "efa", "nvlink"))
 
 
@@ -256,5 +252,9 @@ def apply_findings(
     now = ClusterState(links=links, hosts=hosts, interface=interface)
     for host, found in findings.items():
         for one in found:
-            _SLOW[RULES[one.code]["slow"]](now, host, one)
+            if one.code in _SHOWN:
+                where = f" on {one.subject}" if one.subject else ""
+                now.add_note(f"{one.code}{where}: {_SHOWN[one.code]}")
+            else:
+                _SLOW[_HOW[one.code]](now, host, one)
     return now
