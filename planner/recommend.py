@@ -463,7 +463,7 @@ def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, str
         return memory_of(job_of(tokens), layout).total
 
     most = bisect_right(range(train.sequence_length), budget, lo=longest, key=needs) - 1
-    chosen = planned.candidate(layout, tight=True)
+    chosen = planned.candidate(layout)
     missing = (chosen.memory.total - budget) / GIB
     words = _text("assumed_rows_longest", needed=chosen.memory.total / GIB, missing=missing, most=most)
     return replace(found, best=[chosen]), _text("assumed_rows", tokens=train.sequence_length, consequence=words)

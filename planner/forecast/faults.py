@@ -22,7 +22,6 @@ from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, 
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.interfaces.facts import InterfacesFacts
-from probes.rdma.facts import RdmaFacts
 from topology.cluster import join
 from topology.graph import ClusterTopology
 
@@ -96,22 +95,6 @@ def _through_host(now: ClusterState, host: str, finding: Finding) -> None:  # no
     )  # fmt: skip
     now.links = replace(now.links, network=slow)
     now.add_note(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
-
-
-def _small_packets(now: ClusterState, host: str, finding: Finding) -> None:
-    """Reduce the rate by the share of packet headers."""
-    network, snapshot = now.links.network, now.hosts.get(host)
-    facts = snapshot.facts(RdmaFacts) if snapshot else None
-    ports = [port for device in (facts.devices if facts else ()) for port in device.ports]
-    sizes = [port.active_mtu_bytes for port in ports if port.active_mtu_bytes and port.state == "ACTIVE"]
-    if network is None or network.how == "measured" or not sizes:
-        return
-    share = (min(sizes) / (min(sizes) + _HEADER_BYTES)) / (4096 / (4096 + _HEADER_BYTES))
-    now.links = replace(now.links, network=replace(network, bytes_per_second=network.bytes_per_second * share))
-    now.add_note(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
-
-
-_HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, plus 20 of preamble and gap on the wire
 
 
 def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
@@ -194,8 +177,8 @@ def cut_domains(cluster: ClusterTopology, findings: Findings) -> ClusterTopology
 
 _TABLE = read_table(__file__, "faults.toml")
 _SLOW: Mapping[str, Slow] = {
-    "sockets": _sockets, "through_host": _through_host, "clock": _clock, "power": _power,
-    "small_packets": _small_packets, "through_memory": _through_memory,
+    "sockets": _sockets, "through_host": _through_host, "through_memory": _through_memory, "clock": _clock,
+    "power": _power,
 }  # fmt: skip
 _HOW = {code: name for name, codes in _TABLE["slow"].items() for code in codes}
 _SHOWN = {code: note for note, codes in _TABLE["shown"].items() for code in codes}
