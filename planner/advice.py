@@ -86,6 +86,26 @@ class Recommendation:
     schema_version: int = SCHEMA_VERSION
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """Machines of one type over one network: time and cost of the training run."""
+
+    machine: str
+    nodes: int
+    network: str  # "catalogue", "100G tcp"
+    ranks: int
+    layout: str = ""  # "" if no layout fits
+    global_batch: int = 0  # sequences per step
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    memory_bytes: float | None = None
+    seconds: Interval | None = None  # of the whole run
+    gpu_hours: float | None = None
+    cost: Interval | None = None  # None without a price
+    best: bool = False  # no other point is both faster and cheaper (without prices: with fewer GPU-hours)
+    reason: str = ""  # why no layout fits
+
+
 class ExportError(ValueError):
     """The framework cannot run the layout, or the format is unknown; the message gives the reason."""
 

@@ -330,13 +330,10 @@ class Engine:
             # Transformer Engine keeps the inputs of products in one byte: of two norms, and of the MLP.
             stored -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
         merged = 0.0
-        if self.merges_expert_adapters and self.adapts_experts(share.train, model):  # kept for the inputs' gradients
+        if self.merges_expert_adapters and share.adapters and expert_adapters(model, share.train):
+            # kept for the gradients of the inputs
             merged = share.element * weights(model).routed_per_layer * mixtures / max(layout.tp, layout.ep)
         return share.tokens * share.element * stored + share.tokens * self.score_bytes(share) + merged
-
-    def adapts_experts(self, train: TrainSpec, model: ModelSpec) -> bool:
-        """Whether routed experts have adapters."""
-        return train.method != "full" and expert_adapters(model, train) > 0
 
     def selective_activations(self, share: Share, boundary: float) -> float:
         """Return the bytes per layer with selective recomputation: its input (`boundary` bytes), half of the rest."""

@@ -21,8 +21,7 @@ from typing import Any
 from planner.advice import Recommendation
 from planner.kubernetes.job import JobError, check_form
 from planner.kubernetes.manifests import Document, from_template
-from planner.nccl_env.hcas import PortChoice, choose_ports
-from planner.nccl_env.interfaces import exact_if_needed
+from planner.nccl_env.devices import PortChoice, choose_ports, exact_if_needed
 from planner.nccl_env.rdma import hca_list
 from planner.nccl_env.situation import NodeView, PortView, Reason, Setting
 from planner.nccl_env.situation import networks as subnets

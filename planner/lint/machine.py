@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.values import NameList, finding, other_net, strtoll
-from planner.nccl_env.hcas import choose_ports, gid_index_problem
+from planner.nccl_env.devices import choose_ports, gid_index_problem
 from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.situation import (
     UNFIT_ROLES,

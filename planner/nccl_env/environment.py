@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
-from planner.nccl_env import interfaces, platforms, rdma
-from planner.nccl_env.hcas import choose_ports, is_virtual_function
+from planner.nccl_env import devices, platforms, rdma
+from planner.nccl_env.devices import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.situation import (
     RDMA_KINDS,
@@ -323,9 +323,9 @@ class EnvAdvice:
     backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
 
 
-_FIRST = (unread, platforms.amd, interfaces.gloo_socket_ifname)
+_FIRST = (unread, platforms.amd, devices.gloo_socket_ifname)
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
-    platforms.vendor_script, platforms.unknown_platform, interfaces.socket_ifname, rdma.ib_hca, rdma.silent_ports,
+    platforms.vendor_script, platforms.unknown_platform, devices.socket_ifname, rdma.ib_hca, rdma.silent_ports,
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
     rdma.cross_nic, rdma.net_plugin, platforms.slingshot_protocol, platforms.slingshot_tuning, platforms.collnet,
 )  # fmt: skip

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hardware.units import gigabits
 from planner.forecast.machines import machine
-from planner.nccl_env.hcas import (
+from planner.nccl_env.devices import (
     PortChoice,
     choose_ports,
+    exact_if_needed,
     is_software,
     is_unaddressed,
     is_virtual_function,
     subnet_prefix,
 )
-from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.names import version_text
 from planner.nccl_env.platforms import published, recognise, which_platform
 from planner.nccl_env.situation import (

@@ -9,9 +9,8 @@ from planner.advice import RankedLayout
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import forecast_layout, forecast_named, plan, recommend
+from planner.recommend import compare, forecast_layout, forecast_named, frontier, plan, recommend
 from planner.search import Planned
-from planner.sweep import compare, frontier
 
 TRAIN = TrainSpec(method="full", sequence_length=8192, global_batch=256, engine="torchtitan")
 
