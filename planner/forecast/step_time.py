@@ -60,7 +60,7 @@ ADAM_RANK_BYTES_PER_SECOND = 20e9
 class Job(Question):
     """A run together with the rates of its ranks; costs of layers are cached over the evaluated layouts.
 
-    Not to be confused with a Kubernetes Job, `planner.kubernetes.job.JobSpec`.
+    Not to be confused with a Kubernetes Job, `planner.kubernetes.manifests.JobSpec`.
     """
 
     rates: Rates
