@@ -27,9 +27,8 @@ from agent.jobs import search
 from agent.pages.report import Row, digest, lines, make_environment, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
-from planner.advice import Recommendation
+from planner.advice import FrontierPoint, Recommendation
 from planner.forecast import machines, models
-from planner.sweep import FrontierPoint
 from topology import diff
 from topology.paths import with_expectations
 

@@ -15,9 +15,16 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.values import NameList, finding, other_net, strtoll
-from planner.nccl_env.hcas import choose_ports, gid_index_problem
+from planner.nccl_env.devices import choose_ports, gid_index_problem
 from planner.nccl_env.names import Version, version_text
-from planner.nccl_env.nodes import UNFIT_ROLES, NodeView, PortView, best_interface, p2p_level_effect, running_interfaces
+from planner.nccl_env.situation import (
+    UNFIT_ROLES,
+    NodeView,
+    PortView,
+    best_interface,
+    p2p_level_effect,
+    running_interfaces,
+)
 from probes.api import Snapshot
 from topology.build import build
 from topology.graph import NodeTopology
