@@ -42,7 +42,7 @@ def launch(
     from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
     from agent.terminal.advice import rejected, summary
-    from planner.kubernetes.job import storage_rate
+    from planner.kubernetes.manifests import storage_rate
     from planner.recommend import ROWS
     from probes.registry import ALL
 
@@ -91,7 +91,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     from agent.advice.advise import in_pods
     from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
-    from planner.kubernetes.job import SAVE_SECONDS, storage_rate
+    from planner.kubernetes.manifests import SAVE_SECONDS, storage_rate
     from planner.kubernetes.manifests import render as render_documents
 
     cluster_job.refuse_what_cannot_train(advice, options)
@@ -271,7 +271,7 @@ def _launch_here(
     from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
     from agent.jobs import launch as launcher
     from agent.terminal import measured
-    from planner.kubernetes.job import storage_rate
+    from planner.kubernetes.manifests import storage_rate
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     bytes_per_second = storage_rate(options["storage_rate"])

@@ -24,9 +24,8 @@ from agent.jobs import search
 from agent.pages import digest, environment, lines, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
-from planner.advice import Recommendation
+from planner.advice import FrontierPoint, Recommendation
 from planner.forecast import machines, models
-from planner.sweep import FrontierPoint
 from topology import diff
 from topology.paths import with_expectations
 

@@ -20,7 +20,7 @@ from rigs.tables import each_row
 
 from agent.cli.bench import DEFAULT_NETWORKS
 from agent.cli.main import VERBS, cli
-from planner.kubernetes.job import DEVICE_CLASSES, RESTARTS
+from planner.kubernetes.manifests import DEVICE_CLASSES, RESTARTS
 from planner.lint.sources import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
