@@ -68,7 +68,7 @@ def preflight(
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     """Run the gate for other nodes from their published records, without generating load."""
     from agent.cluster.client import connect
-    from agent.cluster.gate import checks_of, fleet, named, records_of
+    from agent.cluster.nodes import checks_of, fleet, named, unknown_node
     from agent.jobs.preflight import expectation_of, report_of
 
     expected = expectation_of(options["expect"], options["expect_file"])
@@ -78,7 +78,8 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
         names = named(client, expand_host_list(where["nodes"] or ""), where["selector"])
         held = fleet(client)
     report = report_of(
-        checks_of(names, held, expected=expected), nodes=records_of(names, held), require=options["require"],
+        checks_of(names, held, expected=expected),
+        nodes=[held.record(name) or unknown_node(name) for name in names], require=options["require"],
         skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
     )  # fmt: skip
     return replace(report, seconds=time.monotonic() - started)

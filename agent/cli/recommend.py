@@ -147,8 +147,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from agent.terminal.advice import layout_title
     from contracts.layout import values_of
     from planner.forecast.calibration import load_calibration
-    from planner.recommend import error_of_difference, forecast_named, plan, scaled
-    from planner.sweep import compare
+    from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled
     from probes.registry import ALL
 
     model = model_of(request)

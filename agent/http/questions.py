@@ -28,8 +28,7 @@ from agent.cluster.nodes import Fleet
 from agent.http.state import Records, nodes_document, own_fleet
 from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
-from planner.advice import Recommendation
-from planner.sweep import FrontierPoint
+from planner.advice import FrontierPoint, Recommendation
 
 FRONTIER_NODES = (1, 2, 4, 8)
 

@@ -22,15 +22,13 @@ from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
 from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
-from agent.cluster.gate import checks_of
-from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
+from agent.cluster.nodes import Fleet, NodeRecord, checks_of, seconds_of
 from agent.jobs import search
 from agent.pages.report import Row, digest, lines, make_environment, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
-from planner.advice import Recommendation
+from planner.advice import FrontierPoint, Recommendation
 from planner.forecast import machines, models
-from planner.sweep import FrontierPoint
 from topology import diff
 from topology.paths import with_expectations
 

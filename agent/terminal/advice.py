@@ -212,8 +212,10 @@ def as_it_is(advice: Recommendation) -> tuple[str, ...]:
     if chosen is None or not advice.slowed:
         return ()
     if sound is None:
-        unknown = "The rate of the RDMA network cannot be read, so there is no forecast for these nodes without faults."
-        return (unknown, *advice.slowed)
+        return (
+            "The forecast is for these nodes with their faults. `topoflight scan` says what they cost.",
+            *advice.slowed,
+        )
     rate = sound.forecast.tokens_per_second
     times = rate / chosen.forecast.tokens_per_second
     words = f"With their faults these nodes are {slower(times)} than healthy nodes"

@@ -60,7 +60,7 @@ ADAM_RANK_BYTES_PER_SECOND = 20e9
 class Job(Question):
     """A run together with the rates of its ranks; costs of layers are cached over the evaluated layouts.
 
-    Not to be confused with a Kubernetes Job, `planner.kubernetes.job.JobSpec`.
+    Not to be confused with a Kubernetes Job, `planner.kubernetes.manifests.JobSpec`.
     """
 
     rates: Rates
@@ -158,18 +158,6 @@ class _StepInputs:
         return self.share.element * self.tokens * self.job.model.hidden
 
     @property
-    def exchanged_bytes(self) -> tuple[float, float]:
-        """Bytes of a layer's queries, keys and values, and of its attention output, for this rank's tokens."""
-        model = self.job.model
-        each = self.share.element * self.tokens * model.head_dim
-        return each * (model.heads + 2.0 * model.kv_heads), each * model.heads
-
-    @property
-    def exchanges(self) -> float:
-        """Number of exchanges in context parallelism: both passes, plus one for recomputation."""
-        return 2.0 + (self.layout.checkpointing != "none")
-
-    @property
     def gathered_bytes(self) -> float:
         """Bytes of the largest stage's weights when gathered; adapters in addition to frozen weights."""
         share, qlora = self.share, self.job.train.method == "qlora"
@@ -225,28 +213,16 @@ class _StepInputs:
         return self.job.constants.unit_kernels * self.job.rates.launch_seconds if hooked else 0.0
 
 
-class _LayerTimes(NamedTuple):
-    """Seconds of one layer and micro-batch on one rank."""
-
-    forward: float
-    backward: float
-    recompute: float
-    dequantize: float  # for all passes
-    host: float
-    tensor_parallel: float
-    context_parallel: float
-    expert_parallel: float
-
-
 class _MicroBatchTimes(NamedTuple):
     """Seconds of one micro-batch on the slowest stage: the largest, or the last, which has the head."""
 
+    each: StepParts  # of one layer, all passes: what is not a product, attention or an element-wise pass
     layers: float
     forward: float
     backward: float  # including both passes of the head
-    head: float
-    head_gemm: float
-    head_loss: float
+    head: float = 0.0
+    head_gemm: float = 0.0
+    head_loss: float = 0.0
 
 
 class _ExchangeTimes(NamedTuple):
@@ -261,24 +237,23 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     """Forecast the step time of one layout."""
     step = _prepare_step(job, job.engine.as_run(layout))
     layout, cost = step.layout, step.cost
-    layer = _time_layer(step)
-    micro = _time_micro_batch(step, layer)
+    micro = _time_micro_batch(step)
     exchange = _time_sharded(step, micro) if step.share.sharded else _time_replicated(step, micro)
     bubble, send = _time_pipeline(step, micro, exchange.gather)
     optimizer, offload = _time_optimizer(step, micro)
-    m, layers = layout.gradient_accumulation, micro.layers
+    m, layers, each = layout.gradient_accumulation, micro.layers, micro.each
     passes = 2.0 if step.share.adapters else 3.0  # of a product: forward, input gradient, weight gradient if trained
     host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # on a GPU, the head's product hides them
     return StepParts(
         gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
         attention=m * layers * cost.attention * 3.5,
         elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + step.accumulation + exchange.copied),
-        dequantize=m * layers * layer.dequantize,
-        recompute=m * layers * layer.recompute,
-        host=m * (layers * layer.host + host_ends),
-        tensor_parallel=m * (layers * layer.tensor_parallel + _time_tensor_parallel(step, ends=True)),
-        context_parallel=m * layers * layer.context_parallel,
-        expert_parallel=m * layers * layer.expert_parallel,
+        dequantize=m * layers * each.dequantize,
+        recompute=m * layers * each.recompute,
+        host=m * (layers * each.host + host_ends),
+        tensor_parallel=m * (layers * each.tensor_parallel + _time_tensor_parallel(step, ends=True)),
+        context_parallel=m * layers * each.context_parallel,
+        expert_parallel=m * layers * each.expert_parallel,
         gather=exchange.gather,
         reduce=exchange.reduce,
         pipeline_send=send,
@@ -306,8 +281,6 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
             stored = (gathers + again - 1) * step.head_bytes
         found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
-    if layout.cp > 1:
-        found["cp", "all_to_all"] = m * step.share.layers * step.exchanges * sum(step.exchanged_bytes)
     if layout.dp_replicate > 1 or (layout.data_parallel * layout.cp > 1 and not step.share.sharded):
         trained = share.part(share.trained, share.routed_trained, sharded=step.share.sharded)
         found["dp_replicate", "all_reduce"] = reduced * trained
@@ -324,34 +297,34 @@ def _prepare_step(job: Job, layout: Layout) -> _StepInputs:
     tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
     on_cpu = job.rates.device == "CPU"
     return _StepInputs(
-        job=job,
-        layout=layout,
-        count=weights(job.model),
+        job=job, layout=layout, count=weights(job.model), on_cpu=on_cpu, tokens=tokens, cost=job.layer(layout, tokens),
         share=share_of(job.model, job.train, layout, on_cpu=on_cpu),
-        tokens=tokens,
-        cost=job.layer(layout, tokens),
-        on_cpu=on_cpu,
-    )
+    )  # fmt: skip
 
 
-def _time_layer(step: _StepInputs) -> _LayerTimes:
-    cost = step.cost
+def _time_micro_batch(step: _StepInputs) -> _MicroBatchTimes:
+    cost, adapters = step.cost, step.share.adapters
     forward = cost.gemm + cost.attention + cost.elementwise
     # Frozen weights have no gradient, unless they are merged with their adapters.
-    backward = cost.gemm * (1.0 if step.share.adapters else 2.0) + cost.merged
+    backward = cost.gemm * (1.0 if adapters else 2.0) + cost.merged
     backward += cost.attention * 2.5 + cost.elementwise * 2.0
     gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
     recompute = gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise
-    return _LayerTimes(
-        forward=forward,
-        backward=backward,
-        recompute=recompute,
-        dequantize=cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0),
-        host=_time_launches(step, forward, recompute, backward),
-        tensor_parallel=_time_tensor_parallel(step),
-        context_parallel=_time_context_parallel(step),
-        expert_parallel=_time_expert_parallel(step),
-    )
+    dequantize = cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0)
+    host = _time_launches(step, forward, recompute, backward)
+    tp, cp, ep = _time_tensor_parallel(step), _time_context_parallel(step), _time_expert_parallel(step)
+    each = StepParts(dequantize=dequantize, recompute=recompute, host=host, tensor_parallel=tp, context_parallel=cp,
+                     expert_parallel=ep)  # fmt: skip
+    forward = forward + cost.dequantize + tp / 2.0 + cp / 3.0 + ep / 2.0
+    again = recompute + dequantize - cost.dequantize
+    backward = backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + host
+    head_gemm, head_loss = step.job.head(step.layout, step.tokens)
+    head = head_gemm * (2.0 if adapters else 3.0) + head_loss
+    layers, last, added = step.share.layers, last_stage(step.job.model, step.layout), step.accumulation
+    if layers * (forward + backward) > last * (forward + backward) + head:
+        return _MicroBatchTimes(each, layers, layers * forward, layers * backward + added)
+    backward = last * backward + head + added
+    return _MicroBatchTimes(each, last, last * forward, backward, head, head_gemm, head_loss)
 
 
 def _time_launches(step: _StepInputs, forward: float, recompute: float, backward: float) -> float:
@@ -381,17 +354,10 @@ def _time_tensor_parallel(step: _StepInputs, *, ends: bool = False) -> float:
 
 
 def _time_context_parallel(step: _StepInputs) -> float:
-    """Return the exposed seconds of context parallelism. A ring overlaps with attention; a gather with the own part.
-
-    If tokens are exchanged for heads instead, no overlap is possible.
-    """
+    """Return the exposed seconds of context parallelism. A ring overlaps with attention; a gather with the own part."""
     layout, model, attention = step.layout, step.job.model, step.cost.attention
     if layout.cp == 1:
         return 0.0
-    if step.job.engine.splits_heads:
-        links, (into, out) = step.job.links, step.exchanged_bytes
-        once = sum(links.all_to_all_seconds(each, layout.cp, strides(layout)[0]) for each in (into, out))
-        return step.exchanges * once
     heads = model.kv_heads / min(layout.tp, model.kv_heads)
     kv = 2.0 * step.share.element * step.tokens * layout.cp * heads * model.head_dim
     ring = step.job.links.ring_seconds(kv, layout.cp, strides(layout)[0])
@@ -426,21 +392,6 @@ def _count_receivers(model: ModelSpec, of: float) -> float:
     """
     among = max(1.0, of * model.expert_groups)
     return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
-
-
-def _time_micro_batch(step: _StepInputs, layer: _LayerTimes) -> _MicroBatchTimes:
-    head_gemm, head_loss = step.job.head(step.layout, step.tokens)
-    head = head_gemm * (2.0 if step.share.adapters else 3.0) + head_loss
-    tp, cp, ep = layer.tensor_parallel, layer.context_parallel, layer.expert_parallel
-    once = step.cost.dequantize
-    forward = layer.forward + once + tp / 2.0 + cp / 3.0 + ep / 2.0
-    again = layer.recompute + layer.dequantize - once
-    backward = layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host
-    layers, last = step.share.layers, last_stage(step.job.model, step.layout)
-    added = step.accumulation
-    if layers * (forward + backward) > last * (forward + backward) + head:
-        return _MicroBatchTimes(layers, layers * forward, layers * backward + added, 0.0, 0.0, 0.0)
-    return _MicroBatchTimes(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
 
 
 def _time_sharded(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:

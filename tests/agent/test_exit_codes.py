@@ -20,7 +20,7 @@ from rigs.tables import each_row
 
 from agent.cli.main import VERBS, cli
 from agent.cli.networks import DEFAULT_NETWORKS
-from planner.kubernetes.job import DEVICE_CLASSES, RESTARTS
+from planner.kubernetes.manifests import DEVICE_CLASSES, RESTARTS
 from planner.lint.sources import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
