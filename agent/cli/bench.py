@@ -313,12 +313,11 @@ def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
             render_documents([*cluster_job.storage(options), *(one for _, made in jobs for one in made)]), nl=False
         )
         sys.exit(0)
-    client, progress = connect(options["context"]), Progress()
+    client = connect(options["context"])
     for number, (network, made) in enumerate(jobs):
         made = (*cluster_job.storage(options), *made) if number == 0 else made
-        progress.step(f"networks: {cluster_job.named(made[-1])} over {network.name}")
         bars.append(networks.run(
-            client, made, network, options["api"], seconds=options["timeout"], report=progress.note, sleep=time.sleep,
+            client, made, network, options["api"], seconds=options["timeout"], report=lambda line: print_text(line, err=True), sleep=time.sleep,
             clock=time.monotonic,
         ))  # fmt: skip
     order = {network.name: place for place, network in enumerate(over)}
