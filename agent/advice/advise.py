@@ -41,7 +41,7 @@ from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
-    from agent.checks.groups import Group
+    from agent.checks.findings import Group
     from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
@@ -109,7 +109,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     """Add failures that the forecast does not include because no number bounds them or because they end the job."""
     if not checks:
         return advice
-    from agent.checks.groups import grouped
+    from agent.checks.findings import grouped
 
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
     groups = [

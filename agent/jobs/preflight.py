@@ -23,7 +23,7 @@ from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
-from agent.checks.groups import worst_first
+from agent.checks.findings import worst_first
 from agent.checks.measured import ALL_CODES, HOST_CODES
 from agent.checks.verdict import (
     FailOn,

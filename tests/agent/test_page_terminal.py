@@ -21,7 +21,7 @@ from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.checks.groups import grouped
+from agent.checks.findings import grouped
 from agent.cli import networks
 from agent.cli.main import VERBS
 from agent.jobs.networks import Bar, NetworkBars

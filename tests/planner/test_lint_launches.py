@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from agent.checks.lint import lint_text
+from agent.cli.lint_env import lint_text
 from planner.lint.sources import read_text, why_nothing
 
 NAME = "NCCL_IB_DISABLE"
