@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.advice.advise import answer, with_fsdp
+from agent.advice.advise import advise, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
@@ -298,7 +298,7 @@ def _recommend(
 ) -> Recommendation:
     request = _request(options)
     verified = tuple(m for m in result.measurements if m.verified) if result else ()
-    advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options["ranks"])
+    advice = advise(request, found, measured=verified, calibrated=calibration, ranks=options["ranks"])
     embedded = options["request"].model is None and request.model == EMBEDDED_MODEL
     return with_fsdp(advice) if options["train"] and embedded else advice
 

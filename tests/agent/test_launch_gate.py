@@ -16,7 +16,7 @@ from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import advise, answer
+from agent.advice.advise import advise
 from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
 from agent.advice.request import Request
 from agent.base.options import RequestError
@@ -122,7 +122,7 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
 def test_the_job_trains_the_model_that_was_named() -> None:
     """Its weights, its data set and its adapters are in the job's YAML."""
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
-    advice = advise(asked, tuple)
+    advice = advise(asked, ())
     config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
     assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
@@ -141,7 +141,7 @@ def test_the_job_trains_the_model_that_was_named() -> None:
 
 def test_the_embedded_job_needs_no_yaml() -> None:
     """The job has its settings itself."""
-    advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), tuple)
+    advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), ())
     assert job_plan(advice).config == read_config(None)[0]
 
 
@@ -163,7 +163,7 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     assert job_request(Request(), silent, []).train.sequence_length == 1024  # as TRL and the job have it
     assert job_request(Request.of(sequence_length=512), silent, []).train.sequence_length == 512
     assert job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
-    advice = advise(replace(asked, machine="dgx-h100"), tuple)
+    advice = advise(replace(asked, machine="dgx-h100"), ())
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
     job.write_text("- a list")
     with pytest.raises(RequestError, match="must hold a mapping, holds list"):
@@ -184,7 +184,7 @@ def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path
     assert job_request(trl, job, ["lora_target_modules=[q_proj]"]).train.lora_targets == ("q_proj",)
     for request, fused in ((silent, False), (job_request(trl, job, ["use_liger_kernel=false"]), False),
                            (job_request(trl, job, ["use_liger_kernel=true"]), True)):  # fmt: skip
-        chosen = answer(request, ()).chosen
+        chosen = advise(request, ()).chosen
         assert chosen is not None and chosen.layout.fused_cross_entropy is fused
 
 
@@ -288,7 +288,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(
 ) -> None:
     """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
-    advice = answer(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
+    advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
     written = job_plan(advice, overrides=DATA, found=found)
     (tmp_path / "plan.json").write_text(dumps(written))
     plan = read(tmp_path / "plan.json")
@@ -304,7 +304,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(
 
 def test_a_machine_that_nobody_looked_at_promises_no_gpudirect() -> None:
     """A catalogue's machine: whether its modules are loaded is not known."""
-    advice = answer(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
+    advice = advise(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
     assert "gdrdma" not in job_plan(advice, overrides=DATA).transport
 
 
