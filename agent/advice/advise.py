@@ -93,14 +93,9 @@ def _steps_of(request: Request, chosen: RankedLayout) -> int | None:
 
 
 def advise(
-    request: Request,
-    snapshots: Sequence[Snapshot],
-    *,
-    measured: Sequence[Measurement] | None = None,
-    calibrated: Calibration | None = None,
-    ranks: int | None = None,
-    checks: Sequence[Finding] | None = None,
-) -> Recommendation:
+    request: Request, snapshots: Sequence[Snapshot], *, measured: Sequence[Measurement] | None = None,
+    calibrated: Calibration | None = None, ranks: int | None = None, checks: Sequence[Finding] | None = None,
+) -> Recommendation:  # fmt: skip
     """Answer a request about the hosts in `snapshots`, or about the machine of the catalogue that it names.
 
     `measured`, `calibrated` and `ranks` override the values of the request. `checks` are the known findings of the

@@ -48,13 +48,9 @@ RANDOM = "random:"  # prefix of a model with random weights: only its shape is u
 
 # The embedded job has rows of about 51 tokens, padded to the longest row of a micro-batch.
 EMBEDDED_REQUEST: dict[str, Any] = {
-    "model": EMBEDDED_MODEL,
-    "method": "lora",
-    "lora_rank": 8,
-    "saved_modules": ("embed_tokens", "lm_head"),
-    "sequence_length": 64,
-    "global_batch": 16,
-}
+    "model": EMBEDDED_MODEL, "method": "lora", "lora_rank": 8, "saved_modules": ("embed_tokens", "lm_head"),
+    "sequence_length": 64, "global_batch": 16,
+}  # fmt: skip
 
 
 OURS, TRL = "topoflight", "trl"  # the trainers finetune.loop and finetune.sft_trl; also the names of their stacks

@@ -174,13 +174,9 @@ class View:
 
 
 def build_view(
-    snapshots: Sequence[Snapshot],
-    *,
-    runs: tuple[RunRecord, ...] = (),
-    earlier: Sequence[Snapshot] = (),
-    expected: Sequence[Expected] | str = (),
-    search: SearchResult | None = None,
-) -> View:
+    snapshots: Sequence[Snapshot], *, runs: tuple[RunRecord, ...] = (), earlier: Sequence[Snapshot] = (),
+    expected: Sequence[Expected] | str = (), search: SearchResult | None = None,
+) -> View:  # fmt: skip
     """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.
 
     `expected` contains the expectations for each host, or the reason why they could not be read.
@@ -188,14 +184,9 @@ def build_view(
     topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
     checks = checks_of_hosts(snapshots, topologies, earlier=earlier, expected=expected)
     return View(
-        snapshots=tuple(snapshots),
-        topologies=topologies,
-        checks=without_secrets(checks),
-        verdict=judge(checks),
-        made_at_seconds=time.time(),
-        runs=runs,
-        search=search,
-    )
+        snapshots=tuple(snapshots), topologies=topologies, checks=without_secrets(checks), verdict=judge(checks),
+        made_at_seconds=time.time(), runs=runs, search=search,
+    )  # fmt: skip
 
 
 def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:
