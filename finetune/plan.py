@@ -9,7 +9,7 @@ from typing import Any
 from contracts import trl
 from contracts.job_config import ConfigError, parse_layout, resolve_layout
 from contracts.job_plan import JobPlan
-from contracts.layout import EIGHT_BITS, WHOLE_ROPE, Layout, most_ranks
+from contracts.layout import EIGHT_BITS, Layout
 
 
 def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
@@ -43,6 +43,7 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     ranks = layout.data_parallel * layout.tp * layout.pp
     why = {
         f"ep={layout.ep}: this job trains no experts": layout.ep > 1,
+        f"cp={layout.cp}: this job has no context parallelism; TRL's trainer has it": layout.cp > 1,
         "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
             layout.sharding == "zero1" and layout.dp_shard > 1,
         f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),
@@ -50,8 +51,6 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
             layout.offload == "optimizer",
         "offload='all': needs dp_shard > 1": layout.offload == "all" and ranks > 1 and layout.dp_shard == 1,
     }  # fmt: skip
-    if layout.cp > 1:
-        why = {**_context_parallel(layout, shape), **why}
     if layout.tp > 1:
         why |= _tensor_parallel(layout, shape, lora)
     if layout.pp > 1:
@@ -76,23 +75,6 @@ def _tensor_parallel(layout: Layout, shape: Any, lora: bool) -> dict[str, bool]:
 
 def _is_quantised(shape: Any) -> bool:
     return getattr(shape, "quantization_config", None) is not None
-
-
-def _context_parallel(layout: Layout, shape: Any) -> dict[str, bool]:
-    name, heads, kv_heads = f"cp={layout.cp}", shape.num_attention_heads, shape.num_key_value_heads
-    kernel = getattr(shape, "_attn_implementation", None)
-    rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type")
-    return {
-        f"{name} with tp={layout.tp}, pp={layout.pp}: CP runs only with data parallelism":
-            layout.tp > 1 or layout.pp > 1,
-        f"{name}: must divide {heads} heads and {kv_heads} key/value heads, which its ranks share out; "
-        f"cp={most_ranks(layout.cp, heads, kv_heads)} runs": bool(heads % layout.cp or kv_heads % layout.cp),
-        f"{name} with attn_implementation={kernel!r}: sdpa's has the exchange of heads":
-            kernel == "eager",
-        f"{name} with compile=true: the exchange of heads is not compiled": layout.compile,
-        f"{name} with load_in_4bit: runs with LoRA and in full": _is_quantised(shape),
-        f"{name} with rope_type={rope!r}: its angles follow from the whole sequence's length": rope in WHOLE_ROPE,
-    }  # fmt: skip
 
 
 def _pipeline(layout: Layout, shape: Any) -> dict[str, bool]:

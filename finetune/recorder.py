@@ -24,11 +24,9 @@ import torch.distributed as dist
 from contracts import job_plan, run_record
 from contracts.finding import Interval
 from contracts.job_config import EndedError
-from contracts.job_plan import JobPlan
+from contracts.job_plan import JobPlan, RunForecast
 from contracts.layout import Layout
-from contracts.run_record import Loss, Measured, RunLayout, RunRecord
-from finetune import parts
-from finetune.parts import Profiled
+from contracts.run_record import Communication, Comparison, Loss, Measured, RunLayout, RunRecord, comparison_of
 from hardware.gpus import gpu_named
 from hardware.units import GIB
 
@@ -139,6 +137,28 @@ def memory_words(device: torch.device, baseline_bytes: int, due: Interval | None
     return f"{taken}; {forecast}"
 
 
+def hold_against(
+    forecast: RunForecast, measured: Measured, communication: Communication | None = None
+) -> list[Comparison]:
+    """Return a line for each quantity that was both forecast and measured; the step's has the exposed communication."""
+    lines = []
+    for name, due, unit, scale in (
+        ("step_seconds", forecast.step_seconds, "s", 1.0),
+        ("memory_bytes", forecast.memory_bytes, "GiB", GIB),
+        ("memory_allocated_bytes", forecast.allocated_bytes, "GiB", GIB),
+    ):
+        got = getattr(measured, name)
+        if due is not None and got is not None:
+            text = (
+                f"{name.replace('_', ' ')}: forecast {due.mid / scale:.3g} {unit} ({due.low / scale:.3g}-"
+                f"{due.high / scale:.3g}), measured {got / scale:.3g} {unit}"
+            )
+            if name == "step_seconds" and communication is not None and communication.exposed_share:
+                text += f", communication {100 * communication.exposed_share:.0f} % exposed"
+            lines.append(comparison_of(name, due, got, text))
+    return lines
+
+
 class Peak(NamedTuple):
     """The most bytes of a rank's device that were taken at once."""
 
@@ -167,7 +187,6 @@ class Recorder:
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = Peak(0, 0)  # of the fullest rank, once the ranks have exchanged theirs
-        self.found: Profiled | None = None  # once the profiler has ended
         self.started = False  # the model is there
         self._metrics: Any = None
         self._board: Any = None
@@ -195,8 +214,8 @@ class Recorder:
         if text not in self.record.notes:
             self.record.notes.append(text)
 
-    def step(self, seconds: float, loss: float, tokens: int, profiled: bool, found: Profiled | None = None) -> None:
-        """One optimizer step, already over; `found` is what the profiler says once it has ended."""
+    def step(self, seconds: float, loss: float, tokens: int, profiled: bool) -> None:
+        """One optimizer step, already over."""
         if profiled:
             self.profiled.add(len(self.seconds))
         if self.device.type != "cuda" and len(self.seconds) < MEMORY_STEPS:
@@ -206,20 +225,10 @@ class Recorder:
         if self.device.type == "cuda" and len(self.losses) == WARM_UP - 1:
             torch.cuda.empty_cache()  # what loading has left reserved is not what a step needs
             torch.cuda.reset_peak_memory_stats(self.device)
-        if found is not self.found:
-            self.profile(found)
         if len(self.seconds) < MAX_STEPS:
             self.seconds.append(seconds)
         self.losses.append(loss)
         self.tokens += tokens
-
-    def profile(self, found: Profiled | None) -> None:
-        """Store what the profiler found, related to the steps so far."""
-        if found:
-            self.found, counted = found, self.counted_steps()
-            shown = parts.without_profiler(found, statistics.median(counted)) if counted else found.parts
-            self.record.communication = found.communication
-            self.record.parts = parts.with_forecast(shown, self.record.forecast)
 
     def watch_memory(self) -> None:
         """The next steps' memory counts: what loading took is over."""
@@ -293,11 +302,10 @@ class Recorder:
         if not self.writes:
             return
         record = self.record
-        self.profile(self.found)
         record.measured = self.measured()
         record.step_seconds = [round(s, 6) for s in self.seconds]
         record.loss = Loss(first=self.losses[0], last=self.losses[-1]) if self.losses else Loss()
-        record.comparison = parts.hold_against(record.forecast, record.measured, record.worst)
+        record.comparison = hold_against(record.forecast, record.measured, record.communication)
         if line := run_record.watched(self.folder):
             self.note(line)
         run_record.save(self.folder / "run.json", record)

@@ -8,13 +8,12 @@ from dataclasses import replace
 from time import gmtime, strftime
 
 from collectives.traces import watchdog
-from planner.why.calls import mismatch, signature
+from planner.why.blocked import mismatch, signature
 from planner.why.facts import (
     ENDED,
     IDLE_SECONDS,
     IN_CALL,
     LONG_PHASES,
-    LOST_PEER,
     MOST_RANKS,
     ORDER_SECONDS,
     SILENT_RUN_SECONDS,
@@ -26,6 +25,7 @@ from planner.why.facts import (
     Verdict,
     are_alike,
     headline,
+    is_own,
     not_yet,
     ranks_of,
 )
@@ -77,45 +77,43 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
     """
     kind, everyone = ("node", facts.nodes) if facts.nodes else ("rank", facts.states)
     here = {one: state for one, state in sorted(everyone.items()) if state.asked}
-    age = max((state.written - (state.since or state.written) for state in here.values()), default=0.0)
-    if not here or any(facts.ages.get(one, 0.0) <= age and not state.ended
-                       for one, state in everyone.items() if one not in here):  # fmt: skip
+    ages = {one: facts.ages.get(one, 0.0) for one in everyone}
+    waits = {one: state.written - (state.since or state.written) for one, state in here.items()}
+    age = max(waits.values(), default=0.0)
+    if not here or any(ages[one] <= age and not everyone[one].ended for one in set(everyone) - set(here)):
         return None
     errors = [state.error for state in here.values() if state.error]
-    if own := next((error for error in errors if not LOST_PEER.search(error)), None):
+    if own := next(filter(is_own, errors), None):
         return facts.named("launcher", error=headline(own), evidence=(own,)) if kind == "node" else None
     told = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
     if told and told.causes[0].code == "port_in_use":
         return told
-    over = any(state.ended or (kind == "rank" and facts.processes.get(one) == "gone") for one, state in here.items())
     world = max(state.world_size or 0 for state in here.values())
     absent = tuple(one for one in range(min(world, MOST_RANKS)) if one not in here) if max(here) < world else ()
     missing = ranks_of(absent).replace("rank", kind) if absent else f"{world - len(here)} of {world} {kind}s"
-    gave_up = [facts.ages.get(one, 0.0) for one, state in here.items() if state.answer == "connected" and state.ended]
+    gave_up = [ages[one] for one, state in here.items() if state.answer == "connected" and state.ended]
     # those that were connected may have held the place: it proves nothing for who came when one had given up
-    reached = ("connected", *(["closed"] if gave_up else []))
-    apart = {one: state for one, state in here.items() if state.answer not in reached}
-    late = [one for one, state in apart.items() if gave_up and state.written - (state.since or 0.0)
-            <= max(gave_up) - facts.ages.get(one, 0.0) + ORDER_SECONDS]  # fmt: skip
-    lost = [state for one, state in apart.items() if one not in late]
+    reached = ("connected", "closed") if gave_up else ("connected",)
+    late = [one for one, state in here.items() if state.answer not in reached
+            and gave_up and waits[one] + ages[one] <= max(gave_up) + ORDER_SECONDS]  # fmt: skip
+    lost = [state for one, state in here.items() if state.answer not in reached and one not in late]
     unresolved = [state for state in lost if state.answer == "unresolved"]
     place = (unresolved or lost or [*here.values()])[0].asked
     rows = tuple(f"{kind} {one}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
                  f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {_ANSWERS.get(state.answer, state.answer)}"
                  for one, state in here.items())  # fmt: skip
-    places = {state.asked for state in here.values()}
-    key = ("unresolved" if unresolved else "places" if len(places) > 1 else "unreached" if lost
-           else "absent" if len(here) < world else "late" if late else "unmet")  # fmt: skip
-    limit = IDLE_SECONDS
-    if key == "absent" and kind == "rank" and absent and facts.starting.keys() >= set(absent):
+    key = ("unresolved" if unresolved else "places" if len({state.asked for state in here.values()}) > 1
+           else "unreached" if lost else "absent" if len(here) < world else "late" if late else "unmet")  # fmt: skip
+    named, limit = absent if key == "absent" and kind == "rank" else (), IDLE_SECONDS
+    if named and facts.starting.keys() >= set(named):
         key, limit = "starting", facts.limit
+    over = any(state.ended or (kind == "rank" and facts.processes.get(one) == "gone") for one, state in here.items())
     verdict = facts.named(
         key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
         missing=missing, who=ranks_of([*here]).replace("rank", kind), seconds=round(age), each="; ".join(rows[:4]),
         verb="waits" if len(here) == 1 else "wait", pids=", ".join(str(facts.starting.get(one)) for one in absent[:8]),
-        late=ranks_of(late).replace("rank", kind),
-        evidence=(*rows[:8], *errors[:1]), waiting=tuple(here) if kind == "rank" else (),
-        ranks=absent if key in ("absent", "starting") and kind == "rank" else (),
+        late=ranks_of(late).replace("rank", kind), evidence=(*rows[:8], *errors[:1]),
+        waiting=tuple(here) if kind == "rank" else (), ranks=named,
     )  # fmt: skip
     return verdict if over or age >= limit else not_yet([verdict.causes[0].message, *rows], limit)
 
@@ -168,7 +166,7 @@ def by_errors(facts: RunFacts) -> Verdict | None:
         message = f"{ranks_of(ranks)} did not come to the barrier within {seconds:g} s"
         cause = facts.cause_of(ranks[0], Activity("unknown", ""), "monitored barrier")
         return facts.verdict("failed", replace(cause, message=message, ranks=ranks))
-    own = {rank: error for rank, error in facts.log.errors.items() if not LOST_PEER.search(error)}
+    own = {rank: error for rank, error in facts.log.errors.items() if is_own(error)}
     if not own or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
     reported = {rank for rank, trace in facts.log.traces.items() if trace.calls}
@@ -190,6 +188,11 @@ def _several(
     key = "several_alike" if are_alike(list(own.values())) else "several"
     return facts.named(key, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
                          error=headline(own[min(own)]), evidence=(*evidence, *each[:4]))  # fmt: skip
+
+
+def by_cut_message(facts: RunFacts) -> Verdict | None:
+    """Find calls of different sizes by gloo's check: a rank received more than its call expects."""
+    return facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
 
 
 def by_hang(facts: RunFacts) -> Verdict | None:
@@ -223,7 +226,7 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
     """Use the rank that torchrun saw fail first, if no other source says more."""
-    if facts.first is None or LOST_PEER.search(facts.log.errors.get(facts.first, "")):
+    if facts.first is None or not is_own(facts.log.errors.get(facts.first, "")):
         return None  # it had waited for another rank
     return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, by torchrun's log")))
 
@@ -244,7 +247,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
         one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
-    own = {rank: error for rank in bad if (error := facts.states[rank].error) and not LOST_PEER.search(error)}
+    own = {rank: error for rank in bad if (error := facts.states[rank].error) and is_own(error)}
     if (errors or facts.first in bad) and (first := facts.first_to_end(bad)) is not None:
         bad, what[first] = [first], facts.end_of(first)
     elif len(own) > 1:

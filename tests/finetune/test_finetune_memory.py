@@ -15,8 +15,7 @@ from test_finetune_equivalence import HERE, ROOT
 from contracts.finding import Interval
 from contracts.job_plan import NamedValue, RunForecast
 from contracts.run_record import Measured
-from finetune.parts import hold_against
-from finetune.recorder import LIGHTER, ran_out
+from finetune.recorder import LIGHTER, hold_against, ran_out
 from hardware.units import GIB
 
 pytestmark = pytest.mark.long
@@ -94,10 +93,10 @@ def test_a_perfect_forecast_of_memory_reads_inside():
         memory_parts=[NamedValue(name=name, value=value * GIB) for name, value in PARTS.items()],
     )
     perfect = Measured(memory_bytes=total, memory_allocated_bytes=tensors)
-    lines = {line.quantity: line for line in hold_against(forecast, perfect, "")}
+    lines = {line.quantity: line for line in hold_against(forecast, perfect)}
     assert [line.within for line in lines.values()] == [True, True]
     assert lines["memory_allocated_bytes"].forecast.mid == pytest.approx(tensors)
     mixed = Measured(memory_bytes=tensors, memory_allocated_bytes=total)
-    assert [line.within for line in hold_against(forecast, mixed, "")] == [False, False]
+    assert [line.within for line in hold_against(forecast, mixed)] == [False, False]
     bare = replace(forecast, memory_parts=[])  # of an older plan: what tensors take is not known
-    assert [line.quantity for line in hold_against(bare, perfect, "")] == ["memory_bytes"]
+    assert [line.quantity for line in hold_against(bare, perfect)] == ["memory_bytes"]
