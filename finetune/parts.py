@@ -17,7 +17,7 @@ import torch
 
 from contracts.job_plan import RunForecast
 from contracts.layout import Layout
-from contracts.run_record import Communication, Comparison, Measured, RunPart, comparison_of
+from contracts.run_record import Communication, RunPart
 
 # Part -> the members of the forecast's time_parts that it is held against.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -111,12 +111,10 @@ def divide(events: Iterable[Any], wall_seconds: float, steps: int, layout: Layou
         "idle": max(0.0, wall_seconds - active) / steps,
     }
     parts = [
-        RunPart(
-            part=name, measured_seconds=taken[name], share=taken[name] * steps / wall_seconds,
-            hidden_seconds=max(0.0, union(comm[name]) / steps - taken[name]) if name in comm else 0.0,
-        )
-        for name in PARTS if name in taken
-    ]  # fmt: skip
+        RunPart(part=name, measured_seconds=taken[name], share=taken[name] * steps / wall_seconds)
+        for name in PARTS
+        if name in taken
+    ]
     return Profiled(_communication(busy, talking, kinds, wall_seconds), parts, active / steps if on_device else None)
 
 
@@ -144,10 +142,8 @@ def _communication(
     alone = union([*busy, *talking]) - union(busy)
     share = min(1.0, union(talking) / wall_seconds)
     # where nothing hides it, rounding must not make more of the exposed than of the whole
-    return Communication(
-        share=share, exposed_share=min(share, max(0.0, alone) / wall_seconds), seconds_by_kind=kinds,
-        profiled_seconds=wall_seconds,
-    )  # fmt: skip
+    exposed = min(share, max(0.0, alone) / wall_seconds)
+    return Communication(share=share, exposed_share=exposed, seconds_by_kind=kinds)
 
 
 def part_of(kind: str, shapes: Sequence[Any] | None, layout: Layout) -> str:
@@ -178,27 +174,6 @@ def with_forecast(parts: Sequence[RunPart], forecast: RunForecast) -> list[RunPa
     if not predicted:
         return list(parts)
     return [replace(one, forecast_seconds=sum(predicted.get(name, 0.0) for name in PARTS[one.part])) for one in parts]
-
-
-def hold_against(forecast: RunForecast, measured: Measured, worst: str) -> list[Comparison]:
-    """A line for each quantity that was both forecast and measured; `worst` goes into the step's."""
-    lines = []
-    for name, due, unit, scale in (
-        ("step_seconds", forecast.step_seconds, "s", 1.0),
-        ("memory_bytes", forecast.memory_bytes, "GiB", 2.0**30),
-        ("memory_allocated_bytes", forecast.allocated_bytes, "GiB", 2.0**30),
-    ):
-        got = getattr(measured, name)
-        if due is None or got is None:
-            continue
-        text = (
-            f"{name.replace('_', ' ')}: forecast {due.mid / scale:.3g} {unit} ({due.low / scale:.3g}-"
-            f"{due.high / scale:.3g}), measured {got / scale:.3g} {unit}"
-        )
-        if name == "step_seconds" and worst:
-            text += f", {worst}"
-        lines.append(comparison_of(name, due, got, text))
-    return lines
 
 
 def union(spans: Iterable[Span]) -> float:

@@ -24,9 +24,9 @@ from finetune.recorder import flops_per_token
 pytestmark = pytest.mark.long
 
 PARTS = [
-    {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "hidden_seconds": 0.0, "forecast_seconds": 1.1},
-    {"part": "gather", "measured_seconds": 0.62, "share": 0.31, "hidden_seconds": 0.1, "forecast_seconds": None},
-    {"part": "reduce", "measured_seconds": 0.02, "share": 0.01, "hidden_seconds": 0.0, "forecast_seconds": 0.01},
+    {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "forecast_seconds": 1.1},
+    {"part": "gather", "measured_seconds": 0.62, "share": 0.31, "forecast_seconds": None},
+    {"part": "reduce", "measured_seconds": 0.02, "share": 0.01, "forecast_seconds": 0.01},
 ]
 INTERVAL = {"low": 1.6, "mid": 1.9, "high": 2.3}
 RECORD = {
