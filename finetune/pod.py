@@ -127,11 +127,9 @@ class Ranks:
         if restarts is not None:
             self._environment["TOPOFLIGHT_RESTARTS"] = str(restarts)
         meeting, port = ports
-        place = [f"--nodes={settings.nodes}", f"--node-rank={settings.index}", f"--rendezvous={address}:{meeting}"]
-        bench = [
-            sys.executable, "-m", "agent.cli", "bench", "--quick", "--no-advice", f"--ranks={settings.ranks}",
-            *(place if settings.nodes > 1 else ()),
-        ]  # fmt: skip
+        bench = [sys.executable, "-m", "agent.cli", "bench", "--quick", "--no-advice", f"--ranks={settings.ranks}"]
+        if settings.nodes > 1:
+            bench += [f"--nodes={settings.nodes}", f"--node-rank={settings.index}", f"--rendezvous={address}:{meeting}"]
         self._torchrun = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={settings.nodes}",
             f"--node-rank={settings.index}", f"--nproc-per-node={settings.ranks}", f"--master-addr={address}",
@@ -313,15 +311,15 @@ class Pod:
             if not missing:
                 break
         self.before = post.written_at(settings.output)
-        ports, wires = _free_ports(), self.peers
-        self.peers = {}
+        with _listen(0) as first, _listen(0) as second:
+            ports = [first.getsockname()[1], second.getsockname()[1]]
+        wires, self.peers = self.peers, {}
         for wire in wires.values():
             wire.send(go=ports)
         with contextlib.closing(Ranks(settings, "127.0.0.1", ports, self.restarts)) as ranks:
             codes, lost = self._watch(ranks, wires)
         code, why = self.judge(codes, lost)
-        self.why = "" if code == RESUMABLE else why
-        if self.why:
+        if code not in (0, RESUMABLE):
             why = f"not started: measured before the job: {why}" if ranks.is_measuring else why
             error = ranks.last_error()
             self.why = why = f"{why}. The last error in pod 0: {error}" if error else why
@@ -459,12 +457,6 @@ def _listen(port: int) -> socket.socket:
     made = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
     made.setblocking(False)
     return made
-
-
-def _free_ports() -> list[int]:
-    """Return two ports that are free: where the ranks meet for the benchmark, and to train."""
-    with _listen(0) as first, _listen(0) as second:
-        return [first.getsockname()[1], second.getsockname()[1]]
 
 
 def output_of(words: Sequence[str]) -> Path | None:

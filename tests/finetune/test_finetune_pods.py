@@ -238,7 +238,7 @@ def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(t
     late.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        with contextlib.closing(pod.Ranks(settings, "127.0.0.1", pod._free_ports())) as ranks:
+        with contextlib.closing(pod.Ranks(settings, "127.0.0.1", (1, 2))) as ranks:
             codes, lost = pod.Pod(settings=settings, listener=listener)._watch(ranks, wires)
     late.join()
     assert (codes, lost) == ({1: 1, 0: pod.ENDED_HERE, 2: pod.ENDED_HERE}, set())
