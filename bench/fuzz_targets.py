@@ -33,13 +33,13 @@ from agent.checks.verdict import GateError, build_view
 from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet
 from agent.http.access import read_tokens
-from agent.http.cluster import nodes_document
 from agent.http.questions import read_form
+from agent.http.state import nodes_document
 from agent.pages import render as pages
 from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
-from collectives.traces import calls, ras, states, watchdog
+from collectives.traces import rank_files, ras, watchdog
 from contracts import job_plan as plans
 from contracts import plain
 from contracts import run_record as records
@@ -446,11 +446,11 @@ def token_file(data: bytes) -> object:
 
 @reads(
     seed("trace.json"), *(pickle.dumps(document_of("trace"), protocol=one) for one in (2, 4)),
-    errors=(calls.TraceError,), stepped=True,
+    errors=(rank_files.RankFileError,), stepped=True,
 )  # fmt: skip
 def flight_recorder(data: bytes) -> object:
     """A dump, and the rules on it."""
-    trace = calls.read(_json(lambda: document_of("trace"), data), rank=0)
+    trace = rank_files.read(_json(lambda: document_of("trace"), data), rank=0)
     return why.judge(why.RunFacts(traces={0: trace, 1: trace}, world=2))
 
 
@@ -468,11 +468,11 @@ def trace_lines(data: bytes) -> object:
     return why.judge(why.RunFacts(log=report, world=max(report.traces, default=0) + 1))
 
 
-@reads(b'{"rank": 1}', errors=(states.StateError,), stepped=True)
+@reads(b'{"rank": 1}', errors=(rank_files.RankFileError,), stepped=True)
 def rank_state(data: bytes) -> object:
     """A rank's own file, and the rules on it."""
     whole = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
-    state = states.read_state(_file("state_rank_1.json", _json(lambda: whole, data)))
+    state = rank_files.read_state(_file("state_rank_1.json", _json(lambda: whole, data)))
     return why.judge(why.RunFacts(states={1: state, 0: state}, world=2, now=2.0))
 
 

@@ -7,7 +7,7 @@ lock. A small file is written every ten seconds. The recorder is dumped when not
 when `topoflight why --watch` requests it.
 
 This file also runs in Python environments that have nothing of Topoflight (autostart/sitecustomize.py), so it needs the
-standard library alone. What it writes, collectives/traces/states.py reads.
+standard library alone. What it writes, collectives/traces/rank_files.py reads.
 
     from finetune import rank_monitor
     rank_monitor.start(Path("run"))        # after init_process_group
@@ -65,30 +65,22 @@ _UNNUMBERED = 500_000  # from which on the number of a node is none that torchru
 
 # Of "/FILE:FUNCTION". First match from the innermost frame outward wins: a data loader's queue inside an evaluation is
 # data.
-_LIBRARIES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    (
-        "prompt",
-        re.compile(
-            r"/(?:cmd|pdb)\.py:_?cmdloop|/pdb\.py:interaction|/code\.py:interact|/IPython/terminal/\w+\.py:(?:interact|cmdloop)"
-            r"|/pydevd?[_\w]*\.py:_?(?:do_)?wait_\w+|/debugpy/\S+:wait_for_client"
-        ),
-    ),
+_LIBRARIES = tuple((phase, re.compile(text)) for phase, text in (
+    ("prompt", r"/(?:cmd|pdb)\.py:_?cmdloop|/pdb\.py:interaction|/code\.py:interact|/debugpy/\S+:wait_for_client"
+               r"|/IPython/terminal/\w+\.py:(?:interact|cmdloop)|/pydevd?[_\w]*\.py:_?(?:do_)?wait_\w+"),
     # what a compiled step runs through has frames of torch._dynamo too; these are there only while it is compiled, and
     # while it is imported
-    ("compile", re.compile(r"/torch/_dynamo/(?:convert_frame|symbolic_convert)\.py:(?!<module>)|/triton/compiler/")),
-    (
-        "save",
-        re.compile(r"/torch/(?:serialization\.py|distributed/checkpoint/)|/safetensors/|/finetune/checkpoint\.py"),
-    ),
-    ("workers", re.compile(r"/torch/utils/data/dataloader\.py:_(?:try_)?get_data$")),
-    ("data", re.compile(r"/torch/utils/data/|/datasets/|/webdataset/|/finetune/(?:data|rows)\.py")),
-    ("collective", re.compile(r"/torch/distributed/(?:distributed_c10d|_functional_collectives|nn/functional)\.py")),
-)
+    ("compile", r"/torch/_dynamo/(?:convert_frame|symbolic_convert)\.py:(?!<module>)|/triton/compiler/"),
+    ("save", r"/torch/(?:serialization\.py|distributed/checkpoint/)|/safetensors/|/finetune/checkpoint\.py"),
+    ("workers", r"/torch/utils/data/dataloader\.py:_(?:try_)?get_data$"),
+    ("data", r"/torch/utils/data/|/datasets/|/webdataset/|/finetune/(?:data|rows)\.py"),
+    ("collective", r"/torch/distributed/(?:distributed_c10d|_functional_collectives|nn/functional)\.py"),
+))  # fmt: skip
 # Names give a phase its word, and more patience; no rank is named because of one.
-_FUNCTIONS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("save", re.compile(r"^_?(?:save|write)_(?:checkpoint|model|state|pretrained)|^(?:on_)?save$")),
-    ("evaluate", re.compile(r"^(?!_?maybe_).*?(?<![a-z])(?:eval|evaluate|evaluation|validate|validation)(?:_|$)")),
-)
+_FUNCTIONS = tuple((phase, re.compile(text)) for phase, text in (
+    ("save", r"^_?(?:save|write)_(?:checkpoint|model|state|pretrained)|^(?:on_)?save$"),
+    ("evaluate", r"^(?!_?maybe_).*?(?<![a-z])(?:eval|evaluate|evaluation|validate|validation)(?:_|$)"),
+))  # fmt: skip
 # Its batches are used up: it answers the collectives of the others.
 _JOIN = re.compile(r"/torch/distributed/algorithms/join\.py:__exit__$")
 _SERVER = re.compile(
@@ -100,17 +92,20 @@ _INPUT = re.compile(r"(?<![\w.])input\(")  # input() adds no Python frame
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120 - compared with names of files as Python has them
 
 
-def phase_of(frames: list[tuple[str, str]]) -> str:
-    """What a stack does: (file, function), innermost first. A library's frame tells more than a function's name."""
-    if any(_JOIN.search(f"/{file}:{function}") for file, function in frames):
+Frame = tuple[str, int, str]  # file, line, function
+
+
+def phase_of(stack: list[Frame]) -> str:
+    """What a stack does, innermost frame first. A library's frame tells more than a function's name."""
+    places = [f"/{file}:{function}" for file, _, function in stack]
+    if any(map(_JOIN.search, places)):
         return "join"
-    named = next((phase for _, name in frames for phase, pattern in _FUNCTIONS if pattern.search(name)), "compute")
-    for file, function in frames:
-        for phase, pattern in _LIBRARIES:
-            if pattern.search(f"/{file}:{function}"):
-                return named if phase in ("data", "workers") and named == "evaluate" else phase
-    libraries = itertools.takewhile(lambda frame: not _is_own(frame[0]), frames)
-    if named == "compute" and any(_SERVER.search(f"/{file}:{function}") for file, function in libraries):
+    named = next((phase for *_, name in stack for phase, pattern in _FUNCTIONS if pattern.search(name)), "compute")
+    library = next((phase for place in places for phase, pattern in _LIBRARIES if pattern.search(place)), "")
+    if library:
+        return named if library in ("data", "workers") and named == "evaluate" else library
+    libraries = itertools.takewhile(lambda frame: not _is_own(frame[0]), stack)
+    if named == "compute" and any(_SERVER.search(place) for place, _ in zip(places, libraries, strict=False)):
         return "server"
     return named
 
@@ -162,13 +157,12 @@ class RankMonitor(threading.Thread):
             if not (self.asked or has_met):
                 has_met, written, self.moved = True, 0.0, now
                 self._remove_files_of_others()
-            stalled = (
-                now - self.moved >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, now - self.moved) / 2
-            )
-            if requested := self.is_dump_requested():  # every rank has checked by then, and all dump at the same time
-                self.over.wait(
-                    min(max(0.0, self.last_request + 2 * self.interval_seconds - time.time()), self.interval_seconds)
-                )
+            still = now - self.moved
+            stalled = still >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, still) / 2
+            before, self.last_request = self.last_request, max(self._requested_at(), self.last_request)
+            if requested := self.last_request > before:  # every rank has checked by then, and all dump at the same time
+                late = self.last_request + 2 * self.interval_seconds - time.time()
+                self.over.wait(min(max(0.0, late), self.interval_seconds))
             if stalled or requested:
                 self.dump()
                 written = 0.0
@@ -209,7 +203,7 @@ class RankMonitor(threading.Thread):
             self.answer = _answer_of(self.asked, self.answer)
             return
         calls, in_call = _collectives()
-        phase = phase_of([(file, function) for file, _, function in stack])
+        phase = phase_of(stack)
         if phase in ("compute", "evaluate") and stack and _INPUT.search(linecache.getline(*stack[0][:2])):
             phase = "prompt"
         if in_call is not None and phase in ("compute", "evaluate") and self._waits(stack, in_call):
@@ -229,7 +223,7 @@ class RankMonitor(threading.Thread):
             self.resent[address] += again
             self.held[address] += waits or again
 
-    def _waits(self, stack: list[tuple[str, int, str]], in_call: str) -> bool:
+    def _waits(self, stack: list[Frame], in_call: str) -> bool:
         """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run.
 
         A thread that waits for the GPU runs, as CUDA polls. So a thread that sleeps in the user's own code, or in
@@ -246,15 +240,11 @@ class RankMonitor(threading.Thread):
         return state != "R" and in_library
 
     def _requested_at(self) -> float:
+        """When `topoflight why` has asked for a dump for the last time."""
         try:
             return (self.folder / ASK).stat().st_mtime
         except OSError:
             return 0.0
-
-    def is_dump_requested(self) -> bool:
-        """Whether `topoflight why` has asked for a dump since the last one."""
-        before, self.last_request = self.last_request, max(self._requested_at(), self.last_request)
-        return self.last_request > before
 
     def dump(self) -> None:
         """Write the recorder's calls, as JSON."""
@@ -432,8 +422,8 @@ def _answer_of(place: str, before: str) -> str:
         return "unresolved"
 
 
-def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    found: list[tuple[str, int, str]] = []
+def _stack(frame: FrameType | None) -> list[Frame]:
+    found: list[Frame] = []
     while frame is not None and len(found) < _DEEPEST:
         found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
         frame = frame.f_back
@@ -447,7 +437,7 @@ def _work_of_threads() -> str:
     """
     work = {thread.ident for thread in threading.enumerate() if not thread.daemon}
     stacks = [_stack(one) for ident, one in sys._current_frames().items() if ident in work]
-    phases = {phase_of([(file, name) for file, _, name in stack]) for stack in stacks}
+    phases = set(map(phase_of, stacks))
     return next((phase for phase in ("server", "save") if phase in phases), "")
 
 

@@ -16,21 +16,20 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import command
 from agent.base.output import emit, print_text
-from contracts.host_list import compress_host_list, expand_host_list, slurm_name
+from contracts.host_list import compress_host_list, slurm_name
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from agent.jobs.slurm import JobFiles
-    from contracts.finding import Finding
     from planner.why import Verdict
 
 
 @command("why")
 @click.argument("logs", metavar="[LOG]...", nargs=-1)
 def why(
-    logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None, hosts: tuple[Path, ...],
-    nodes: str | None, limit: float, watch: bool, form: str, job: str | None, metrics: Path | None,
+    logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None, limit: float, watch: bool,
+    form: str, job: str | None, metrics: Path | None,
 ) -> None:  # fmt: skip
     """Read the sources, print the verdict, and exit with its code."""
     from agent.why import diagnosis as gathered
@@ -38,7 +37,6 @@ def why(
 
     if watch and logs:
         raise click.UsageError("--watch and LOG cannot be combined.")
-    checks = _checks_of(nodes) if nodes is not None else ()
     if run is None:  # the logs may include the folder of a run
         run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
         logs = tuple(word for word in logs if Path(word) != run)
@@ -48,8 +46,7 @@ def why(
         run, logs, again = run or of_job.run, (*logs, *map(str, of_job.logs)), of_job.again
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
-        sources = gathered.WhySources(logs=files, run=run, ras=ras, recorder=recorder, hosts=hosts, checks=checks,
-                                      limit=limit, again=again)  # fmt: skip
+        sources = gathered.WhySources(logs=files, run=run, ras=ras, recorder=recorder, limit=limit, again=again)
         if not any((logs, run, ras, recorder)):
             raise click.UsageError("give a LOG, --run, --job, --ras or --flight-recorder")
         if watch and run is not None:
@@ -95,19 +92,6 @@ def _emit(verdict: Verdict, form: str) -> None:
         print_text(compress_host_list(map(slurm_name, verdict.nodes)))
 
 
-def _checks_of(nodes: str) -> tuple[Finding, ...]:
-    """Return the findings that the agents of these nodes, given by names or labels, have published."""
-    from agent.cluster.client import AccessError, ApiError, connect
-    from agent.cluster.gate import checks_of, fleet, named
-
-    try:
-        client = connect(None).brief()
-        names = () if "=" in nodes else expand_host_list(nodes)
-        return checks_of(named(client, names, nodes if "=" in nodes else None), fleet(client))
-    except (AccessError, ApiError) as error:
-        raise click.ClickException(f"--nodes {nodes[:80]}: {error}") from None
-
-
 def _file(word: str, stack: ExitStack) -> str:
     """Return the name of a log; stdin is copied to a file, because it is read twice."""
     if word != "-":
@@ -131,7 +115,7 @@ def show(out: Console, found: Verdict) -> None:
     state, _, rest = found.line.partition(": ")
     todo = "" if found.causes or found.state != "fine" else " → nothing to change"
     out.print(f"[{colour} bold]{escape(state if rest else found.state)}[/]: {escape(rest or found.line)}{todo}")
-    for name, row in (("nodes", found.nodes), ("GPUs", found.gpus), ("NICs", found.nics)):
+    for name, row in (("nodes", found.nodes), ("GPUs", found.gpus)):
         if row:
             out.print(f"{name}: {escape(', '.join(row))}")
     for number, cause in enumerate(found.causes, 1):
@@ -139,8 +123,6 @@ def show(out: Console, found: Verdict) -> None:
         out.print(f"{number}. [bold]{escape(cause.code)}[/bold]{share}: {escape(cause.message)}")
         for line in cause.evidence:
             indented(out, f"[dim]{escape(line)}[/dim]")
-        if cause.price:
-            indented(out, escape(cause.price))
         if cause.action:
             indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
     for line in found.not_at_fault:

@@ -6,8 +6,8 @@ service is rejected), then SubjectAccessReview (authorization.k8s.io/v1, nonReso
 file of tokens is used. Without either, these endpoints are closed. Tokens are never logged or stored: results are
 cached for some seconds under the token's SHA-256.
 
-A token is checked before the body is read, in a separate thread. If the API server hangs, only requests with a token
-are delayed. The NetworkPolicy in deploy/daemonset limits which clients can connect.
+A token is checked before the body is read. If the API server hangs, only requests with a token that is not cached are
+delayed. The NetworkPolicy in deploy/daemonset limits which clients can connect.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import math
 import re
 import shlex
 import stat
 import time
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import h11
-from starlette.datastructures import Headers
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -53,9 +48,6 @@ READS = ("GET", "HEAD")
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 
 
-Judgement = str | ProblemError  # the result for one token and endpoint: the user name, or the error
-
-
 class Tokens:
     """Checks bearer tokens; raises ProblemError 401, 403 or 503."""
 
@@ -65,32 +57,37 @@ class Tokens:
     ) -> None:  # fmt: skip
         self._client, self._file, self._audience = client, token_file, audience
         self.reads_open = reads_open
-        self._judged: dict[tuple[str, str, str], tuple[float, Judgement]] = {}  # only the thread writes to it
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokens")
+        self._judged: dict[tuple[str, str, str], tuple[float, str | ProblemError]] = {}
+        self._judging = asyncio.Lock()
 
     async def judge(self, connection: HTTPConnection, *, path: str, verb: str) -> str:
         """Return the caller's name, if the token of the request permits `verb` (get, post) on `path`.
 
-        If the result is not cached, the token is checked in the separate thread, because the API server may be slow.
+        If the result is not cached, the token is checked in a thread, one token at a time: the API server may be slow.
         """
         token = self._token(connection.headers.get("authorization"), path, verb)
         key = hashlib.sha256(token.encode()).hexdigest(), path, verb
         judgement = self._remembered(key)
         if judgement is None:
-            loop = asyncio.get_running_loop()
-            judgement = await loop.run_in_executor(self._thread, self._decide, key, token)
+            async with self._judging:
+                judgement = self._remembered(key) or await self._decide(key, token)
         if isinstance(judgement, ProblemError):
-            raise ProblemError(judgement.status, judgement.detail, headers=judgement.headers, **judgement.more)
+            raise judgement.with_traceback(None)
         return judgement
 
-    def _decide(self, key: tuple[str, str, str], token: str) -> Judgement:
-        """Return the result for a token, and cache a new one."""
-        judgement = self._remembered(key)
-        if judgement is None:
-            judgement = self._from_file(token) if self._client is None else self._review(self._client, token, *key[1:])
-            if len(self._judged) >= MOST_REMEMBERED:
-                self._judged.clear()
-            self._judged[key] = time.monotonic(), judgement
+    def _remembered(self, key: tuple[str, str, str]) -> str | ProblemError | None:
+        at, judgement = self._judged.get(key, (-math.inf, None))
+        return judgement if time.monotonic() - at < REMEMBERED_SECONDS else None
+
+    async def _decide(self, key: tuple[str, str, str], token: str) -> str | ProblemError:
+        """Return the caller's name, or the refusal, and cache it. Raises ProblemError 503, which is not cached."""
+        if self._client:
+            judgement = await run_in_threadpool(self._review, self._client, token, *key[1:])
+        else:
+            judgement = await run_in_threadpool(self._from_file, token)
+        if len(self._judged) >= MOST_REMEMBERED:
+            self._judged.clear()
+        self._judged[key] = time.monotonic(), judgement
         return judgement
 
     def _token(self, authorization: str | None, path: str, verb: str) -> str:
@@ -106,20 +103,16 @@ class Tokens:
                                grant=self._how_to_get_one())  # fmt: skip
         return token
 
-    def _remembered(self, key: tuple[str, str, str]) -> Judgement | None:
-        at, judgement = self._judged.get(key, (-math.inf, ""))
-        return judgement if time.monotonic() - at < REMEMBERED_SECONDS else None
-
     def _how_to_get_one(self) -> str:
         if self._client is None:
             return "a line of the file named by --token-file, as Authorization: Bearer TOKEN"
         return f"kubectl create token SERVICEACCOUNT --audience {self._audience}, as Authorization: Bearer TOKEN"
 
-    def _refused(self) -> Judgement:
+    def _refused(self) -> ProblemError:
         detail = "the token is not known, has expired, or was made for another audience"
         return ProblemError(401, detail, headers=CHALLENGE, grant=self._how_to_get_one())
 
-    def _from_file(self, token: str) -> Judgement:
+    def _from_file(self, token: str) -> str | ProblemError:
         """Check a token against the file (one per line); it is read each time, so that a removed token expires soon."""
         assert self._file is not None  # noqa: S101 - `_token` has made sure
         try:
@@ -127,83 +120,55 @@ class Tokens:
         except (OSError, ValueError) as error:
             raise ProblemError(503, f"the token file cannot be used: {error}") from None
         sent = token.encode()
-        if sum(hmac.compare_digest(line.encode(), sent) for line in lines):  # all lines, each in constant time
-            return "token-file"
-        return self._refused()
+        known = sum(hmac.compare_digest(line.encode(), sent) for line in lines)  # all lines, each in constant time
+        return "token-file" if known else self._refused()
 
-    def _review(self, client: Client, token: str, path: str, verb: str) -> Judgement:
+    def _review(self, client: Client, token: str, path: str, verb: str) -> str | ProblemError:
+        def status_of(group: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+            review = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
+            made = client.create(path_of(f"{group}/v1", f"{kind.lower()}s"), review, repeatable=True)
+            return made.get("status") or {}
+
         try:
-            reviewed = client.create(
-                path_of("authentication.k8s.io/v1", "tokenreviews"),
-                {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview",
-                 "spec": {"token": token, "audiences": [self._audience]}},
-                repeatable=True,
-            ).get("status") or {}  # fmt: skip
+            asked = {"token": token, "audiences": [self._audience]}
+            reviewed = status_of("authentication.k8s.io", "TokenReview", asked)
             # a server without audience support returns none: the token is then not proven to be for this agent
             if reviewed.get("authenticated") is not True or self._audience not in (reviewed.get("audiences") or ()):
                 return self._refused()
             user = reviewed.get("user") or {}
-            who = {key: user[key] for key in ("groups", "uid", "extra") if user.get(key)}
             name = str(user.get("username", ""))
-            allowed = client.create(
-                path_of("authorization.k8s.io/v1", "subjectaccessreviews"),
-                {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview",
-                 "spec": {"user": name, **who, "nonResourceAttributes": {"path": path, "verb": verb}}},
-                repeatable=True,
-            ).get("status") or {}  # fmt: skip
+            who = {"user": name, **{key: user[key] for key in ("groups", "uid", "extra") if user.get(key)}}
+            access = {**who, "nonResourceAttributes": {"path": path, "verb": verb}}
+            allowed = status_of("authorization.k8s.io", "SubjectAccessReview", access).get("allowed") is True
         except ApiError as error:
             why = f"HTTP {error.status}" if error.status else "it cannot be reached"
             raise ProblemError(503, f"the API server could not judge the token: {why}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
-        if allowed.get("allowed") is True:
-            return name
-        return ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path))
-
-
-class ReadHosts(TrustedHostMiddleware):
-    """Reject reads under a foreign host name, to prevent DNS rebinding by a web page.
-
-    An IP address cannot be rebound, and a client that sends no Host header is not a browser.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request, or answer 400."""
-        named = Headers(scope=scope).get("host") if scope["type"] == "http" else None
-        if named is None or scope["method"] not in READS or _is_address(named):
-            await self.app(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(urlsplit(f"//{host}").hostname or ""))
-    except ValueError:
-        return False
+        return name if allowed else ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path))
 
 
 class Guard:
     """ASGI middleware that checks the token before the body is read.
 
-    `posts` contains the POST paths, which always need a token; reads need one if `tokens` requires it.
+    Reads need a token if `tokens` requires it; every other method needs one, also on a path that does not exist.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, posts: Collection[str]) -> None:
-        self._app, self._tokens, self._posts = app, tokens, posts
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app, self._tokens = app, tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request with the caller's name in its state, or reject it."""
-        if scope["type"] == "http":
-            method, path = scope["method"], scope["path"]
-            reads = method in READS and not self._tokens.reads_open and path not in PROBES
-            if reads or (method == "POST" and path in self._posts):
-                request = Request(scope)
-                try:
-                    request.state.user = await self._tokens.judge(request, path=path, verb="get" if reads else "post")
-                except ProblemError as error:
-                    refusal = problem(request, error.status, error.detail, error.headers, **error.more)
-                    await refusal(scope, receive, send)
-                    return
+        is_read = scope["type"] != "http" or scope["method"] in READS
+        is_open = is_read and (self._tokens.reads_open or scope["type"] != "http" or scope["path"] in PROBES)
+        if not is_open:
+            request = Request(scope)
+            verb = "get" if is_read else scope["method"].lower()
+            try:
+                request.state.user = await self._tokens.judge(request, path=scope["path"], verb=verb)
+            except ProblemError as error:
+                refusal = problem(request, error.status, error.detail, error.headers, **error.more)
+                await refusal(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
 

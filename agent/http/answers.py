@@ -1,16 +1,18 @@
 """Responses of endpoints: documents rendered once per view, errors as problem documents, and the models of both.
 
+The record that a job posts is checked here too (specification: run.json in docs/reference/finetune-job.md).
+
 Handlers return complete responses. The models only describe them in the OpenAPI document; the tests send valid and
 invalid requests to every endpoint and compare. Specification: OpenAPI 3.1; RFC 9457 for problems.
 """
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
@@ -24,8 +26,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from agent.checks.verdict import Verdict, View
 from agent.http.worker import Answer, ProblemError, Worker
+from contracts import plain
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
+from contracts.run_record import RunRecord, dumps, record_of
 from contracts.tables import read_table
 
 MOST_ANSWERS = 64
@@ -87,46 +91,40 @@ def texts(*media_types: str) -> Responses:
 
 
 class Rendered:
-    """Responses that depend only on one view and the request: rendered once, and discarded with the view."""
+    """Responses that depend only on one view and the request: rendered once, and discarded with the view.
+
+    Only the event loop reads and stores responses; a thread renders them, one at a time.
+    """
 
     def __init__(self) -> None:
-        # Replaced as a whole: the event loop and a thread that renders may store at the same time.
-        self._held: tuple[View | None, dict[Hashable, Answer]] = None, {}
-        self._rendering = threading.Lock()
+        self._view: View | None = None
+        self._answers: dict[Hashable, Answer] = {}
+        self._rendering = asyncio.Lock()
 
     def get(self, view: View, key: Hashable) -> Answer | None:
         """Return the response rendered for this request; None if there is none."""
-        rendered_view, answers = self._held
-        return answers.get(key) if view is rendered_view else None
+        return self._answers.get(key) if view is self._view else None
 
-    def put(self, view: View, key: Hashable, answer: Answer) -> None:
+    def put(self, view: View, key: Hashable, answer: Answer) -> Answer:
         """Store a response. Those of another view are discarded, and all of them once they take too much memory."""
-        rendered_view, answers = self._held
-        size = sum(len(one.body) for one in answers.values()) + len(answer.body)
-        fits = view is rendered_view and size <= MOST_BYTES and len(answers) < MOST_ANSWERS
-        self._held = view, {**answers, key: answer} if fits else {key: answer}
+        size = sum(len(one.body) for one in self._answers.values()) + len(answer.body)
+        if view is not self._view or size > MOST_BYTES or len(self._answers) >= MOST_ANSWERS:
+            self._view, self._answers = view, {}
+        self._answers[key] = answer
+        return answer
 
     async def render(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Response:
         """Return the stored response, or compute it with `make` in a thread; one request is rendered at a time."""
-
-        def compute() -> Answer:
-            with self._rendering:
-                answer = self.get(view, key)
-                if answer is None:
-                    answer = make()
-                    self.put(view, key, answer)
-                return answer
-
         answer = self.get(view, key)
-        return respond(await run_in_threadpool(compute) if answer is None else answer)
+        if answer is None:
+            async with self._rendering:
+                answer = self.get(view, key) or self.put(view, key, await run_in_threadpool(make))
+        return respond(answer)
 
     async def ask_worker(self, request: Request, worker: Worker, view: View, name: str, **given: Any) -> Response:
         """Return the stored response, or the worker's answer to the question `name`."""
         key = name, *given.items()
-        answer = self.get(view, key)
-        if answer is None:
-            answer = await worker.ask(request, name, view=view, **given)
-            self.put(view, key, answer)
+        answer = self.get(view, key) or self.put(view, key, await worker.ask(request, name, view=view, **given))
         return respond(answer)
 
 
@@ -198,3 +196,61 @@ def install(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+# The record of a run (POST /runs). A job posts it, not an administrator, and every reader gets it from memory.
+
+# 50 of these are stored in the 64 MiB that deploy/daemonset gives the state folder; 4096 steps take 60 KiB
+MOST_RECORD_BYTES = 512 << 10
+MOST_VALUES = 16384  # 4096 steps and evaluations; each value uses about 100 bytes of memory
+
+_Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$", max_length=20)]
+_Text = Annotated[str, Field(max_length=4096)]
+_Members = dict[str, Any]
+
+
+class PostedRecord(BaseModel):
+    """What POST /runs takes: a job's run.json. Members that RunRecord does not have are dropped."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    schema_version: Literal[1]  # contracts.run_record.RECORD_VERSION
+    status: str = Field(pattern="^[a-z]{1,32}$")
+    host: str = Field(min_length=1, max_length=253)
+    started_at: _Time
+    ended_at: _Time | None = None
+    exit_code: int | None = Field(default=None, ge=0, le=255)
+    reason: _Text | None = None
+    notes: list[_Text] = Field(default=[], max_length=256)
+    layout: _Members = {}
+    forecast: _Members = {}
+    measured: _Members = {}
+    loss: _Members = {}
+    model: _Members = {}
+    communication: _Members | None = None
+    parts: list[_Members] = Field(default=[], max_length=64)
+    comparison: list[_Members] = Field(default=[], max_length=64)
+    steps_done: int | None = Field(default=None, ge=0)
+    step_seconds: list[float | None] = Field(default=[], max_length=4096)
+
+
+def read_record(body: bytes) -> RunRecord:
+    """Parse the record. Raises ProblemError 400 if it is not such JSON, 422 if a member is invalid."""
+    if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MOST_VALUES:  # counted before parsing
+        raise ProblemError(422, f"the record holds {values} values: {MOST_VALUES} are taken")
+    try:
+        record = plain.loads(body, unknown_numbers=True)  # a loss may be NaN
+    except (plain.PlainError, UnicodeDecodeError) as error:
+        raise ProblemError(400, f"the body is no record of a run: {error}") from None
+    try:
+        PostedRecord.model_validate(record)
+    except ValidationError as error:
+        found, detail = complaints(error, 16)
+        raise ProblemError(422, detail, errors=found) from None
+    try:
+        made = record_of(record)
+    except plain.MisfitError as error:
+        raise ProblemError(422, f"the body is no record of a run: {error}") from None
+    if len(dumps(made)) > MOST_RECORD_BYTES:  # as stored, which may be larger than received
+        raise ProblemError(422, f"the record takes more than {MOST_RECORD_BYTES} bytes to keep")
+    return made

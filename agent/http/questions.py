@@ -25,7 +25,7 @@ from agent.base.options import RequestError
 from agent.base.streams import log_to_stderr
 from agent.checks.verdict import View
 from agent.cluster.nodes import Fleet
-from agent.http.cluster import Records, nodes_document, own_fleet
+from agent.http.state import Records, nodes_document, own_fleet
 from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
 from planner.advice import Recommendation

@@ -59,7 +59,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
         print_text(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
-        listen(application(state, {**options, "hosts": _names(address, options)}, client), address, port, place)
+        listen(application(state, options, client), address, port, place)
     finally:
         if scanner:
             scanner.close()
@@ -172,7 +172,7 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
             client, _latest_record(state, options), namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
             interval_seconds=options["publish_interval"], labels=options["nfd"],
         )  # fmt: skip
-    return create(state, tokens=tokens, publisher=publisher, hosts=options.get("hosts"))
+    return create(state, tokens=tokens, publisher=publisher)
 
 
 def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
@@ -189,21 +189,6 @@ def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
         return made[1]
 
     return latest
-
-
-def _names(address: str, options: dict[str, Any]) -> list[str]:
-    """Return the host names under which this agent may be read: this host's, and in a pod its services' names.
-
-    SERVICE.NAMESPACE is excluded if the namespace is named like a top-level domain (dev, app, cloud), because anybody
-    could point that public domain here. Those have only letters or begin with xn-- (RFC 3696, section 2).
-    """
-    names = {"localhost", os.uname().nodename, address, options["node_name"], *options["allowed_hosts"]}
-    if namespace := os.environ.get("POD_NAMESPACE"):
-        names |= {"topoflight", "topoflight-node"}
-        names |= {f"*.{namespace}{suffix}" for suffix in (".svc", ".svc.cluster.local")}
-        if namespace == "topoflight" or not (namespace.isalpha() or namespace.startswith("xn--")):
-            names.add(f"*.{namespace}")
-    return sorted(name for name in names if name)
 
 
 def connected(options: dict[str, Any]) -> Any:

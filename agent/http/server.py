@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
 
-from fastapi import Depends, FastAPI, Query, Request
-from fastapi._compat import field_annotation_is_sequence
-from fastapi.dependencies.utils import get_flat_params
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi import Body, FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import choose_encoder
-from pydantic import Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.routing import Route
+from starlette.requests import ClientDisconnect
 
 from agent import base, metrics
 from agent.advice import advise
 from agent.advice.request import Request as Question
 from agent.base.options import RequestError
 from agent.checks.groups import worst_first
-from agent.checks.verdict import FailOn, View
+from agent.checks.measured import ALL_CODES
+from agent.checks.verdict import FailOn, GateError, View, judge, select
 from agent.cluster.publish import Publisher
-from agent.http import answers, posted
-from agent.http.access import Guard, ReadHosts, Tokens
-from agent.http.answers import Gate, Rendered, Responses, problems, respond, texts
+from agent.http import answers
+from agent.http.access import Guard, Tokens
+from agent.http.answers import (
+    MOST_RECORD_BYTES,
+    TOKEN,
+    Gate,
+    PostedRecord,
+    Rendered,
+    Responses,
+    StoreAnswer,
+    body_of,
+    problems,
+    read_record,
+    respond,
+    texts,
+)
 from agent.http.state import State, age_seconds
 from agent.http.worker import Answer, ProblemError, Worker, document, page_of
 from collectives.bench.results import BenchResult
@@ -47,7 +58,10 @@ WORTH_BYTES = 1024  # gzip on a smaller response saves less than one packet
 GZIP_LEVEL = 4
 STALE_SCANS = 4  # not ready after this many missed scans in a row
 
+# Query parameters. An unknown one is rejected: a parameter with a typing error must not look like an answer.
+FORBID_UNKNOWN = ConfigDict(extra="forbid")
 FormField = Annotated[str, Query(max_length=4096)]  # a form field; empty means omitted
+CodePattern = Annotated[str, Field(max_length=128)]
 
 
 class Recommendations(question.model()):  # type: ignore[misc]  # its members are the rows of contracts/question.toml
@@ -56,21 +70,44 @@ class Recommendations(question.model()):  # type: ignore[misc]  # its members ar
     form: str = Field("json", alias="format", description="json, or an export.", max_length=32)
 
 
-WhatIf: Any = create_model("WhatIf", **dict.fromkeys(advise.FORM, (FormField, "")))  # type: ignore[call-overload]
+WhatIf: Any = create_model(  # type: ignore[call-overload]
+    "WhatIf", __config__=FORBID_UNKNOWN, **dict.fromkeys(advise.FORM, (FormField, ""))
+)
+
+
+class GateOptions(BaseModel):
+    """Query of GET /preflight, and body of POST /preflight."""
+
+    model_config = FORBID_UNKNOWN
+
+    require: list[CodePattern] = Field(default=[], max_length=256, description="Checks that must be measured.")
+    skip: list[CodePattern] = Field(default=[], max_length=256)
+    fail_on: FailOn = "fail"
+
+
+class ClusterPage(BaseModel):
+    """Query of GET /cluster."""
+
+    model_config = FORBID_UNKNOWN
+
+    node: str | None = Field(None, max_length=253, description="One of the nodes.")
+    search: str = Field("", max_length=200, description="Words of a row, all of them.")
+    verdict: Literal["", "fail", "unknown", "warn", "pass"] = ""
+    fault: str = Field("", max_length=128, description="Finding code.")
+    page: int = Field(1, ge=1, le=100_000)
+
 
 _FORM: Responses = problems(500)
 _FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with the error
 
 
 def create(
-    state: State, *, tokens: Tokens | None = None, publisher: Publisher | None = None, worker: Worker | None = None,
-    hosts: Sequence[str] | None = None,
-) -> FastAPI:  # fmt: skip
+    state: State, *, tokens: Tokens | None = None, publisher: Publisher | None = None, worker: Worker | None = None
+) -> FastAPI:
     """Create the application for one state; it starts and stops scanning and publishing.
 
     Without `tokens`, endpoints that need a token are closed; without `publisher`, the pages of the cluster show only
-    this node. `worker` answers expensive questions (by default a new one). `hosts` are the names under which this agent
-    is read.
+    this node. `worker` answers expensive questions (by default a new one).
     """
     tokens, worker = tokens or Tokens(), worker or Worker()
     source = "kubernetes" if publisher is not None else "hosts"
@@ -87,43 +124,22 @@ def create(
         await run_in_threadpool(state.stop)
 
     app = FastAPI(
-        title="Topoflight", version=base.version(), lifespan=lifespan,
-        max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
+        title="Topoflight", version=base.version(), lifespan=lifespan, max_body_size=MOST_BODY_BYTES,
         generate_unique_id_function=lambda route: route.name,  # operation id: the name of the handler
         docs_url=None, redoc_url=None,  # both load scripts from other hosts
         description="Topology-aware preflight for GPU training: devices, findings and recommendations for this node.",
     )  # fmt: skip
     answers.install(app)
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
-    posts: set[str] = set()
-    app.add_middleware(Guard, tokens=tokens, posts=posts)
-    if hosts is not None:
-        app.add_middleware(ReadHosts, allowed_hosts=hosts, www_redirect=False)
+    app.add_middleware(Guard, tokens=tokens)
     rendered = Rendered()
     _health(app, state, rendered, {} if publisher is None else publisher.tally)
     _pages(app, state, source, worker, rendered)
-    _facts(app, state, source, worker, rendered)
-    _advice(app, state, worker, rendered)
+    _facts(app, state, rendered)
+    _runs(app, state)
+    _answers(app, state, source, worker, rendered)
     _gate(app, state, rendered)
-    posted.install(app, state)
-    posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
-
-
-def _refuse_unknown_parameters(request: Request) -> None:
-    """Reject a query parameter that the route does not declare, or one value of several; for every route."""
-    known = {field.alias: field for field in get_flat_params(request.scope["route"].dependant)}
-    for name in request.query_params:
-        if name in known:
-            if len(request.query_params.getlist(name)) > 1 and not field_annotation_is_sequence(
-                known[name].field_info.annotation
-            ):
-                raise ProblemError(400, f"{name} is given more than once")
-            continue
-        close = difflib.get_close_matches(name[:64], known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        allowed = f"must be one of {', '.join(known)}" if known else "this path takes none"
-        raise ProblemError(400, f"unknown parameter {name[:64]!r}: {allowed}{hint}", allowed=list(known))
 
 
 def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple[str, ...], float]) -> None:
@@ -182,18 +198,11 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
         return await rendered.render(view, ("/", trouble), drawn)
 
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
-    async def cluster_page(
-        request: Request,
-        node: Annotated[str | None, Query(max_length=253, description="One of the nodes.")] = None,
-        search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
-        verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass)$")] = "",
-        fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
-        page: Annotated[int, Query(ge=1, le=100_000)] = 1,
-    ) -> Response:
+    async def cluster_page(request: Request, asked: Annotated[ClusterPage, Query()]) -> Response:
         """Every node that publishes: faults, the table, and which nodes are odd."""
-        filters = (("search", search), ("verdict", verdict), ("fault", fault), ("page", page))
-        asked = {"source": source, "interval": state.interval_seconds, "node": node, "filters": filters}
-        return respond(await worker.ask(request, "cluster_page", view=state.current(), **asked))
+        filters = tuple(asked.model_dump(exclude={"node"}).items())
+        given = {"source": source, "interval": state.interval_seconds, "node": asked.node, "filters": filters}
+        return respond(await worker.ask(request, "cluster_page", view=state.current(), **given))
 
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
     async def what_if(request: Request, asked: Annotated[WhatIf, Query()]) -> Response:
@@ -211,48 +220,60 @@ def _recommended(view: View) -> tuple[Recommendation | None, str]:
         return None, str(error)
 
 
-def _facts(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
-    async def of_view(request: Request, make: Callable[[View], Any]) -> Response:
-        """Return a response that depends only on the newest view."""
-        view = state.current()
-        return await rendered.render(view, request.url.path, lambda: document(make(view)))
+def _facts(app: FastAPI, state: State, rendered: Rendered) -> None:
+    """Add the endpoints that return one part of the newest view."""
 
-    @app.get("/snapshot", tags=["facts"], responses=problems())
-    async def snapshot(request: Request) -> Response:
-        """What every probe read."""
-        return await of_view(request, lambda view: view.snapshots[0])
+    def add(name: str, about: str, make: Callable[[View], Any], model: Any = None, *more: int) -> None:
+        async def fact() -> Response:
+            view = state.current()
+            return await rendered.render(view, name, lambda: document(make(view)))
 
-    @app.get("/topology", tags=["facts"], responses=problems())
-    async def topology(request: Request) -> Response:
-        """Links, islands, nearest NICs, expectations."""
-        return await of_view(request, lambda view: json_document(view.topologies[0]))
+        app.add_api_route(f"/{name}", fact, name=name, description=about, tags=["facts"], response_model=model,
+                          responses=problems(*more))  # fmt: skip
 
-    @app.get("/findings", tags=["facts"], response_model=list[Finding], responses=problems())
-    async def findings(request: Request) -> Response:
-        """Every check that did not pass, worst first."""
-        return await of_view(request, lambda view: [c for c in worst_first(view.checks) if c.status != "pass"])
-
-    @app.get("/measurements", tags=["facts"], response_model=BenchResult,
-             responses=problems(404))  # fmt: skip
-    async def measurements(request: Request) -> Response:
-        """The last benchmark; 404 where none has been run."""
-        if state.current().bench is None:
+    def last_benchmark(view: View) -> BenchResult:
+        if view.bench is None:
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
-        return await of_view(request, lambda view: view.bench)
+        return view.bench
 
-    @app.get("/runs", tags=["facts"], response_model=list[dict[str, Any]], responses=problems())
-    async def runs(request: Request) -> Response:
-        """Records of fine-tune jobs, newest first: forecast against measurement."""
-        return await of_view(request, lambda view: list(view.runs))
+    def not_passed(view: View) -> list[Finding]:
+        return [check for check in worst_first(view.checks) if check.status != "pass"]
+
+    add("snapshot", "What every probe read.", lambda view: view.snapshots[0])
+    add("topology", "Links, islands, nearest NICs, expectations.", lambda view: json_document(view.topologies[0]))
+    add("findings", "Every check that did not pass, worst first.", not_passed, list[Finding])
+    add("measurements", "The last benchmark; 404 where none has been run.", last_benchmark, BenchResult, 404)
+    add("runs", "Records of fine-tune jobs, newest first: forecast against measurement.",
+        lambda view: list(view.runs), list[dict[str, Any]])  # fmt: skip
+
+
+def _runs(app: FastAPI, state: State) -> None:
+    @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
+              openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=StoreAnswer,
+              responses={200: {"model": StoreAnswer, "description": "Stored before."}, **problems(409, 413, 507)},
+    )  # fmt: skip
+    async def post_run(request: Request) -> JSONResponse:
+        """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
+        who = request.state.user
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            raise ProblemError(400, "incomplete request body") from None
+        kept = "now" if await run_in_threadpool(lambda: state.store_run(read_record(body), who)) else "before"
+        log.info("POST /runs by %s: kept %s", who, kept)
+        headers = {"Location": "/runs", "Cache-Control": "no-store"}
+        return JSONResponse({"kept": kept}, status_code=201 if kept == "now" else 200, headers=headers)
+
+
+def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
+    """Add the documents that the worker process computes."""
 
     @app.get("/nodes", tags=["facts"], responses=problems())
     async def nodes(request: Request) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
-        asked = {"source": source, "interval": state.interval_seconds}
-        return respond(await worker.ask(request, "nodes", view=state.current(), **asked))
+        given = {"source": source, "interval": state.interval_seconds}
+        return respond(await worker.ask(request, "nodes", view=state.current(), **given))
 
-
-def _advice(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
     @app.get("/recommendations", tags=["advice"], response_model=Recommendation,
              responses={**problems(500), **texts("text/plain")})  # fmt: skip
     async def recommendations(request: Request, asked: Annotated[Recommendations, Query()]) -> Response:
@@ -265,15 +286,26 @@ def _advice(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> N
 
 
 def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
+    def judged(checks: Iterable[Finding], asked: GateOptions) -> Gate:
+        """Return the gate's result for these checks. Raises ProblemError 400 for a check that does not exist."""
+        try:
+            found = select(checks, require=asked.require, skip=asked.skip, known=ALL_CODES)
+        except GateError as error:
+            raise ProblemError(400, str(error)) from None
+        return Gate(verdict=judge(found, fail_on=asked.fail_on), checks=worst_first(found))
+
     @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problems())
-    async def preflight(
-        require: Annotated[list[str] | None, Query(description="Checks that must be measured.")] = None,
-        skip: Annotated[list[str] | None, Query()] = None,
-        fail_on: Annotated[str, Query(pattern="^(fail|warn|unknown)$")] = "fail",
-    ) -> Response:
+    async def preflight(asked: Annotated[GateOptions, Query()]) -> Response:
         """The gate over the last scan: verdict, exit code, checks. Makes no load."""
         view = state.current()
-        checked: FailOn = fail_on  # type: ignore[assignment]
-        required, skipped = tuple(require or ()), tuple(skip or ())
-        key = "/preflight", required, skipped, fail_on
-        return await rendered.render(view, key, lambda: document(posted.gate(view.checks, required, skipped, checked)))
+        key = "/preflight", asked.model_dump_json()
+        return await rendered.render(view, key, lambda: document(judged(view.checks, asked)))
+
+    @app.post("/preflight", tags=["gate"], response_model=Gate, dependencies=TOKEN,
+              responses=problems(413))  # fmt: skip
+    def preflight_now(request: Request, requested: Annotated[GateOptions | None, Body()] = None) -> Response:
+        """The gate over a scan made now. Needs a token."""
+        log.info("POST %s by %s", request.url.path, request.state.user)
+        asked = requested or GateOptions()
+        judged((), asked)  # reject invalid options before the scan
+        return respond(document(judged(state.refresh().checks, asked)))

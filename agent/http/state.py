@@ -1,20 +1,25 @@
-"""The agent's state: one `View` at a time, replaced as a whole after each scan."""
+"""What the agent knows: the view of its own node, replaced as a whole after each scan, and the records of all nodes."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agent.base import result_store
 from agent.base.result_store import RUNS_FOLDER, SEARCH_FILE
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, View, build_view
+from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, row
+from agent.cluster.publish import record_of_view
 from agent.http.worker import ProblemError
 from collectives.bench.results import MOST_RESULT_BYTES
 from contracts import bounded, plain
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
     from collectives.search.plan import SearchResult
 
 log = logging.getLogger(__name__)
+
+LIST_SECONDS = 10.0  # the page asks again every 30 s; a list of 1,000 GPU servers has 20 MB
+MORE = "only the node of this agent; on Kubernetes, agents started with --publish show every node"
 
 
 class State:
@@ -48,6 +56,7 @@ class State:
         self._stop = threading.Event()
         self._scanning = threading.Lock()
         self._handing = threading.Lock()  # held while the published view is replaced
+        self._storing = threading.Lock()  # held while a run is compared with the stored ones and written
         self._thread = threading.Thread(target=self._loop, name="scan", daemon=True)
 
     def current(self) -> View:
@@ -91,11 +100,28 @@ class State:
         except GateError as error:
             return str(error)
 
-    def reread_runs(self) -> None:
-        """Create a view of the last scan with the runs that are stored now."""
+    def store_run(self, record: RunRecord, who: str) -> bool:
+        """Store the record that `who` posted, once, and show it in the view; return whether it is new.
+
+        Raises ProblemError 409 if it conflicts with a stored record, 507 if there is no space.
+        """
+        if self.folder is None or not self.folder.is_dir():
+            raise ProblemError(409, "this agent stores nothing, because it has no state folder",
+                               grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
+        with self._storing:
+            for known in self._runs():
+                if result_store.start_of(known) == result_store.start_of(record):
+                    if replace(known, posted_by=None) == replace(record, posted_by=None):
+                        return False
+                    raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
+                                            f"{record.started_at}, is stored here")  # fmt: skip
+            if result_store.store_run(replace(record, posted_by=who), self.folder) is None:
+                detail = "the record could not be written into the state folder; the agent's log says why"
+                raise ProblemError(507, detail)
         with self._handing:
             if self.view is not None:
                 self.view = replace(self.view, runs=self._runs())
+        return True
 
     def _loop(self) -> None:
         while not self._stop.is_set():
@@ -125,3 +151,48 @@ class State:
 def age_seconds(view: View) -> float:
     """Return the age of the newest view, independent of changes of the clock."""
     return time.monotonic() - view.made_at_monotonic
+
+
+class Records:
+    """The records of the cluster, and why the last list failed."""
+
+    def __init__(self) -> None:
+        self._client: Client | None = None
+        self._fleet: Fleet | None = None
+        self._listed_at = -math.inf
+        self.error: str | None = None
+
+    def fleet(self) -> Fleet:
+        """Return the records of all nodes. Raises ProblemError 503 if they have never been listed."""
+        if time.monotonic() - self._listed_at > LIST_SECONDS:
+            self._list()
+        if self._fleet is None:
+            detail = f"the cluster's records cannot be read: {self.error}"
+            raise ProblemError(503, detail, headers={"Retry-After": "10"})
+        return self._fleet
+
+    def _list(self) -> None:
+        fleet = self._fleet or Fleet()
+        try:
+            self._client = self._client or connect().brief()
+            fleet.replace(self._client.items(path_of(API_VERSION, PLURAL)))
+            self._fleet, self.error = fleet, None
+        except (AccessError, ApiError) as error:
+            self.error = str(error)
+        self._listed_at = time.monotonic()
+
+
+def own_fleet(view: View, interval_seconds: float) -> Fleet:
+    """Return the record of this agent's node alone, for an agent that does not publish."""
+    fleet = Fleet()
+    fleet.set([record_of_view(view, interval_seconds=interval_seconds)])
+    return fleet
+
+
+def nodes_document(fleet: Fleet, source: str, behind: str | None = None) -> dict[str, Any]:
+    """Return every node as a row, and the number of nodes per verdict; `behind` says why the rows may be outdated."""
+    now = time.time()
+    rows = [row(record, now) for record in fleet.records()]
+    counts = dict(sorted(Counter(made["verdict"] for made in rows).items()))
+    more = {"note": MORE} if source != "kubernetes" else {"behind": behind} if behind else {}
+    return {"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more}

@@ -200,13 +200,10 @@ class Worker:
         except ProblemError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the next question gets another process
-            self._end_process()
+            process, self._process = self._process, None
+            if process is not None:
+                process.kill()
             if isinstance(error, TimeoutError):
                 raise _busy(str(error)) from None
             log.warning("the worker process has ended: %r", error)
             raise _busy("the worker process has ended: send the request again") from None
-
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()

@@ -30,7 +30,7 @@ from agent.jobs import script_rank
 from agent.jobs.benchmark import default_ranks
 from agent.jobs.launch import Launched, environment, run, torchrun
 from collectives.nccl_log import evidence
-from collectives.traces.states import RANKS_FOLDER
+from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
 from contracts.job_plan import JobPlan

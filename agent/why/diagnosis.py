@@ -1,4 +1,4 @@
-"""Diagnose a run: read its folder, its logs, NCCL RAS answers and scans of its nodes, and apply the rules to them."""
+"""Diagnose a run: read its folder, its logs and answers of NCCL's RAS, and apply the rules to them."""
 
 from __future__ import annotations
 
@@ -6,31 +6,26 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agent.base.hosts import snapshots as replay
 from agent.base.options import InputError
-from agent.checks.host_checks import checks_of_scans
-from agent.why.job import with_end_of_job, with_gate, with_nodes, with_record, with_restart
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence, LogProblem
-from collectives.traces import calls, ras, states, watchdog
+from collectives.traces import rank_files, ras, watchdog
 from contracts import bounded, run_record
-from contracts.finding import Finding
 from contracts.redaction import without_secrets
-from contracts.run_record import RunRecord
+from contracts.run_record import RESUMABLE, RunRecord
 from planner import why
 from planner.why import Cause, RunFacts, Unknown, Verdict
-from planner.why.facts import BUSY_SECONDS
+from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, cause_named
 from probes.gpu import health
-from probes.registry import ALL
 
 _MOST_LOG_LINES = 20_000_000
 # Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
@@ -51,8 +46,6 @@ class WhySources:
     run: Path | None = None
     ras: tuple[str, ...] = ()  # files, or HOST:PORT
     recorder: Path | None = None
-    hosts: tuple[Path, ...] = ()  # recordings of nodes
-    checks: tuple[Finding, ...] = ()  # of nodes, as published by their agents
     limit: float = BUSY_SECONDS  # longest time that ranks may wait for a busy rank
     again: str | None = None  # what a requeued job does; "": it has ended; None: unknown
 
@@ -67,9 +60,6 @@ def answer(sources: WhySources) -> Verdict:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if found is not None:
         verdict = with_log(verdict, found, seen)
-    if sources.hosts or sources.checks:
-        checks = checks_of_scans(replay(sources.hosts, ALL)) if sources.hosts else ()
-        verdict = with_nodes(verdict, (*sources.checks, *checks))
     record = _record(sources.run)
     if record is not None:
         verdict = with_record(verdict, record)
@@ -96,9 +86,9 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
     seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
-        beside = states.NAME.format(rank="*")  # of the ranks' monitors
+        beside = rank_files.NAME.format(rank="*")  # of the ranks' monitors
         dumps = (path for path in sources.recorder.glob("*") if not path.match(beside))
-        traces, bad = calls.read_ranks(dumps, calls.read_file)
+        traces, bad = rank_files.read_ranks(dumps, rank_files.read_file)
         seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
     if not seen.states and seen.traces:
         seen = replace(seen, now=newest(seen.traces))
@@ -199,7 +189,7 @@ def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, .
     for log in map(str, evidence.files_of(logs)):
         name = Path(log).name
         named = _OF_RANK.search(name)
-        for stack in states.read_stacks(_lines_of(log), rank=int(named[1]) if named else None):
+        for stack in watchdog.read_stacks(_lines_of(log), rank=int(named[1]) if named else None):
             rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
             if rank is not None:
                 found[rank] = stack.frames
@@ -245,11 +235,11 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
             late[rank] = comm.ranks.get(rank, ras.RasRank(rank=rank)), behind[rank], f"RAS, communicator {comm.id}"
     dead = [(one, "is dead for RAS", "RAS") for one in report.dead if one.missing == "dead"]
     if unheard:
-        verdict = why.left_open(verdict, "ras_unheard", names=why.ranks_of(unheard))
+        verdict = verdict.left_open("ras_unheard", names=why.ranks_of(unheard))
     elif silent := [one for one in report.dead if one.missing != "dead" and verdict.state == "fine"]:
         names = ", ".join(f"process {one.pid} on {one.host}, GPU {one.gpu}" for one in silent[:4])
-        verdict = why.left_open(verdict, "ras_silent", names=names)
-    if verdict.causes and not (why.is_open(verdict) and (late or dead)):
+        verdict = verdict.left_open("ras_silent", names=names)
+    if verdict.causes and not (verdict.names_nobody and (late or dead)):
         if set(verdict.ranks) == set(late) or not (late or dead or report.total):
             return verdict
         text = (f"RAS names {why.ranks_of(sorted(late)) if late else 'no rank'}, the verdict "
@@ -291,10 +281,10 @@ def _by_counts(
         found = RunFacts().named("ras_majority", counts=counts)
         return replace(found, sources=verdict.sources, unknown=(*verdict.unknown, *found.unknown))
     if counts:
-        return why.left_open(verdict, "ras_once", counts=counts)
+        return verdict.left_open("ras_once", counts=counts)
     if is_first or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
-        return why.left_open(verdict, "ras_alike") if report.total else verdict
-    return why.left_open(verdict, "ras_standing")
+        return verdict.left_open("ras_alike") if report.total else verdict
+    return verdict.left_open("ras_standing")
 
 
 def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
@@ -392,3 +382,103 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine except for a problem in the log: {causes[0].message}")
     return replace(verdict, causes=(*verdict.causes, *causes))
+
+
+# The run record, the scheduler and the gate before the job ------------------------------------------------------------
+
+_ENDED_WELL = ("running", "complete", "interrupted", "unknown")
+
+
+def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
+    """Add how the run ended and how its step times compare with the forecast, from the run record."""
+    restart = f", restart {record.restarts}" if record.restarts else ""
+    source = f"record: {record.status}, {len(record.step_seconds)} steps{restart}"
+    verdict = replace(verdict, sources=(*verdict.sources, source))
+    if record.status not in _ENDED_WELL and verdict.state == "fine":
+        cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
+        return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
+    measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
+    if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
+        times = measured / forecast.mid if forecast.mid else measured / forecast.high
+        sentence = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
+        parts = tuple(
+            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
+        )
+        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(sentence, *parts))
+        causes = (*verdict.causes, cause)
+        return replace(
+            verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
+        )
+    return verdict
+
+
+# Log problems that mean the job was asked to stop. Slurm and torchrun also log them for a job that saved a checkpoint.
+_STOP_REQUESTS = {"job_cancelled", "job_requeued", "job_stopped", "job_preempted", "time_limit_reached"}
+
+
+def with_end_of_job(verdict: Verdict, ages: Mapping[int, float]) -> Verdict:
+    """Name the end of the whole Slurm job as the cause, if the ranks that are gone wrote their files until then.
+
+    `ages` are the seconds by which the file of a rank is older than the newest one. A rank that was gone before stays
+    the cause, and so does a rank whose loss ended a step of the job (`*** STEP` in the log).
+    """
+    ends = [one for one in verdict.causes if one.code in _STOP_REQUESTS and "*** JOB " in " ".join(one.evidence)]
+    gone = [one for one in verdict.causes if one not in ends]
+    early = any(ages.get(rank, 0.0) > STALE_SECONDS for one in gone for rank in one.ranks or ages)
+    if not (ends and gone) or early or {one.code for one in gone} - {"rank.gone", "ranks.gone"}:
+        return verdict
+    line = f"failed: {ends[0].message}"
+    return replace(verdict, line=line, causes=tuple(ends), ranks=(), nodes=(), gpus=(), unknown=())
+
+
+def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) -> Verdict:
+    """Add that the run can be resumed, or that the scheduler has requeued it.
+
+    `again` says what a requeued job is doing now. "" means that the job has ended for good, None that this is unknown.
+    """
+    stopped = verdict.state == "failed" and verdict.causes and {one.code for one in verdict.causes} <= _STOP_REQUESTS
+    if not stopped and verdict.state not in ("fine", "unknown"):
+        return verdict
+    saved = ""
+    if record is not None and record.status == "interrupted" and record.exit_code == RESUMABLE:
+        reason = f": {record.reason}" if record.reason else ""
+        saved = f"the run ended so that it can resume (run.json: interrupted, exit code {RESUMABLE}{reason})"
+    words = "; ".join(filter(None, (saved, again)))
+    if not stopped:
+        line = words if saved else "; ".join(filter(None, (verdict.line, again)))
+        return replace(verdict, state="fine" if saved else verdict.state, line=line)
+    if again and not saved and "COMPLETED" not in again:
+        line = f"unknown: {again}; no source shows whether its ranks had saved a checkpoint"
+        return replace(verdict, state="unknown", line=line)
+    first, *rest = verdict.causes
+    if again:
+        line = f"the log has: {first.message}. Slurm writes this of each job that it signals; run.json is believed"
+        return replace(verdict, state="fine", line=words, causes=(), disagree=(*verdict.disagree, line))
+    if saved:
+        action = "Start it again with the same command: it resumes from its checkpoint."
+        verdict = replace(verdict, causes=(replace(first, evidence=(*first.evidence, saved), action=action), *rest))
+    return verdict
+
+
+# Printed by the batch scripts of `launch --api slurm` and `wrap` if the gate stops the job.
+_GATE = re.compile(r"^The job is not started: ([^(\n]{1,80}) \(exit code (\d{1,3})\)\..*$", re.MULTILINE)
+_OF_GATE = re.compile(r"^(?!srun: |slurmstepd)([\w.-]{1,253}): \S.*$", re.MULTILINE)  # a line of `-o reason`
+_GATE_CAUSES = {"3": "gate_failed", "5": "gate_unknown"}  # by exit code of `preflight`
+
+
+def with_gate(verdict: Verdict, log: str) -> Verdict:
+    """Add the cause if the gate stopped the job before any rank started, as shown at the end of the batch script's log.
+
+    Findings of other readers are removed in this case, because they come from the gate's own output.
+    """
+    stops = list(_GATE.finditer(log))
+    if not stops:
+        return verdict
+    stop = stops[-1]
+    lines = list(_OF_GATE.finditer(log, 0, stop.start()))[-4:]
+    nodes = tuple(dict.fromkeys(line[1] for line in lines))
+    evidence = (*(line[0] for line in lines), stop[0])
+    key = _GATE_CAUSES.get(stop[2], "gate_unfinished")
+    cause = cause_named(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
+    return Verdict(state="failed", line=f"failed: {cause.message}", nodes=nodes, causes=(cause,),
+                   sources=verdict.sources)  # fmt: skip

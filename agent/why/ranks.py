@@ -5,7 +5,6 @@ Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. On
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from collectives.traces import calls
-from collectives.traces.states import ASK, FIRST, MOST_BYTES, NAME, NODE, RANKS_FOLDER, RankState, read_state
+from collectives.traces import rank_files
+from collectives.traces.rank_files import ASK, FIRST, MOST_STATE_BYTES, NAME, NODE, RANKS_FOLDER, RankState, read_state
 from contracts import bounded, plain, run_record
 from contracts.redaction import without_secrets
 from planner import why
@@ -30,8 +29,8 @@ WRITES_SECONDS = 12.0  # a working rank writes within this time: its monitor wri
 MOST_NAMED = 16  # ranks or nodes of one cause in the metrics
 COPIED_SECONDS = 300.0  # larger than any clock error of a cluster that can still train
 
-_RANK = re.compile(r"^RANK=(\d{1,7})$", re.MULTILINE)
-_START = re.compile(r"^(?:MASTER_(?:ADDR|PORT)|WORLD_SIZE|TORCHELASTIC_(?:RUN_ID|RESTART_COUNT))=.*", re.MULTILINE)
+# variables that are the same for all ranks of one start
+_START = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
@@ -57,29 +56,24 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
     return found
 
 
-def starting(states: Mapping[int, RankState], alive: Mapping[int, str], proc: Path = Path("/proc")) -> dict[int, int]:
+def starting(states: Mapping[int, RankState], alive: Mapping[int, str]) -> dict[int, int]:
     """Return the pids of ranks that run on this host, as their environment shows, and have not come to the rendezvous.
 
-    All of these variables are the same for ranks of one start.
+    Environments of other users' processes cannot be read.
     """
+    import psutil
+
     waiting = [state.pid for rank, state in states.items() if state.asked and alive.get(rank) == "runs"]
     if not waiting or len(states) >= max(state.world_size or 0 for state in states.values()):
         return {}
-    start = _START.findall(_environment(proc / str(waiting[0])))
+    environments = {process.pid: process.info["environ"] or {} for process in psutil.process_iter(["environ"])}
+    start = [environments.get(waiting[0] or 0, {}).get(name) for name in _START]
     found: dict[int, int] = {}
-    for pid in sorted(int(one.name) for one in proc.iterdir() if one.name.isdecimal()):
-        text = _environment(proc / str(pid))
-        if (rank := _RANK.search(text)) and int(rank[1]) not in states and _START.findall(text) == start:
-            found.setdefault(int(rank[1]), pid)  # the first: a worker of the rank has the same variables
+    for pid, variables in sorted(environments.items()):
+        rank = variables.get("RANK", "")
+        if rank.isdecimal() and int(rank) not in states and [variables.get(name) for name in _START] == start:
+            found.setdefault(int(rank), pid)  # the first: a worker of the rank has the same variables
     return found
-
-
-def _environment(process: Path) -> str:
-    try:
-        words = (process / "environ").read_text(errors="replace").split("\0")
-    except OSError:  # of another user, or it has just ended
-        return ""
-    return "\n".join(sorted(words))
 
 
 class Heartbeats:
@@ -129,11 +123,11 @@ def of_run(folder: Path) -> tuple[RunFacts, list[str]]:
 def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     """Read a run's folder once."""
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
-    states, wrong = calls.read_ranks(ranks.glob("state_rank_*.json"), read_state)
-    traces, bad = calls.read_ranks(ranks.glob("*trace_rank_*"), calls.read_file)
+    states, wrong = rank_files.read_ranks(ranks.glob("state_rank_*.json"), read_state)
+    traces, bad = rank_files.read_ranks(ranks.glob("*trace_rank_*"), rank_files.read_file)
     since = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
-    nodes = {node: state for node, state in calls.read_ranks(ranks.glob("state_node_*.json"), read_state)[0].items()
-             if _modified(ranks / NODE.format(rank=node)) > since}  # fmt: skip
+    nodes, _ = rank_files.read_ranks(ranks.glob("state_node_*.json"), read_state)
+    nodes = {node: state for node, state in nodes.items() if _modified(ranks / NODE.format(rank=node)) > since}
     nodes |= {node: replace(nodes[node], ended=True) for node, kind in processes(nodes).items() if kind == "gone"}
     newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
     alive = processes(states)
@@ -160,7 +154,7 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
 def _first_failed(path: Path) -> int | None:
     """Return the rank that torchrun saw fail first; None if it was aborted or terminated because of another rank."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = plain.loads(bounded.read_text(path, MOST_BYTES))
+        found = plain.loads(bounded.read_text(path, MOST_STATE_BYTES))
         failed = run_record.FailedRank(int(found["rank"]), int(found["exit_code"]))
         return failed.rank if failed.is_own else None
     return None
@@ -173,7 +167,7 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def newest(traces: Mapping[int, calls.RankTrace]) -> float:
+def newest(traces: Mapping[int, rank_files.RankTrace]) -> float:
     """Return the time of the newest call in Unix seconds; 0 if no dump contains it."""
     return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
 

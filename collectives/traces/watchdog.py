@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from collectives.traces.calls import UNNAMED, Call, RankTrace
+from collectives.traces.rank_files import UNNAMED, Call, RankTrace
 from contracts.tables import read_patterns, read_table
 
 _TEXTS = read_patterns(__file__, "texts.toml", "watchdog", str)
@@ -247,3 +247,75 @@ def _op(one: _Spoken) -> str:
         times = max(one.numels) / min(one.numels)
         return "coalesced all_gather" if one.numels[1] > one.numels[0] and times.is_integer() else one.op
     return one.op
+
+
+# Python stacks of ranks: `py-spy dump`, faulthandler, and the dumps of torch.distributed.debug ------------------------
+#
+# Specification: py-spy 0.4 (src/dump.rs), Python's Lib/test/test_faulthandler.py, and torch/distributed/debug/
+# _debug_handlers.py of 2.13, which writes "=== Rank N: ADDRESS ===" before one of the two. Only the main thread counts,
+# because it is the one that trains.
+
+_STACKS = read_patterns(__file__, "texts.toml", "stacks", str)
+MOST_FRAMES = 64
+MOST_STACKS = 1 << 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Stack:
+    """The main thread of one process."""
+
+    rank: int | None = None  # where the text names it
+    pid: int | None = None
+    frames: tuple[str, ...] = ()  # innermost first: "train.py:31 step"
+
+
+class _StackReader:
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self.pid: int | None = None
+        self.found: list[Stack] = []
+        self.frames: list[tuple[str, str]] = []  # (frame, its function) of the thread that is read
+        self.is_main = False
+        self.best: tuple[bool, tuple[str, ...]] = (False, ())  # whether the main thread is certain, and its frames
+
+    def line(self, line: str) -> None:
+        if (rank := _STACKS["rank"].match(line)) and int(rank[1] or rank[2]) != self.rank:
+            self.end_process()
+            self.rank, self.pid = int(rank[1] or rank[2]), None
+        text = re.sub(r"^\[rank\d{1,7}\]: ?", "", line)
+        if process := _STACKS["process"].match(text):
+            self.end_process()
+            self.pid = int(process[1])
+        elif (thread := _STACKS["py_spy"].match(text)) or _STACKS["fault"].match(text):
+            self.end_thread()
+            self.is_main = bool(thread and thread[1] == "MainThread")
+        elif frame := _STACKS["py_spy_frame"].match(text):
+            self.add(frame[2], frame[3], frame[1])
+        elif frame := _STACKS["fault_frame"].match(text):
+            self.add(*frame.groups())
+
+    def add(self, file: str, line: str, function: str) -> None:
+        if len(self.frames) < MOST_FRAMES:
+            self.frames.append((f"{file.rpartition('/')[2]}:{line} {function}", function))
+
+    def end_thread(self) -> None:
+        # the main thread runs the module of the script; otherwise it is the last one that faulthandler lists
+        is_main = self.is_main or any(function == "<module>" for _, function in self.frames)
+        if self.frames and (is_main or not self.best[0]):
+            self.best = is_main, tuple(frame for frame, _ in self.frames)
+        self.frames, self.is_main = [], False
+
+    def end_process(self) -> None:
+        self.end_thread()
+        if self.best[1] and len(self.found) < MOST_STACKS:
+            self.found.append(Stack(rank=self.rank, pid=self.pid, frames=self.best[1]))
+        self.best, self.pid = (False, ()), None
+
+
+def read_stacks(lines: Iterable[str], *, rank: int | None = None) -> list[Stack]:
+    """Return the stacks of the main threads in a text; `rank` is that of the text, if the name of its file has one."""
+    reader = _StackReader(rank)
+    for line in lines:
+        reader.line(line.rstrip()[:1000])
+    reader.end_process()
+    return reader.found

@@ -1,10 +1,11 @@
 """Why a run is stuck, slow or failed: the rules that turn facts about its ranks into one verdict.
 
-The readers supply the facts. These show which ranks wait in which call (calls.py), what the ranks they wait for are
-doing (facts.py), which of these is the cause (stuck.py), or that the run moves and is only slow (pace.py). A waiting
-rank is never named. The rank that is missing from the collective is named, and its last known position explains the
-cause. Each accusation has a margin; within it the answer is "not distinguishable yet". A question that no source
-answers stays unknown, with the command that would answer it.
+The readers supply the facts. These show which ranks wait in which call, what the ranks they wait for are doing
+(facts.py) and which of these is the cause (blocked.py), or that the run moves and is only slow (pace.py). What ranks
+and launchers wrote as they ended, or before they met, is in reports.py. A waiting rank is never named. The rank that is
+missing from the collective is named, and its last known position explains the cause. Each accusation has a margin;
+within it the answer is "not distinguishable yet". A question that no source answers stays unknown, with the command
+that would answer it.
 """
 
 from __future__ import annotations
@@ -13,25 +14,24 @@ from collections.abc import Sized
 from dataclasses import replace
 
 from planner.why import reports
-from planner.why.calls import odd_of_all
-from planner.why.facts import (
-    ACTIONS,
-    CODES,
-    Cause,
-    RunFacts,
-    Unknown,
-    Verdict,
-    is_open,
-    left_open,
-    not_yet,
-    ranks_of,
-)  # fmt: skip
-from planner.why.pace import slow
-from planner.why.stuck import stuck
+from planner.why.blocked import BlockedCalls, odd_of_all
+from planner.why.facts import ACTIONS, CODES, Cause, RunFacts, Unknown, Verdict, not_yet, ranks_of
+from planner.why.pace import find_late_rank, find_lower_pace
 
-__all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "left_open", "ranks_of"]
+__all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
 
 _ENDED = ("rank.gone", "rank.lost", "ranks.gone")
+# What is asked if the calls do not name a rank, in this order.
+_REPORTS = (
+    reports.by_rendezvous,
+    reports.by_cut_message,
+    reports.by_torchrun,
+    reports.by_hang,
+    reports.by_peer,
+    reports.by_timeouts,
+    find_late_rank,
+    find_lower_pace,
+)
 
 
 def judge(facts: RunFacts) -> Verdict:
@@ -41,27 +41,21 @@ def judge(facts: RunFacts) -> Verdict:
         verdict = before if before.state in ("stuck", "failed") else reports.by_end(facts)
         return replace(verdict or before, sources=_sources(facts))
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
-    sizes = facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
-    found = [one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))]
-    known = [verdict for verdict in found if not is_open(verdict)]
+    found = [BlockedCalls(facts, traces, name).verdict() for name, traces in by_source.items() if traces]
+    calls = [verdict for verdict in found if verdict is not None]
     verdict = (
         reports.by_meeting(facts)
         or reports.by_clash(facts)
         or reports.by_models(facts)
         or reports.by_errors(facts)
-        or next(iter(known), None)
+        or next((verdict for verdict in calls if not verdict.names_nobody), None)
         or reports.by_joins(facts)
         or reports.by_states(facts)
-        or next(iter(found), None)
-        or reports.by_rendezvous(facts)
-        or sizes
-        or reports.by_torchrun(facts)
-        or reports.by_hang(facts)
-        or reports.by_peer(facts)
-        or reports.by_timeouts(facts)
-        or slow(facts)
+        or next(iter(calls), None)
+        or next(filter(None, (report(facts) for report in _REPORTS)), None)
     )
     # gloo ends the rank that is sent too much, which may be the one that is right
+    sizes = reports.by_cut_message(facts)
     if sizes and verdict and verdict.causes and verdict.causes[0].code in _ENDED:
         odd = odd_of_all(facts, verdict.ranks)
         verdict = replace(sizes, waiting=verdict.waiting) if odd is None else facts.verdict(
@@ -84,14 +78,14 @@ def _nothing(facts: RunFacts) -> Verdict:
         found = not_yet([f"rank {rank} {one.words}" for rank, one in mute], mute[0][1].grace)
     questions = {"calls": not facts.traces, "states": not facts.states, "process": mute}
     for key in filter(questions.get, questions):
-        found = left_open(found, key)
+        found = found.left_open(key)
     return found
 
 
 def _sources(facts: RunFacts) -> tuple[str, ...]:
-    counts: dict[str, Sized] = {
-        "flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
-        "stacks": (*facts.stacks, *facts.unranked), "watchdog": facts.log.traces,
+    counts: dict[str, tuple[str, Sized]] = {
+        "flight recorder": ("rank", facts.traces), "rank states": ("rank", facts.states),
+        "processes": ("rank", facts.processes), "stacks": ("rank", (*facts.stacks, *facts.unranked)),
+        "watchdog": ("rank", facts.log.traces), "torchrun": ("node", facts.nodes),
     }  # fmt: skip
-    found = [f"{name}: {len(rows)} rank{'s' * (len(rows) > 1)}" for name, rows in counts.items() if rows]
-    return (*found, *([f"torchrun: {len(facts.nodes)} node{'s' * (len(facts.nodes) > 1)}"] if facts.nodes else []))
+    return tuple(f"{name}: {len(rows)} {kind}{'s' * (len(rows) > 1)}" for name, (kind, rows) in counts.items() if rows)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from collectives.traces.calls import RankTrace
-from collectives.traces.states import Mark, RankState
+from collectives.traces.rank_files import Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
 from contracts.tables import read_table
 
@@ -39,8 +38,12 @@ LOST_PEER, TIMED_OUT, IN_CALL = (
     for name, flags in (("lost_peer", re.IGNORECASE), ("timed_out", re.IGNORECASE), ("in_call", 0))
 )
 _OWN_ERRORS = {name: re.compile(text) for name, text in _WORDS["own_error"].items()}
+_LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
+# gloo/transport/tcp/pair.cc
+_CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!: Connection timed out|: No route)")
 # phases that may take long: others wait for them up to the limit
 LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt", "join")
+ENDED = ("gone", "stopped")  # states for which waiting is useless
 _ON_HOST = ("rank.idle", "rank.io", "rank.server", "rank.prompt", "rank.stopped")  # the rank's GPU has no part in it
 DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
 
@@ -56,8 +59,6 @@ class Cause:
     share: float | None = None  # fraction of the wait that it explains; None: all of it, or not measured
     evidence: tuple[str, ...] = ()
     action: str = ""
-    cost: float | None = None  # fraction of the run's time that it costs while it lasts
-    price: str = ""  # the cost as text
 
 
 def cause_named(
@@ -88,7 +89,6 @@ class Verdict:
     ranks: tuple[int, ...] = ()  # ranks that are the cause; never a waiting rank
     nodes: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
-    nics: tuple[str, ...] = ()
     causes: tuple[Cause, ...] = ()
     waiting: tuple[int, ...] = ()
     not_at_fault: tuple[str, ...] = ()  # observations that look like a fault but are not, as sentences
@@ -96,6 +96,27 @@ class Verdict:
     unknown: tuple[Unknown, ...] = ()
     sources: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def names_nobody(self) -> bool:
+        """Return whether the verdict says that ranks wait, but not for which rank."""
+        return bool(self.causes) and self.causes[0].code == "call.timeout"
+
+    def left_open(self, key: str, **fields: object) -> Verdict:
+        """Return it with a question of why.toml that stays open; where no fault was found, it may be unknown for it."""
+        line, what, how = (_WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
+        found = replace(self, unknown=(*self.unknown, Unknown(what=what, command=how)))
+        if not line or self.state not in ("fine", "unknown"):
+            return found
+        return replace(found, state="unknown", line=f"unknown: {line}")
+
+
+class Activity(NamedTuple):
+    """What a rank is doing."""
+
+    kind: str  # "gone", "stopped", "silent", a phase, "gpu" or "unknown"
+    words: str  # "computes for 20 s, in step (train.py:31)"
+    grace: float = 0.0  # seconds for which others may wait for it before this is a fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +141,8 @@ class RunFacts:
     now: float = 0.0
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
 
+    # How the run and its ranks have ended ----------------------------------------------------------------------------
+
     @cached_property
     def gave_up(self) -> dict[int, float]:
         """Return when each rank last wrote that ended because its wait timed out."""
@@ -127,6 +150,11 @@ class RunFacts:
             rank: state.written for rank, state in self.states.items()
             if rank in self.log.traces or (state.ended and state.error and TIMED_OUT.search(state.error))
         }  # fmt: skip
+
+    @cached_property
+    def lost_a_peer(self) -> frozenset[int]:
+        """Return the ranks that ended because they lost another rank."""
+        return frozenset(r for r, s in self.states.items() if s.ended and s.error and not is_own(s.error))
 
     @cached_property
     def is_over(self) -> bool:
@@ -138,10 +166,9 @@ class RunFacts:
         """Return the signal that ended all ranks, "unknown" if they are gone at the same time; "" if neither is so."""
         states, terminated = self.states.values(), self.log.terminated
         errors = {*self.log.errors.values(), *(state.error for state in states if state.error)}
-        own = [error for error in errors if not LOST_PEER.search(error)]
         if not states or self.first is not None or any(state.asked for state in states):
             return ""
-        if own:
+        if own := list(filter(is_own, errors)):
             return "SIGINT" if all(error.startswith("KeyboardInterrupt") for error in own) else ""
         if self.log.stopped and terminated and all(one.ended or one.pid in terminated for one in states):
             return {"2": "SIGINT", "15": "SIGTERM", "1": "SIGHUP"}.get(self.log.stopped, self.log.stopped)
@@ -157,131 +184,6 @@ class RunFacts:
         processes = {rank: kind for rank, kind in self.processes.items() if kind != "gone"}
         log = replace(self.log, stopped="", errors={})
         return replace(self, states=states, processes=processes, silence=None, log=log)
-
-    def host(self, rank: int) -> str | None:
-        """Return the host of a rank, if its own file or torchrun names it."""
-        state = self.states.get(rank)
-        return (state.host if state else None) or self.hosts.get(rank)
-
-    def has_moved_on(self, rank: int) -> bool:
-        """Return whether a rank has called more collectives than its dump contains, so that the dump is old."""
-        state, trace = self.states.get(rank), self.traces.get(rank)
-        return state is not None and trace is not None and state.calls > sum(trace.enqueued.values())
-
-    def has_called(self, rank: int, *, within: float) -> bool:
-        """Return whether a rank, by two writes of its monitor, has called collectives in the last `within` seconds."""
-        state, begun = self.states[rank], self.states[rank].written + self.ages.get(rank, 0.0) - within
-        first = next((mark for mark in state.marks if mark.at >= begun), None)
-        return first is not None and state.calls > first.calls
-
-    def verdict(
-        self, state: str, *causes: Cause, waiting: tuple[int, ...] = (), ranks: tuple[int, ...] | None = None
-    ) -> Verdict:
-        """The verdict that these causes make, with the hosts and GPUs of the ranks that are named: by default all."""
-        if ranks is None:
-            ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
-        hosts = {self.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
-        on_host = {rank for cause in causes if cause.code in _ON_HOST for rank in cause.ranks}
-        gpus = [f"{s.host} GPU {s.gpu}" for r in ranks
-                if r not in on_host and (s := self.states.get(r)) and s.gpu is not None and s.host]  # fmt: skip
-        return Verdict(
-            state=state, line=f"{state}: {causes[0].message}", ranks=ranks, causes=causes,
-            nodes=tuple(sorted(host for host in hosts if host)), gpus=tuple(gpus), waiting=waiting,
-        )  # fmt: skip
-
-    def named(
-        self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), cost: float | None = None, price: str = "",
-        **fields: Any,
-    ) -> Verdict:  # fmt: skip
-        """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
-        row, cause = _WORDS["cause"][key], replace(cause_named(key, **fields), cost=cost, price=price)
-        found = self.verdict(state or row.get("state", "failed"), cause, waiting=waiting)
-        return replace(found, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else found
-
-    @cached_property
-    def lost_a_peer(self) -> frozenset[int]:
-        """Return the ranks that ended because they lost another rank."""
-        return frozenset(r for r, s in self.states.items() if s.ended and s.error and LOST_PEER.search(s.error))
-
-    def activity(self, rank: int) -> Activity:
-        """Return what a rank is doing, from the process table, else its own file, else its stack."""
-        state, process = self.states.get(rank), self.processes.get(rank)
-        if state is not None and state.ended:
-            return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
-        if process == "gone" and not self.outlived(rank):
-            return Activity("gone", "its process is gone, and it wrote no final state")
-        if process == "stopped":
-            return Activity("stopped", "its process is stopped (state T: a signal or a debugger)", STALL_SECONDS)
-        stack = self.stacks.get(rank)
-        if state is None:
-            if stack:
-                return Activity("unknown", f"is in {' < '.join(stack[:3])}")
-            return Activity("unknown", "its position is unknown: no log, trace or RAS report covers it")
-        stale, age = CLOCKS_SECONDS if self.copied else STALE_SECONDS, self.ages.get(rank, 0.0)
-        is_mute = age > stale and not self.outlived(rank)
-        if is_mute and process != "runs":  # its host may be down, or one call holds the GIL
-            words = f"has written no heartbeat for {age:.0f} s, while other ranks have"
-            return Activity("silent", words, 0.0 if self._is_unreachable(state) else self.limit)
-        since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
-        frames = state.own or state.where or stack or ()
-        where = f", in {frames[0]}" if frames else ""
-        kind = kind_of(state) or "unknown"
-        if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
-            return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
-        return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", self.grace(state))
-
-    def _is_unreachable(self, state: RankState) -> bool:
-        """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
-        others = [one for one in self.states.values() if one.host != state.host]
-        return bool(self.lost_a_peer) or any(
-            one.held.get(address) and one.resent.get(address) for one in others for address in state.addresses
-        )
-
-    def grace(self, state: RankState) -> float:
-        """Seconds for which others may wait for a rank at work, by the evidence on what it does.
-
-        Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint)
-        may take the limit. In lines that ordinary steps run through, all the way from the script, it may take no longer
-        than a stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that
-        neither computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
-        """
-        if state.phase in LONG_PHASES or state.calls < len(state.groups) + START_CALLS:
-            return self.limit
-        if state.own and set(state.own) <= set(state.usual):
-            return min(STALL_SECONDS, self.limit)
-        if state.cpu_share is None or is_idle(state):
-            return min(IDLE_SECONDS, self.limit)
-        return self.limit
-
-    def since_wait_began(self, rank: int, begun: float) -> Activity:
-        """activity(), but what a rank did since the others' wait began counts, where it does something else only now.
-
-        A rank that has just come back from a checkpoint computes by now; the wait is the checkpoint's.
-        """
-        now = self.activity(rank)
-        state = self.states.get(rank)
-        if state is None or now.kind not in ("data", "workers", "compute", "idle", "io") or not begun:
-            return now
-        old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
-        looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
-        # a call that holds the GIL prevents looks
-        if sum(looks.values()) * LOOK_SECONDS < (state.written - old.at) / 2:
-            words = f"{DOING[now.kind]} now, and for most of the time since then its monitor could not run"
-            return Activity(now.kind, words, self.limit)
-        total = sum(n for one, n in looks.items() if one != "collective")
-        long = {one: n for one, n in looks.items() if one in LONG_PHASES}
-        if not state.since or state.since <= begun or total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
-            return now
-        busy = max(long, key=lambda one: long[one])
-        words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
-        return Activity(busy, words, self.limit)
-
-    def is_paused(self, rank: int) -> bool:
-        """Whether a process may be stopped for a moment only, as py-spy and gdb do, by the age of its rank's file."""
-        alone = any(process == "runs" for process in self.processes.values())
-        return (
-            self.processes.get(rank) == "stopped" and alone and self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS
-        )
 
     def outlived(self, rank: int) -> bool:
         """Whether a rank without a final state still wrote when the first of the others gave up waiting.
@@ -300,22 +202,20 @@ class RunFacts:
         """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
         said = {rank: self.states[rank].error or self.log.errors.get(rank, "") for rank in ranks}
         errors = {rank: error for rank, error in said.items() if error}
-        if self.first is not None and self.first in ranks and not LOST_PEER.search(errors.get(self.first, "")):
+        if self.first is not None and self.first in ranks and is_own(errors.get(self.first, "")):
             left = [rank for rank in ranks if self.first not in errors and self._left_before(rank, self.first)]
             return left[0] if len(left) == 1 else self.first
-        own = [rank for rank, error in errors.items() if not LOST_PEER.search(error)]
-        own.sort(key=lambda rank: -self.ages.get(rank, 0.0))
-        if len(own) > 1 and (are_alike([errors[rank] for rank in own]) or not self._ended_before(own[0], own[1])):
-            return None
+        own = sorted((rank for rank in errors if is_own(errors[rank])), key=lambda rank: -self.ages.get(rank, 0.0))
         if own:
-            return own[0]
-        owner = {end: rank for rank, state in self.states.items() for end in state.ends}
+            unclear = len(own) > 1 and (are_alike([errors[one] for one in own]) or not self._ended_before(*own[:2]))
+            return None if unclear else own[0]
         closed = (found for error in errors.values() if (found := _CLOSED.search(error)))
         ends = [(found[1].removeprefix("::ffff:"), found[2]) for found in closed]
         # those that the launcher has ended wrote no final state either
         quiet = [r for r, s in self.states.items() if not s.error and s.pid not in self.log.terminated]
+        owners = {end: rank for rank in quiet for end in self.states[rank].ends}
         there = {one: [rank for rank in quiet if one in self.states[rank].addresses] for one, _ in ends}
-        pointed = Counter(owner[end] for one, port in ends if owner.get(end := f"{one}:{port}") in quiet)
+        pointed = Counter(owners[end] for one, port in ends if (end := f"{one}:{port}") in owners)
         # a rank that connected itself has another port than the one that its peer knows
         pointed = pointed or Counter(there[one][0] for one, _ in ends if len(there[one]) == 1)
         if pointed:
@@ -343,22 +243,125 @@ class RunFacts:
             return now
         return Activity("gone", "has closed its connections, and wrote no final state")
 
+    # What each rank is doing -----------------------------------------------------------------------------------------
+
+    def host(self, rank: int) -> str | None:
+        """Return the host of a rank, if its own file or torchrun names it."""
+        state = self.states.get(rank)
+        return (state.host if state else None) or self.hosts.get(rank)
+
+    def has_moved_on(self, rank: int) -> bool:
+        """Return whether a rank has called more collectives than its dump contains, so that the dump is old."""
+        state, trace = self.states.get(rank), self.traces.get(rank)
+        return state is not None and trace is not None and state.calls > sum(trace.enqueued.values())
+
+    def is_paused(self, rank: int) -> bool:
+        """Whether a process may be stopped for a moment only, as py-spy and gdb do, by the age of its rank's file."""
+        alone = any(process == "runs" for process in self.processes.values())
+        return (
+            self.processes.get(rank) == "stopped" and alone and self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS
+        )
+
+    def activity(self, rank: int) -> Activity:
+        """Return what a rank is doing, from the process table, else its own file, else its stack."""
+        state, process, stack = self.states.get(rank), self.processes.get(rank), self.stacks.get(rank)
+        if state is not None and state.ended:
+            return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
+        if process == "gone" and not self.outlived(rank):
+            return Activity("gone", "its process is gone, and it wrote no final state")
+        if process == "stopped":
+            return Activity("stopped", "its process is stopped (state T: a signal or a debugger)", STALL_SECONDS)
+        if state is None:
+            unseen = "its position is unknown: no log, trace or RAS report covers it"
+            return Activity("unknown", f"is in {' < '.join(stack[:3])}" if stack else unseen)
+        age, stale = self.ages.get(rank, 0.0), CLOCKS_SECONDS if self.copied else STALE_SECONDS
+        is_mute = age > stale and not self.outlived(rank)
+        if is_mute and process != "runs":  # its host may be down, or one call holds the GIL
+            words = f"has written no heartbeat for {age:.0f} s, while other ranks have"
+            return Activity("silent", words, 0.0 if self._is_unreachable(state) else self.limit)
+        kind, frames = kind_of(state) or "unknown", state.own or state.where or stack or ()
+        where = f", in {frames[0]}" if frames else ""
+        if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
+            return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
+        since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
+        effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
+        effort = " (no CPU time, reads or writes)" if _is_idle(state) else effort
+        return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{effort}", self._grace(state))
+
+    def _is_unreachable(self, state: RankState) -> bool:
+        """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
+        others = [one for one in self.states.values() if one.host != state.host]
+        return bool(self.lost_a_peer) or any(
+            one.held.get(address) and one.resent.get(address) for one in others for address in state.addresses
+        )
+
+    def _grace(self, state: RankState) -> float:
+        """Seconds for which others may wait for a rank at work, by the evidence on what it does.
+
+        Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint)
+        may take the limit. In lines that ordinary steps run through, all the way from the script, it may take no longer
+        than a stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that
+        neither computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
+        """
+        if state.phase in LONG_PHASES or state.calls < len(state.groups) + START_CALLS:
+            return self.limit
+        if state.own and set(state.own) <= set(state.usual):
+            return min(STALL_SECONDS, self.limit)
+        return min(IDLE_SECONDS, self.limit) if state.cpu_share is None or _is_idle(state) else self.limit
+
+    def since_wait_began(self, rank: int, begun: float) -> Activity:
+        """activity(), but what a rank did since the others' wait began counts, where it does something else only now.
+
+        A rank that has just come back from a checkpoint computes by now; the wait is the checkpoint's.
+        """
+        now, state = self.activity(rank), self.states.get(rank)
+        if state is None or now.kind not in ("data", "workers", "compute", "idle", "io") or not begun:
+            return now
+        old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
+        looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
+        # a call that holds the GIL prevents looks
+        if sum(looks.values()) * LOOK_SECONDS < (state.written - old.at) / 2:
+            words = f"{DOING[now.kind]} now, and for most of the time since then its monitor could not run"
+            return Activity(now.kind, words, self.limit)
+        total = sum(n for one, n in looks.items() if one != "collective")
+        long = {one: n for one, n in looks.items() if one in LONG_PHASES}
+        if not state.since or state.since <= begun or total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
+            return now
+        busy = max(long, key=lambda one: long[one])
+        words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
+        return Activity(busy, words, self.limit)
+
+    # Causes and verdicts ---------------------------------------------------------------------------------------------
+
+    def verdict(
+        self, state: str, *causes: Cause, waiting: tuple[int, ...] = (), ranks: tuple[int, ...] | None = None
+    ) -> Verdict:
+        """The verdict that these causes make, with the hosts and GPUs of the ranks that are named: by default all."""
+        if ranks is None:
+            ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
+        hosts = {self.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
+        on_host = {rank for cause in causes if cause.code in _ON_HOST for rank in cause.ranks}
+        gpus = [f"{s.host} GPU {s.gpu}" for r in ranks
+                if r not in on_host and (s := self.states.get(r)) and s.gpu is not None and s.host]  # fmt: skip
+        return Verdict(
+            state=state, line=f"{state}: {causes[0].message}", ranks=ranks, causes=causes,
+            nodes=tuple(sorted(host for host in hosts if host)), gpus=tuple(gpus), waiting=waiting,
+        )  # fmt: skip
+
+    def named(self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), **fields: Any) -> Verdict:
+        """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
+        row = _WORDS["cause"][key]
+        found = self.verdict(state or row.get("state", "failed"), cause_named(key, **fields), waiting=waiting)
+        return replace(found, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else found
+
     def cause_of(self, rank: int, what: Activity, *evidence: str, share: float | None = None) -> Cause:
         """The cause that a rank is, with its host, its stack and the command that looks further."""
-        state, stack = self.states.get(rank), self.stacks.get(rank)
-        shown = stack or (state.where if state else ())
-        rows = [one for one in evidence if one]
+        state, host = self.states.get(rank), self.host(rank)
+        own, stack = (state.own if state else ()), self.stacks.get(rank) or (state.where if state else ())
         error = (state.error if state else None) or self.log.errors.get(rank) if what.kind == "gone" else None
-        if error and len(error.splitlines()) > 1:
-            rows.append(error)  # the whole message
-        if state and state.own:
-            rows.append(f"its own code: {' < '.join(state.own[:4])}")
-        if shown:
-            rows.append(f"its stack: {' < '.join(shown[:4])}")
-        host = self.host(rank)
-        message = f"rank {rank}{f' on {host}' if host else ''} {what.words}"
-        if what.words.startswith("its "):
-            message = f"rank {rank}{f' on {host}' if host else ''}: {what.words}"
+        rows = (*evidence, *([error] if error and len(error.splitlines()) > 1 else []),  # the whole message
+                *(f"its {name}: {' < '.join(frames[:4])}" for name, frames in (("own code", own), ("stack", stack))
+                  if frames))  # fmt: skip
         kind = what.kind
         if kind == "gone" and error:
             kind = next((name for name, pattern in _OWN_ERRORS.items() if pattern.search(error)), "raised")
@@ -367,23 +370,28 @@ class RunFacts:
         action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
-        return Cause(code=CODES.get(what.kind, "rank.behind"), message=message, ranks=(rank,),
-                     nodes=(host,) if host else (), share=share, evidence=tuple(rows), action=action)  # fmt: skip
+        who = f"rank {rank}{f' on {host}' if host else ''}{':' * what.words.startswith('its ')}"
+        return Cause(
+            code=CODES.get(what.kind, "rank.behind"), message=f"{who} {what.words}", ranks=(rank,), share=share,
+            nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
+        )  # fmt: skip
 
     def timeout_too_short(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
         """The others gave up waiting for ranks at work that may take long: the timeout is at fault, no rank is."""
         errors = [state.error or "" for state in self.states.values()]
         limit = next((int(found[1]) / 1000 for error in errors if (found := _LIMIT.search(error))), None)
         words = tuple(f"rank {rank} {what.words}" for rank, what in sorted(busy.items()))
-        evidence = (
-            *([wait] if wait else []),
-            *words[1:4],
-            *(error[:200] for error in errors if TIMED_OUT.search(error)),
-        )
+        evidence = (*filter(None, [wait]), *words[1:4], *(one[:200] for one in errors if TIMED_OUT.search(one)))
         other = _WORDS["action_of_long"].get(busy[min(busy)].kind, "")
         verdict = self.named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=words[0], other=other,
                              waiting=waiting, evidence=evidence[:6])  # fmt: skip
         return replace(verdict, not_at_fault=words)
+
+
+def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
+    """No fault so far: what others wait for, as sentences, and the wait from which on it is one."""
+    line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s"
+    return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
 
 
 def ranks_of(ranks: Sequence[int]) -> str:
@@ -393,42 +401,6 @@ def ranks_of(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"
 
 
-def left_open(verdict: Verdict, key: str, **fields: object) -> Verdict:
-    """The verdict with a question of why.toml that stays open; where no fault was found, it may be unknown for that."""
-    line, what, how = (_WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
-    verdict = replace(verdict, unknown=(*verdict.unknown, Unknown(what=what, command=how)))
-    if not line or verdict.state not in ("fine", "unknown"):
-        return verdict
-    return replace(verdict, state="unknown", line=f"unknown: {line}")
-
-
-def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
-    """No fault so far: what others wait for, as sentences, and the wait from which on it is one."""
-    line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s"
-    return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
-
-
-def is_open(verdict: Verdict) -> bool:
-    """Return whether the verdict says that ranks wait, but not for which rank."""
-    return bool(verdict.causes) and verdict.causes[0].code == "call.timeout"
-
-
-# What a rank is doing: whether its process runs, and whether its work justifies the wait of others.
-
-_LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
-# gloo/transport/tcp/pair.cc
-_CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!: Connection timed out|: No route)")
-ENDED = ("gone", "stopped")  # states for which waiting is useless
-
-
-class Activity(NamedTuple):
-    """What a rank is doing."""
-
-    kind: str  # "gone", "stopped", "silent", a phase, "gpu" or "unknown"
-    words: str  # "computes for 20 s, in step (train.py:31)"
-    grace: float = 0.0  # seconds for which others may wait for it before this is a fault
-
-
 def headline(error: str) -> str:
     """The line that says that a disk is full; else the first line of an exception's message, and its last one."""
     lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
@@ -436,10 +408,14 @@ def headline(error: str) -> str:
     return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
 
 
-def _effort(state: RankState) -> str:
-    if state.cpu_share is None:
-        return ""
-    return " (no CPU time, reads or writes)" if is_idle(state) else f" ({state.cpu_share:.0%} of a CPU)"
+def is_own(error: str) -> bool:
+    """Whether an error is not about another rank."""
+    return not LOST_PEER.search(error)
+
+
+def are_alike(errors: Sequence[str]) -> bool:
+    """Return whether several ranks ended with the same kind of error, so that none caused the others' errors."""
+    return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1
 
 
 def kind_of(state: RankState, phase: str | None = None) -> str | None:
@@ -450,11 +426,6 @@ def kind_of(state: RankState, phase: str | None = None) -> str | None:
     return "io" if state.is_active else "idle"
 
 
-def is_idle(state: RankState) -> bool:
+def _is_idle(state: RankState) -> bool:
     """Whether the main thread is not on a CPU, and the process neither reads nor writes."""
     return state.cpu_share is not None and state.cpu_share < IDLE_SHARE and not state.is_active
-
-
-def are_alike(errors: Sequence[str]) -> bool:
-    """Return whether several ranks ended with the same kind of error, so that none caused the others' errors."""
-    return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1

@@ -1,8 +1,8 @@
 """The verdict on a run that moves: one rank for which the others always wait, or a pace that has dropped.
 
-A rank is named as late only if it works longer than the others by more than OUTLIER and by more than the margin. The
-margin is the sampling error for the number of samples or calls, with a confidence that covers all ranks together, plus
-the error of the aligned clocks. If only the margin prevents the accusation, the answer is "not distinguishable yet",
+A rank is named as late only if it works longer than the others by more than OUTLIER, by more than their clocks can
+differ, and by more than the margin, which is the sampling error for the number of samples or calls, with a confidence
+that covers all ranks together. If only the margin prevents the accusation, the answer is "not distinguishable yet",
 with the time until it will be.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, sqrt
 from statistics import NormalDist, mean, median, median_low, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from collectives.traces.calls import Call, RankTrace
-from collectives.traces.states import Mark, RankState
+from collectives.traces.rank_files import Call, Mark, RankState
+from planner.why.blocked import network
 from planner.why.facts import (
     ACTIONS,
     CODES,
@@ -33,7 +33,6 @@ from planner.why.facts import (
     Verdict,
     kind_of,
 )
-from planner.why.stuck import network
 
 # NCCL diagnostics report a rank more than 30 % away from the median (docs/userguide, troubleshooting/diagnostics)
 OUTLIER = 1.3
@@ -47,16 +46,10 @@ MIN_LOOKS = 30  # samples per rank: the standard error of a fraction is then bel
 # that span so long that each block can cover one polling interval of the monitor.
 MIN_SECONDS = BLOCKS * LOOK_SECONDS
 AS_OTHERS = Activity("unknown", "is late; what it does longer than the others is not known")
-MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
-
 # A free-running quartz oscillator is off by about 20 ppm (its usual specification); NTP slews by less
 DRIFT = 2e-5
 SAME_HOST_SECONDS = 1e-3  # ranks of one host share a clock; the rest is the time between reading and recording it
-
-
-def slow(facts: RunFacts) -> Verdict | None:
-    """Return the verdict if ranks wait for one that is always late, or if all ranks have become slower together."""
-    return _late(facts) or _slower(facts)
+MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
 
 
 # One rank that is late ------------------------------------------------------------------------------------------------
@@ -69,8 +62,7 @@ class Lateness:
     rank: int
     work: float  # fraction of the time in which the rank does not wait for others
     usual: float  # the same, the median of the other ranks
-    margin: float  # by which work - OUTLIER * usual must differ from zero
-    sampling: float  # the part of the margin that decreases with more samples or calls
+    margin: float  # by which work - OUTLIER * usual must differ from zero; it decreases with more samples or calls
     seconds: float  # duration of the samples or calls used
     wait: str  # the sentence that reports it
     share: float = 1.0  # fraction of all waiting that this rank causes
@@ -81,45 +73,33 @@ class Lateness:
         return self.work - max(OUTLIER * self.usual, self.usual + MATTERS)
 
     @property
-    def is_proven(self) -> bool:
-        """Whether the difference exceeds its margin."""
-        return self.excess > self.margin
-
-    @property
     def seconds_left(self) -> float:
-        """Return the time until the sampling error is small enough; infinite if the clock error alone is too large."""
-        room = self.excess - (self.margin - self.sampling)
-        return max(0.0, self.seconds * ((self.sampling / room) ** 2 - 1)) if room > 0 else inf
+        """Return the time until the margin is small enough."""
+        return max(0.0, self.seconds * ((self.margin / self.excess) ** 2 - 1)) if self.excess > 0 else inf
 
 
-def _quantile(ranks: int) -> float:
-    """Return how many standard errors a difference must exceed for this number of compared ranks (Bonferroni)."""
-    return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (max(1, ranks) * len(WINDOWS)))
-
-
-def _late(facts: RunFacts) -> Verdict | None:
+def find_late_rank(facts: RunFacts) -> Verdict | None:
+    """Return the verdict if the others always wait for one rank, or if a rank looks late and is not at fault."""
     windows = WINDOWS[:1] if facts.is_over else WINDOWS  # nothing is recent in a run that has ended
     by_looks = [row for since in windows for row in _by_samples(facts, since)]
     has_joined = any("join" in state.samples for state in facts.states.values())  # such a rank makes calls at once
-    rows = [row for since in windows for row in _by_calls(facts, since) if not has_joined]
+    rows = [] if has_joined else _by_calls(facts, windows)
     refuted = {one.rank for one in by_looks if one.usual < 1 - MATTERS and one.work <= one.usual}
     rows = [one for one in rows if one.rank not in refuted] + by_looks
     late = sorted((one for one in rows if one.excess > 0), key=lambda one: -one.excess)
     habits = {one.rank: _habit(one.rank, facts) for one in late}
     lacking = {one: MIN_SECONDS - one.seconds if habits[one.rank] == AS_OTHERS else 0.0 for one in late}
-    proven = {one.rank: one for one in reversed(late) if one.is_proven and lacking[one] <= 0}
+    proven = {one.rank: one for one in reversed(late) if one.excess > one.margin and lacking[one] <= 0}
     causes, not_at_fault = [], []
     for one in sorted(proven.values(), key=lambda one: -one.excess):
         what = habits[one.rank]
         if what.kind in (*LONG_PHASES, "turns"):
             not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
         else:
-            cost = min(1.0, one.work - one.usual)
-            causes.append(replace(facts.cause_of(one.rank, what, one.wait, share=one.share), cost=cost,
-                                  price=f"every other rank loses {cost:.0%} of its time"))  # fmt: skip
+            causes.append(facts.cause_of(one.rank, what, one.wait, share=one.share))
     if causes:
-        alone = causes[0].share is not None and causes[0].share >= EXPLAINS
-        ranks = tuple(c.ranks[0] for c in causes[: 1 if alone else None])
+        alone = (causes[0].share or 0.0) >= EXPLAINS
+        ranks = tuple(cause.ranks[0] for cause in causes[: 1 if alone else None])
         others = tuple(sorted({one.rank for one in rows} - set(ranks)))
         return facts.verdict("slow", *causes, ranks=ranks, waiting=others)
     if not_at_fault:
@@ -134,6 +114,11 @@ def _late(facts: RunFacts) -> Verdict | None:
     return Verdict(state="fine", line=line)
 
 
+def _quantile(ranks: int) -> float:
+    """Return how many standard errors a difference must exceed for this number of compared ranks (Bonferroni)."""
+    return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (max(1, ranks) * len(WINDOWS)))
+
+
 class Waits(NamedTuple):
     """How long each rank waited for others in each call that all ranks made."""
 
@@ -142,20 +127,23 @@ class Waits(NamedTuple):
     errors: Mapping[int, float]  # error of each rank's clock in seconds; 0 if no clocks are compared
 
 
-def _by_calls(facts: RunFacts, since: float) -> list[Lateness]:
-    """Compare the times at which ranks entered their calls; empty if they cannot be compared.
+def _by_calls(facts: RunFacts, windows: tuple[float, ...]) -> list[Lateness]:
+    """Compare how long the ranks waited in their calls; empty if that cannot be compared.
 
-    `since` is the fraction of the calls to skip, from the first on.
+    A window is the fraction of the calls to skip, from the first on.
     """
-    calls = _shared_calls(facts.traces, facts.world)
-    waits = _waits_on_gpus(calls, since) or _waits_by_arrival(calls, facts, since)
-    if waits is None or len(waits.rows) < MIN_CALLS or waits.elapsed <= 0:
-        return []
-    total = {rank: sum(row[rank] for row in waits.rows) for rank in waits.rows[0]}
-    caused = dict.fromkeys(total, 0.0)
-    for row in waits.rows:
-        caused[min(row, key=lambda rank: row[rank])] += sum(row.values())
-    return [_lateness(rank, waits, total, caused) for rank in total]
+    calls = _shared_calls(facts)
+    found = []
+    for since in windows:
+        waits = _waits_on_gpus(calls, since) or _waits_by_arrival(calls, facts, since)
+        if waits is None or len(waits.rows) < MIN_CALLS or waits.elapsed <= 0:
+            continue
+        total = {rank: sum(row[rank] for row in waits.rows) for rank in waits.rows[0]}
+        caused = dict.fromkeys(total, 0.0)
+        for row in waits.rows:
+            caused[min(row, key=lambda rank: row[rank])] += sum(row.values())
+        found += [_lateness(rank, waits, total, caused) for rank in total]
+    return found
 
 
 def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mapping[int, float]) -> Lateness:
@@ -163,26 +151,26 @@ def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mappi
     others = [one for one in total if one != rank]
     middle = median_low(total[one] for one in others)
     usual = next(one for one in others if total[one] == middle)
-    size, per_second = len(waits.rows) // BLOCKS, len(waits.rows) / waits.elapsed
+    count, elapsed = len(waits.rows), waits.elapsed
+    size, clocks = count // BLOCKS, waits.errors[rank] + waits.errors[usual]
     more = [row[usual] - row[rank] for row in waits.rows]
     blocks = [mean(more[n * size : (n + 1) * size]) for n in range(BLOCKS)]
     # A few long pauses are no habit: the sum of waits that come at random times scatters by the root of their squares.
-    error = max(stdev(blocks) / sqrt(BLOCKS), sqrt(sum(one * one for one in more)) / len(more))
-    sampling = _quantile(len(total)) * error * per_second
-    clocks = waits.errors[rank] + waits.errors[usual]
-    margin, all_waiting = sampling + clocks * per_second, sum(caused.values())
+    error = max(stdev(blocks) / sqrt(BLOCKS), sqrt(sum(one * one for one in more)) / count)
+    margin, all_waiting = _quantile(len(total)) * error * count / elapsed, sum(caused.values())
     share = caused[rank] / all_waiting if all_waiting > 0 else 0.0
-    wait = (f"flight recorder: the others waited {caused[rank] / len(others):.1f} s of {waits.elapsed:.1f} s for it, "
-            f"{share:.0%} of all waiting, over {len(waits.rows)} collectives (margin {margin * waits.elapsed:.1f} s"
+    wait = (f"flight recorder: the others waited {caused[rank] / len(others):.1f} s of {elapsed:.1f} s for it, "
+            f"{share:.0%} of all waiting, over {count} collectives (margin {margin * elapsed:.1f} s"
             f"{f', clocks within {clocks * 1e3:.1f} ms' if clocks else ''})")  # fmt: skip
-    return Lateness(rank=rank, work=1 - total[rank] / waits.elapsed, usual=1 - total[usual] / waits.elapsed,
-                    share=share, margin=margin, sampling=sampling, seconds=waits.elapsed, wait=wait)  # fmt: skip
+    work = 1 - (total[rank] + clocks * count) / elapsed
+    return Lateness(rank=rank, work=work, usual=1 - total[usual] / elapsed, share=share, margin=margin, seconds=elapsed,
+                    wait=wait)  # fmt: skip
 
 
 def _waits_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
     """Use the duration of each call on each GPU: all GPUs leave it together, so the last to enter has the shortest.
 
-    No clocks are compared. Returns None if the recorder has not measured these durations.
+    Returns None if the recorder has not measured these durations.
     """
     rows = [{rank: one.seconds for rank, one in row.items() if one.seconds is not None} for row in calls]
     whole = [n for n, row in enumerate(rows) if len(row) == len(calls[n])]
@@ -203,26 +191,52 @@ def _waits_by_arrival(calls: list[dict[int, Call]], facts: RunFacts, since: floa
     rows = [{rank: one.created or 0.0 for rank, one in row.items()} for row in calls]
     if not rows or any(one.is_ahead for one in calls[0].values()):
         return None
-    clocks = align(rows, {rank: f"{s.boot} {s.host}" if s.host else None for rank, s in facts.states.items()})
+    clocks = align(rows, {rank: f"{s.boot} {s.host}" for rank, s in facts.states.items() if s.host})
     rows = rows[max(1, int(since * len(rows))) :]
     if not rows or len(clocks) < len(rows[0]):
         return None
-    true = [{rank: at - clocks[rank].seconds for rank, at in row.items()} for row in rows]
-    elapsed = max(true[-1].values()) - max(true[0].values())
+    true = [{rank: at - clocks[rank][0] for rank, at in row.items()} for row in rows]
     # a call that a rank makes before the last one could begin waits only from then on: no second counts twice
     waits = [{rank: max(row.values()) - max(at, *old.values()) for rank, at in row.items()}
              for old, row in pairwise(true)]  # fmt: skip
-    return Waits(waits, elapsed, {rank: offset.error for rank, offset in clocks.items()})
+    elapsed = max(true[-1].values()) - max(true[0].values())
+    return Waits(waits, elapsed, {rank: error for rank, (_, error) in clocks.items()})
 
 
-def _shared_calls(traces: Mapping[int, RankTrace], world: int | None) -> list[dict[int, Call]]:
+def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str]) -> dict[int, tuple[float, float]]:
+    """Return the offset of each rank's clock from that of the lowest rank, and its error, by what their calls bound.
+
+    A rank leaves a collective only after every other rank has entered it. So the next call of a rank comes after each
+    other rank's present one, in true time. Each pair of calls bounds the difference of two clocks from one side; calls
+    that follow each other quickly, as the broadcasts with which a model is wrapped and the reduction of a loss after
+    that of the gradients, bound it to a few milliseconds. Calls that are made before the last one is over bound it
+    wrongly, but only towards less lateness, or leave no room at all: such a rank is left out. `rows` has the time at
+    which each rank made one call, for consecutive calls of one group, oldest first.
+    """
+    if len(rows) < 2:
+        return {}
+    reference, elapsed = min(rows[0]), max(rows[-1].values()) - max(rows[0].values())
+    found = {reference: (0.0, 0.0)}
+    for rank in sorted(set(rows[0]) - {reference}):
+        low = max(now[rank] - after[reference] for now, after in pairwise(rows))
+        high = min(after[rank] - now[reference] for now, after in pairwise(rows))
+        if hosts.get(rank, rank) == hosts.get(reference) and (low <= 0 <= high or low > high):
+            low, high = -SAME_HOST_SECONDS, SAME_HOST_SECONDS  # one clock, whatever calls that overlap seem to say
+        elif low <= high:
+            low, high = low - DRIFT * elapsed, high + DRIFT * elapsed
+        if low <= high:
+            found[rank] = (low + high) / 2, (high - low) / 2
+    return found
+
+
+def _shared_calls(facts: RunFacts) -> list[dict[int, Call]]:
     """Each rank's call, for the collectives that all ranks made of the one group that most calls are of."""
     rows: dict[tuple[str, int], dict[int, Call]] = {}
-    for rank, trace in traces.items():
+    for rank, trace in facts.traces.items():
         for call in trace.calls:
             if call.created and not call.p2p:
                 rows.setdefault((call.group, call.number), {})[rank] = call
-    full = {key: row for key, row in rows.items() if len(row) == (world or len(traces)) > 1}
+    full = {key: row for key, row in rows.items() if len(row) == (facts.world or len(facts.traces)) > 1}
     calls = Counter(group for group, _ in full)
     busiest = calls.most_common(1)[0][0] if calls else ""
     return [row for (group, _), row in sorted(full.items(), key=lambda one: one[0][1]) if group == busiest]
@@ -250,12 +264,10 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
     for rank, (work, taken) in works.items():
         others = [works[one] for one in works if one != rank]
         usual, least = median(share for share, _ in others), min(n for _, n in others)
-        error = sqrt(_variance(work, taken) + OUTLIER**2 * _variance(usual, least))
-        margin = _quantile(len(works)) * error
+        margin = _quantile(len(works)) * sqrt(_variance(work, taken) + OUTLIER**2 * _variance(usual, least))
         wait = (f"rank states: it is outside collectives in {work:.0%} of {taken} samples, the others in {usual:.0%} "
                 f"(margin {margin:.0%})")  # fmt: skip
-        found.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, sampling=margin, seconds=spans[rank],
-                              wait=wait))  # fmt: skip
+        found.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, seconds=spans[rank], wait=wait))
     return found
 
 
@@ -270,66 +282,24 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     state = facts.states.get(rank)
     if facts.processes.get(rank) == "stopped" or state is None or not state.samples:
         return facts.activity(rank)
-    mine, total = state.samples, sum(state.samples.values())
-    rest: dict[str, int] = {}
+    rest: Counter[str] = Counter()
     for other, one in facts.states.items():
         if other != rank:
-            for kind, looks in one.samples.items():
-                rest[kind] = rest.get(kind, 0) + looks
-    theirs = max(1, sum(rest.values()))
-    more = {kind: mine.get(kind, 0) / total - rest.get(kind, 0) / theirs for kind in DOING if kind != "collective"}
+            rest.update(one.samples)
+    looks, of_rest = sum(state.samples.values()), max(1, rest.total())
+    mine, theirs = ({kind: row.get(kind, 0) / total for kind in DOING if kind != "collective"}
+                    for row, total in ((state.samples, looks), (rest, of_rest)))  # fmt: skip
+    more = {kind: mine[kind] - theirs[kind] for kind in mine}
     kind = max(more, key=lambda one: more[one])
-    workers = [mine.get("workers", 0) / total, rest.get("workers", 0) / theirs]
+    workers = mine["workers"], theirs["workers"]
     if min(workers) > MATTERS / 2 and (kind == "workers" or more[kind] <= MATTERS):
         shares = f"{workers[0]:.0%} of its samples, {workers[1]:.0%} of those of the others"
         return Activity("turns", f"{DOING['workers']} in {shares}: equally fast loaders take turns in being last")
     # a difference within the sampling error is not a difference
-    if more[kind] <= 2 * sqrt(0.25 / total + 0.25 / theirs):
+    if more[kind] <= 2 * sqrt(0.25 / looks + 0.25 / of_rest):
         return AS_OTHERS
-    share = mine.get(kind, 0) / total
     now = kind_of(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
-    return Activity(now, f"{DOING[now]} in {share:.0%} of its samples, {rest.get(kind, 0) / theirs:.0%} of those "
-                    "of the others")  # fmt: skip
-
-
-# Clocks of ranks, aligned by what both ends of a collective observed --------------------------------------------------
-#
-# A rank leaves a collective only after every other rank has entered it. So the next call of a rank comes after each
-# other rank's present one, in true time. Each pair of calls bounds the difference of two clocks from one side; calls
-# that follow each other quickly, as the broadcasts with which a model is wrapped and the reduction of a loss after that
-# of the gradients, bound it to a few milliseconds. Calls that are made before the last one is over bound it wrongly,
-# but only towards less lateness, or leave no room at all: then the clocks are not compared.
-
-
-class Offset(NamedTuple):
-    """The offset of a rank's clock from the reference clock, and its error, in seconds."""
-
-    seconds: float
-    error: float
-
-
-def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str | None]) -> dict[int, Offset]:
-    """Align the clock of each rank to that of the lowest rank; omit a rank whose bounds contradict each other.
-
-    `rows` has the time at which each rank made one call, for consecutive calls of one group, oldest first.
-    """
-    if len(rows) < 2:
-        return {}
-    reference = min(rows[0])
-    elapsed = max(rows[-1].values()) - max(rows[0].values())
-    found = {reference: Offset(0.0, 0.0)}
-    for rank in rows[0]:
-        if rank == reference:
-            continue
-        low = max(now[rank] - after[reference] for now, after in pairwise(rows))
-        high = min(after[rank] - now[reference] for now, after in pairwise(rows))
-        if hosts.get(rank) is not None and hosts.get(rank) == hosts.get(reference) and (low <= 0 <= high or low > high):
-            low, high = -SAME_HOST_SECONDS, SAME_HOST_SECONDS  # one clock, whatever calls that overlap seem to say
-        elif low <= high:
-            low, high = low - DRIFT * elapsed, high + DRIFT * elapsed
-        if low <= high:
-            found[rank] = Offset((low + high) / 2, (high - low) / 2)
-    return found
+    return Activity(now, f"{DOING[now]} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others")
 
 
 # A pace that falls ----------------------------------------------------------------------------------------------------
@@ -370,10 +340,10 @@ def _growth(state: RankState) -> Growth | None:
     return Growth(median(paces[:at]), median(paces[at:]), pieces[at][0], more)
 
 
-def _slower(facts: RunFacts) -> Verdict | None:
+def find_lower_pace(facts: RunFacts) -> Verdict | None:
     """All ranks take longer from call to call than earlier in this run: by what they do more of since then.
 
-    None where a few ranks do: whether they are late is for _late to say, with its margin.
+    None where a few ranks do: whether they are late is for find_late_rank to say, with its margin.
     """
     rows = [one for state in facts.states.values() if (one := _growth(state)) is not None]
     if not rows or len(rows) < len(facts.states):
@@ -382,23 +352,21 @@ def _slower(facts: RunFacts) -> Verdict | None:
     busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in (_most(one.more) for one in rows))
     if not since > LONGER * before > 0 or 0 < busy < len(rows) / 2:
         return None
-    timing = f"rank states: {since:.3g} s from call to call, {before:.3g} s before"
-    lost, times = 1 - before / since, f"{since / before:.1f}"
-    cost: dict[str, Any] = {"cost": lost, "price": f"{lost:.0%} of the time since then"}
+    timing, times = f"rank states: {since:.3g} s from call to call, {before:.3g} s before", f"{since / before:.1f}"
     kind, share = _most({kind: median(one.more[kind] for one in rows) for kind in rows[0].more})
     if share < EXPLAINS:
-        return facts.named("all_mixed", times=times, kind=kind, share=share, evidence=(timing,), **cost)
+        return facts.named("all_mixed", times=times, kind=kind, share=share, evidence=(timing,))
     if kind == "collective":
         cause = network(facts, "has become slow", timing, since=max(one.began for one in rows))
-        if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
-            key = "all_collective" if cause.code == "network" else "all_collective_here"
-            return facts.named(key, times=times, evidence=(timing,), **cost)
-    else:
-        message = f"all ranks alike: each {DOING[kind]} longer"
-        action = f"Expected if the batches or the sequences have become larger. Else: {ACTIONS.get(kind, '')}"
-        cause = Cause(code=CODES[kind].replace("rank.", "all."), message=message, share=share, evidence=(timing,),
-                      action=action)  # fmt: skip
-    return facts.verdict("slow", replace(cause, **cost))
+        if len(cause.evidence) > 1:
+            return facts.verdict("slow", cause)
+        # no byte was seen waiting: a rank that is not let run looks the same
+        key = "all_collective" if cause.code == "network" else "all_collective_here"
+        return facts.named(key, times=times, evidence=(timing,))
+    action = f"Expected if the batches or the sequences have become larger. Else: {ACTIONS.get(kind, '')}"
+    cause = Cause(code=CODES[kind].replace("rank.", "all."), message=f"all ranks alike: each {DOING[kind]} longer",
+                  share=share, evidence=(timing,), action=action)  # fmt: skip
+    return facts.verdict("slow", cause)
 
 
 def _most(row: Mapping[str, float]) -> tuple[str, float]:

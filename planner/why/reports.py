@@ -8,13 +8,12 @@ from dataclasses import replace
 from time import gmtime, strftime
 
 from collectives.traces import watchdog
-from planner.why.calls import mismatch, signature
+from planner.why.blocked import mismatch, signature
 from planner.why.facts import (
     ENDED,
     IDLE_SECONDS,
     IN_CALL,
     LONG_PHASES,
-    LOST_PEER,
     MOST_RANKS,
     ORDER_SECONDS,
     SILENT_RUN_SECONDS,
@@ -26,6 +25,7 @@ from planner.why.facts import (
     Verdict,
     are_alike,
     headline,
+    is_own,
     not_yet,
     ranks_of,
 )
@@ -82,7 +82,7 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
                        for one, state in everyone.items() if one not in here):  # fmt: skip
         return None
     errors = [state.error for state in here.values() if state.error]
-    if own := next((error for error in errors if not LOST_PEER.search(error)), None):
+    if own := next(filter(is_own, errors), None):
         return facts.named("launcher", error=headline(own), evidence=(own,)) if kind == "node" else None
     told = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
     if told and told.causes[0].code == "port_in_use":
@@ -168,7 +168,7 @@ def by_errors(facts: RunFacts) -> Verdict | None:
         message = f"{ranks_of(ranks)} did not come to the barrier within {seconds:g} s"
         cause = facts.cause_of(ranks[0], Activity("unknown", ""), "monitored barrier")
         return facts.verdict("failed", replace(cause, message=message, ranks=ranks))
-    own = {rank: error for rank, error in facts.log.errors.items() if not LOST_PEER.search(error)}
+    own = {rank: error for rank, error in facts.log.errors.items() if is_own(error)}
     if not own or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
     reported = {rank for rank, trace in facts.log.traces.items() if trace.calls}
@@ -190,6 +190,11 @@ def _several(
     key = "several_alike" if are_alike(list(own.values())) else "several"
     return facts.named(key, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
                          error=headline(own[min(own)]), evidence=(*evidence, *each[:4]))  # fmt: skip
+
+
+def by_cut_message(facts: RunFacts) -> Verdict | None:
+    """Find calls of different sizes by gloo's check: a rank received more than its call expects."""
+    return facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
 
 
 def by_hang(facts: RunFacts) -> Verdict | None:
@@ -223,7 +228,7 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
     """Use the rank that torchrun saw fail first, if no other source says more."""
-    if facts.first is None or LOST_PEER.search(facts.log.errors.get(facts.first, "")):
+    if facts.first is None or not is_own(facts.log.errors.get(facts.first, "")):
         return None  # it had waited for another rank
     return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, by torchrun's log")))
 
@@ -244,7 +249,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
         one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
-    own = {rank: error for rank in bad if (error := facts.states[rank].error) and not LOST_PEER.search(error)}
+    own = {rank: error for rank in bad if (error := facts.states[rank].error) and is_own(error)}
     if (errors or facts.first in bad) and (first := facts.first_to_end(bad)) is not None:
         bad, what[first] = [first], facts.end_of(first)
     elif len(own) > 1:

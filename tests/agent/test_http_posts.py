@@ -24,7 +24,7 @@ from agent.base import result_store
 from agent.cli.launch import launch
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.posted import MOST_VALUES, PostedRecord
+from agent.http.answers import MOST_VALUES, PostedRecord
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import job, manifests

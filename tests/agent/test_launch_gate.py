@@ -21,7 +21,7 @@ from agent.advice.request import Request
 from agent.base.options import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate
-from agent.http.posted import read_record
+from agent.http.answers import read_record
 from agent.jobs.launch import Launched, record_of
 from agent.jobs.preflight import _stopping
 from contracts import run_record

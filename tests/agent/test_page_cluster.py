@@ -18,7 +18,7 @@ from agent.base.hosts import distinct_names
 from agent.checks.verdict import judge
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import Fleet, NodeRecord
-from agent.http.cluster import nodes_document
+from agent.http.state import nodes_document
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.report import report_page

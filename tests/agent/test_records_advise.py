@@ -16,7 +16,7 @@ from agent.checks.verdict import build_view
 from agent.cluster import node_facts
 from agent.cluster.nodes import NodeRecord
 from agent.cluster.publish import to_resource
-from agent.http.cluster import own_fleet
+from agent.http.state import own_fleet
 from probes.api import Failed, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts

@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from agent.cluster.client import Client
-from agent.http import posted
 from agent.http.access import Tokens, grant
+from agent.http.answers import MOST_RECORD_BYTES
 from agent.http.server import MOST_BODY_BYTES
 
 USER = "system:serviceaccount:ci:gate"
@@ -187,7 +187,7 @@ def test_nothing_makes_load_from_afar(http: TestClient) -> None:
     assert http.post("/benchmarks", headers=bearer()).status_code == 404
 
 
-@each_row(("path", "most"), [("/preflight", MOST_BODY_BYTES), ("/runs", posted.MOST_RECORD_BYTES)])
+@each_row(("path", "most"), [("/preflight", MOST_BODY_BYTES), ("/runs", MOST_RECORD_BYTES)])
 def test_bodies_of_posts_are_bounded(path: str, most: int, tmp_path: Path) -> None:
     """413, whatever length is announced."""
     http = agent(tokens=tokens(tmp_path))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rigs.tables import each_row, golden_rows
 
-from collectives.traces import calls, ras, watchdog
+from collectives.traces import rank_files, ras, watchdog
 
 
 def entry(number: int, **members: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ FORMS = {
 @each_row("form", FORMS)
 def test_a_dump_reads_alike_in_each_form(form: str) -> None:
     raw = FORMS[form](dump(entry(1), entry(2, state="started", retired=False, profiling_name="nccl:broadcast")))
-    found = calls.read(raw, rank=1)
+    found = rank_files.read(raw, rank=1)
     assert [(c.op, c.number, c.done) for c in found.calls] == [("all_reduce", 1, True), ("broadcast", 2, False)]
     assert found.groups == {"0": (0, 1, 2)}
     assert found.enqueued == {"0": 2}
@@ -58,15 +58,15 @@ class Runs:
 
 @each_row("protocol", [0, 1, 2, 3, 4, 5])
 def test_a_pickle_that_calls_something_is_refused_and_runs_nothing(protocol: int) -> None:
-    with pytest.raises(calls.TraceError, match=r"names a class|no dump|plain values"):
-        calls.read(pickle.dumps({"version": "2.4", "entries": [Runs()]}, protocol=protocol), rank=0)
+    with pytest.raises(rank_files.RankFileError, match=r"names a class|no dump|plain values"):
+        rank_files.read(pickle.dumps({"version": "2.4", "entries": [Runs()]}, protocol=protocol), rank=0)
     assert not Path("/tmp/was-run").exists()
 
 
 def test_plain_values_are_what_python_reads() -> None:
     value = {"a": [1, -1, 70000, 2**40, 1.5, None, True, False, "ü", (), (1,), (1, 2, 3, 4)], "b": {"c": []}}
     for protocol in (2, 3, 4, 5):
-        assert calls.unpickle(pickle.dumps(value, protocol=protocol)) == value
+        assert rank_files.unpickle(pickle.dumps(value, protocol=protocol)) == value
 
 
 @each_row(
@@ -88,7 +88,7 @@ def of_ras(text: str) -> Any:
 
 
 READERS: dict[str, Callable[[str], Any]] = {
-    "calls": lambda text: calls.read(text.encode(), rank=0), "ras": of_ras,
+    "calls": lambda text: rank_files.read(text.encode(), rank=0), "ras": of_ras,
     "watchdog": lambda text: watchdog.read(text.splitlines()),
 }  # fmt: skip
 

@@ -27,10 +27,9 @@ from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, row
 from agent.cluster.publish import MOST_FINDINGS, Publisher, node_feature, record_of_view, to_resource
-from agent.http import cluster as server_cluster
-from agent.http.cluster import Records
+from agent.http import state as server_state
 from agent.http.server import create
-from agent.http.state import State
+from agent.http.state import Records, State
 
 NODES = path_of(API_VERSION, PLURAL)
 
@@ -321,7 +320,7 @@ def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(
     publish_in(api, "n2", NAMES[0])
     publish_in(api, "n3")
     assert len(held.fleet().records()) == 2, "the list is a few seconds old"
-    monkeypatch.setattr(server_cluster, "LIST_SECONDS", 0.0)
+    monkeypatch.setattr(server_state, "LIST_SECONDS", 0.0)
     after = {one.name: one for one in held.fleet().records()}
     assert sorted(after) == ["n1", "n2", "n3"] and after["n2"] != before["n2"]
     assert after["n1"].facts is before["n1"].facts and after["n1"] == before["n1"]

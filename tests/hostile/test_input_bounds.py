@@ -21,11 +21,10 @@ from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError
 from agent.jobs.bundle import BundleError, unpack_bundle
 from collectives.bench.results import MOST_RESULT_BYTES, read_result
-from collectives.traces.calls import TraceError
-from collectives.traces.calls import read as read_trace
+from collectives.traces.rank_files import RankFileError, read_state
+from collectives.traces.rank_files import read as read_trace
 from collectives.traces.ras import RasError
 from collectives.traces.ras import read as read_ras
-from collectives.traces.states import StateError, read_state
 from contracts import bounded, run_record
 from contracts.bounded import ArchiveError, TooLargeError, open_regular, zip_files
 from contracts.host_list import HostListError, expand_host_list
@@ -75,7 +74,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
         b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",
         b"a: &a {k: v}\nb:\n  <<: [" + b"*a, " * 100 + b"]",
     )),
-    ("flight recorder", lambda path: read_trace(path.read_bytes(), rank=0), TraceError, (
+    ("flight recorder", lambda path: read_trace(path.read_bytes(), rank=0), RankFileError, (
         DEEP, b"]r\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"cos\nsystem\n(X\x02\0\0\0lstR.",
         b"(" * 3_000_000, b"\x96" + b"\xff\xff\xff\xff\x0f\0\0\0", b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f.",
         b"}" + b")" + b"\x85" * 900_000 + b"Ns.", b"}]Ns.", b"]q\x00}h\x00Ns.", b"0.", b"\x8d" + b"\xff" * 8,
@@ -86,7 +85,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
         b"#!/bin/bash\n" + b"$(" * 100_000, b"#!/bin/bash\n#SBATCH \"" + b"x" * MIB, b"\0" * MIB,
     )),
     ("RAS", lambda path: read_ras(path.read_bytes()), RasError, (b'{"communicators": ' + DEEP, b"x" * MIB)),
-    ("rank's file", read_state, StateError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
+    ("rank's file", read_state, RankFileError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("topo -m", text(parse_text), TopologyFileError, (b"x" * (17 * MIB),)),
     ("NCCL XML", text(parse_xml), TopologyFileError, (
         b" " * (17 * MIB), DEEP_XML, b"<system>" + b"<cpu/>" * 300_000 + b"</system>",
@@ -116,7 +115,7 @@ def test_a_pickle_costs_bounded_time_and_memory() -> None:
     python("""
 import resource, sys, time
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
-from collectives.traces.calls import PickleError, unpickle
+from collectives.traces.rank_files import PickleError, unpickle
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_000_000, b")" + b"\\x85" * 4_000_000):
     began = time.process_time()

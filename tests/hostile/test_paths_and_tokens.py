@@ -24,7 +24,6 @@ from starlette.testclient import TestClient
 
 from agent.base import result_store
 from agent.base.output import write_atomic
-from agent.http import serve
 from contracts.run_record import record_of
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import APIS, config_map, render
@@ -212,41 +211,3 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
     for token in (TOKEN.encode(), wrong.encode()):
         assert token not in output
         assert not any(token in answer for answer in answers)
-
-
-# --- names
-
-
-FOREIGN = (
-    "evil.example",
-    "localhost.evil.example",
-    "127.0.0.1.evil.example",
-    "",
-    "a@localhost",
-    "evil.example/localhost",
-)
-OWN = ("localhost", "localhost:9402", "127.0.0.1:9402", "[::1]:9402", "10.1.2.3", "topoflight.gpu-nodes:9402",
-       "topoflight-node.gpu-nodes.svc.cluster.local", "gpubox")  # fmt: skip
-
-
-def test_reads_under_a_foreign_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page whose name was bound to this address anew reads nothing; what needs a token is refused for want of one."""
-    monkeypatch.setenv("POD_NAMESPACE", "gpu-nodes")
-    client = agent(MACHINE, hosts=serve._names("0.0.0.0", {"node_name": None, "allowed_hosts": ("gpubox",)}))
-    for host in (*OWN, *FOREIGN):
-        for path in ("/", "/findings", "/metrics", "/openapi.json"):
-            status = client.get(path, headers={"Host": host}).status_code
-            assert status == (200 if host in OWN else 400), (host, path)
-        assert client.post("/preflight", headers={"Host": host}).status_code == 403, host
-
-
-def test_a_namespace_named_like_a_top_level_domain_opens_no_public_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """evil.dev may be bound to the agent's address; SERVICE.NAMESPACE.svc is no public name."""
-    wrong = []
-    for namespace in ("dev", "com", "app", "xn--p1ai", "local", "monitoring", "gpu-nodes", "topoflight", "ml2"):
-        monkeypatch.setenv("POD_NAMESPACE", namespace)
-        names = serve._names("0.0.0.0", {"node_name": None, "allowed_hosts": ()})
-        short = namespace in ("gpu-nodes", "topoflight", "ml2")
-        wrong += [(namespace, names)] * ((f"*.{namespace}" in names) != short or f"*.{namespace}.svc" not in names)
-        wrong += [(namespace, "service")] * (not short and f"topoflight.{namespace}" in names)
-    assert not wrong, wrong

@@ -29,7 +29,7 @@ from agent.jobs.slurm import SlurmError, job_files
 from collectives.search.coordinator import coordinate, read_journal
 from collectives.search.plan import SearchResult
 from collectives.search.rank import Place, connect, note_path
-from collectives.traces.states import NAME, RankState
+from collectives.traces.rank_files import NAME, RankState
 from contracts import plain
 from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name

@@ -25,9 +25,8 @@ from agent.cli.why import why
 from agent.jobs.script import monitored
 from agent.why import diagnosis, ranks
 from collectives.bench import processes
-from collectives.traces import calls, states, watchdog
-from collectives.traces.calls import Call, RankTrace
-from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState
+from collectives.traces import rank_files, watchdog
+from collectives.traces.rank_files import NAME, RANKS_FOLDER, Call, Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
 from contracts import plain, run_record
 from contracts.run_record import RunRecord
@@ -117,8 +116,8 @@ def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(
     states = {r: RankState(rank=r, host="h", boot="b", written=at, calls=1000) for r in rows}
     found = judge(RunFacts(traces=traces, states=states, world=3, now=at))
     assert found.ranks == named, found.line
-    lost = 0.03 / (0.03 + 0.047)  # what the others wait for rank 0 in each step, of the whole step
-    assert not named or abs((found.causes[0].cost or 0) - lost) < 0.1, found.causes[0].cost
+    # of each step of 0.077 s the others wait 0.03 s for rank 0
+    assert not named or " 3.9 s of 9.6 s " in found.causes[0].evidence[0], found.causes[0].evidence
 
 
 def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
@@ -158,7 +157,7 @@ def test_the_recorder_tells_how_long_a_call_took_on_the_gpu() -> None:
     rows = ((entry, None), (entry | looks, 0.3), (entry | looks | {"duration_ms": 250.0}, 0.25),
             (entry | {"duration_ms": True}, None), (entry | {"duration_ms": -1.0}, None))  # fmt: skip
     for row, seconds in rows:
-        (call,) = calls.read(json.dumps({"version": "2.10", "entries": [row]}).encode(), rank=0).calls
+        (call,) = rank_files.read(json.dumps({"version": "2.10", "entries": [row]}).encode(), rank=0).calls
         assert (call.seconds, call.is_ahead) == (seconds, True), row
 
 
@@ -182,7 +181,7 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
 @each_row(
     ("seconds", "resent", "state", "named", "words"),
     [
-        (25.0, 0, "fine", (), "rank 2 has not written since the others wait"),  # one call may hold Python's lock
+        (25.0, 0, "fine", (), "whether rank 2 entered is unknown"),  # one call may hold Python's lock
         (60.0, 0, "fine", (), "counts as a fault after 300 s"),
         (60.0, 20, "stuck", (2,), "no heartbeat for 65 s"),  # its host does not answer
         (310.0, 0, "stuck", (2,), "no heartbeat for 315 s"),
@@ -422,7 +421,7 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
 def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / NAME.format(rank=0)
     path.write_text(json.dumps(plain.write(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000))))))
-    assert [mark.calls for mark in states.read_state(path).marks] == list(range(936, 1000))
+    assert [mark.calls for mark in rank_files.read_state(path).marks] == list(range(936, 1000))
 
 
 def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
@@ -517,7 +516,7 @@ def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
         monitor.write(ended=True)
         monitor.write()
         end = "{}:{}".format(*client.getsockname())
-    state = states.read_state(monitor.folder / NAME.format(rank=0))
+    state = rank_files.read_state(monitor.folder / NAME.format(rank=0))
     assert state.ended and end in state.ends
 
 
@@ -559,7 +558,7 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
     used = {"--run", "--watch", "--limit", "--output", "--metrics"}
     others = [option for option in why.params if option.opts[-1] not in used]
     for option in others:
-        value = {"--flight-recorder": str(tmp_path), "--host": __file__}
+        value = {"--flight-recorder": str(tmp_path)}
         text = option.opts[-1]
         words = ["x"] if text == "logs" else [text, value.get(text, "7")]
         done = topoflight("why", "--watch", "--run", tmp_path, *words)
@@ -568,9 +567,9 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
 
 def test_the_monitor_writes_what_the_reader_reads() -> None:
     """It runs where nothing of this package is, so it has names of its own."""
-    assert rank_monitor.NODE_STATE == states.NODE and rank_monitor._answer_of("the rendezvous", "") == "connected"
+    assert rank_monitor.NODE_STATE == rank_files.NODE and rank_monitor._answer_of("the rendezvous", "") == "connected"
     assert (rank_monitor.RANKS_FOLDER, rank_monitor.STATE, rank_monitor.TRACE, rank_monitor.ASK) == (
-        states.RANKS_FOLDER, states.NAME, states.TRACE, states.ASK)  # fmt: skip
+        rank_files.RANKS_FOLDER, rank_files.NAME, rank_files.TRACE, rank_files.ASK)  # fmt: skip
     # a launcher marks its processes with a variable of another name, and would overwrite the folder
     assert processes.RUN_VARIABLE not in monitored({}, Path("run"))
 

@@ -10,7 +10,7 @@ import yaml
 from rigs.tables import each_row
 
 from agent.why import diagnosis
-from collectives.traces.states import read_stacks
+from collectives.traces.watchdog import read_stacks
 
 ROWS = yaml.safe_load(Path(__file__).with_name("why_logs.yaml").read_text(encoding="utf-8"))
 

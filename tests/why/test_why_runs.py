@@ -17,7 +17,7 @@ from rigs.tables import each_row
 from agent.jobs.script import monitored
 from agent.why import diagnosis
 from agent.why.ranks import of_run
-from collectives.traces.states import RankState
+from collectives.traces.rank_files import RankState
 from planner.why import RunFacts, judge
 
 pytestmark = pytest.mark.ranks

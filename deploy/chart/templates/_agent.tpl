@@ -17,8 +17,6 @@
 {{- $_ := set .pod.metadata "annotations" (merge (dict) .pod.metadata.annotations $values.podAnnotations) }}
 {{- with $values.networks }}{{ $_ := set $.pod.metadata.annotations "k8s.v1.cni.cncf.io/networks" . }}{{ end }}
 {{- with $values.driverPaths }}{{ $_ := set $agent "env" (append $agent.env (dict "name" "TOPOFLIGHT_DRIVER_PATHS" "value" (join ":" .))) }}{{ end }}
-{{- /* a name that is none of the pod's is refused */}}
-{{- with $values.monitoring.pageUrl }}{{ $_ := set $agent "args" (concat $agent.args (list "--allowed-host" (urlParse .).hostname)) }}{{ end }}
 {{- if $values.node.root }}
 {{- $_ := set $spec "volumes" (append $spec.volumes (dict "name" "host" "hostPath" (dict "path" "/" "type" "Directory"))) }}
 {{- $_ := set $agent "volumeMounts" (append $agent.volumeMounts (dict "name" "host" "mountPath" "/host" "readOnly" true)) }}

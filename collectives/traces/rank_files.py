@@ -1,8 +1,11 @@
-"""PyTorch's flight recorder: which collectives each rank has called, and how far they came.
+"""What each rank of a job leaves in files: its state, and the collectives that it has called.
 
-Specification: torch/csrc/distributed/c10d/FlightRecorder.hpp, dumps of version 2, as pickle (TORCH_NCCL_DUMP_ON_TIMEOUT
-writes `nccl_trace_rank_N`) and as JSON (`_dump_fr_trace_json`). The recorder of gloo leaves a call in the state
-"scheduled" and retires it when it is over; NCCL's retires what has timed out, too.
+finetune.rank_monitor writes the state every few seconds. It is plain JSON, so that any job may write it.
+
+Calls are those of PyTorch's flight recorder. Specification: torch/csrc/distributed/c10d/FlightRecorder.hpp, dumps of
+version 2, as pickle (TORCH_NCCL_DUMP_ON_TIMEOUT writes `nccl_trace_rank_N`) and as JSON (`_dump_fr_trace_json`). The
+recorder of gloo leaves a call in the state "scheduled" and retires it when it is over; NCCL's retires what has timed
+out, too.
 """
 
 from __future__ import annotations
@@ -17,8 +20,81 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
-from collectives.traces.states import TRACE, RankState
 from contracts import bounded, plain
+
+RANKS_FOLDER = "ranks"  # of a run's folder
+NAME = "state_rank_{rank}.json"
+NODE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
+FIRST = "first.json"  # of torchrun on the one node of a job: the rank that failed first
+TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
+ASK = "dump"  # touching this file requests a dump
+MOST_STATE_BYTES = 1 << 20
+MOST_MARKS = 64  # 4 KB; if there are more, every second one is dropped
+
+
+class RankFileError(ValueError):
+    """A file of a rank cannot be read; the message names it, and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """The progress of a rank at one time."""
+
+    at: float = 0.0  # Unix seconds
+    calls: int = 0
+    samples: dict[str, int] = field(default_factory=dict)
+    moving: dict[str, int] = field(default_factory=dict)  # as of the state, so far
+    unsent: dict[str, int] = field(default_factory=dict)  # as of the state, so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """One rank at one time; None and empty mean "not reported"."""
+
+    rank: int = -1
+    world_size: int | None = None
+    host: str | None = None
+    gpu: int | None = None  # CUDA's number on this host
+    pid: int | None = None
+    started: int | None = None  # of the process, in clock ticks since the boot (proc(5)): a pid alone may be reused
+    boot: str | None = None  # boot_id of the kernel
+    pid_namespace: str | None = None  # that `pid` is of, as /proc/self/ns/pid names it
+    written: float = 0.0  # Unix seconds
+    asked: str = ""  # address of the rendezvous, while the rank has not met the others there
+    answer: str = ""  # "connected" to its port, "closed": no longer, "unresolved" where its name is not known
+    phase: str | None = None  # by the main thread's stack: collective, compute, data, save, evaluate, compile
+    since: float | None = None  # Unix seconds: in this phase without a break
+    where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
+    own: tuple[str, ...] = ()  # of these, the frames of the user's own code
+    usual: tuple[str, ...] = ()  # lines of the user's code that are seen in ordinary steps, or that call those
+    cpu_share: float | None = None  # share of one CPU that the main thread has used since the last write
+    is_active: bool = False  # since then the process has read or written, or a child of it has used the CPU
+    samples: dict[str, int] = field(default_factory=dict)  # number of samples since the start, by phase
+    moving: dict[str, int] = field(default_factory=dict)  # of these, with a new collective since the previous one
+    calls: int = 0  # collectives called so far, all groups
+    marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    addresses: tuple[str, ...] = ()  # of this host's interfaces
+    ends: tuple[str, ...] = ()  # local ends of this process's connections: "10.0.0.1:4711"
+    unsent: dict[str, int] = field(default_factory=dict)  # samples in which bytes to this address waited to be sent
+    resent: dict[str, int] = field(default_factory=dict)  # ... had to be sent again
+    held: dict[str, int] = field(default_factory=dict)  # of either kind, since the last call
+    ended: bool = False  # the process has ended, and has written that
+    error: str | None = None  # the exception that ended it
+
+
+def read_state(path: Path) -> RankState:
+    """Read the state in a file. Raises RankFileError."""
+    try:
+        state = plain.read(plain.loads(bounded.read_text(path, MOST_STATE_BYTES), unknown_numbers=True), RankState)
+    except (OSError, ValueError) as error:
+        raise RankFileError(f"{path}: {error}") from None
+    if state.rank < 0:
+        raise RankFileError(f"{path}: must hold `rank`")
+    return replace(state, marks=state.marks[-MOST_MARKS:])
+
+
+# The flight recorder -------------------------------------------------------------------------------------------------
 
 MOST_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
 MOST_CALLS = 20_000  # kept of one rank, the newest
@@ -27,10 +103,6 @@ MOST_FILES = 8192
 _FRAMES = 8
 UNNAMED = "a collective"  # a call whose kind nobody tells
 R = TypeVar("R", "RankTrace", RankState)
-
-
-class TraceError(ValueError):
-    """A dump that cannot be read; names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +166,17 @@ _RANK = re.compile(r"(?<!\d)(\d{1,6})(?:\.\w{1,8})?$")
 
 
 def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
-    """One dump. Raises TraceError."""
+    """One dump. Raises RankFileError."""
     where = source or f"rank {rank}"
     try:
         found = plain.loads(raw, unknown_numbers=True) if raw.lstrip()[:1] == b"{" else unpickle(raw)
     except (plain.PlainError, PickleError, UnicodeDecodeError) as error:
-        raise TraceError(f"{where}: no dump of a flight recorder: {error}") from None
+        raise RankFileError(f"{where}: no dump of a flight recorder: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("entries", []), list) or "version" not in found:
-        raise TraceError(f"{where}: no dump of a flight recorder: must hold `version` and `entries`")
+        raise RankFileError(f"{where}: no dump of a flight recorder: must hold `version` and `entries`")
     version = str(found["version"]) if isinstance(found["version"], str | float) else ""
     if not version.startswith("2."):
-        raise TraceError(f"{where}: a dump of version {version[:20] or '?'}: 2 is read")
+        raise RankFileError(f"{where}: a dump of version {version[:20] or '?'}: 2 is read")
     entries = [one for one in found.get("entries", [])[-MOST_CALLS:] if isinstance(one, dict)]
     config = found.get("pg_config")
     members = {
@@ -197,12 +269,12 @@ def _frame(one: Mapping[str, Any]) -> str:
 
 
 def read_file(path: Path) -> RankTrace:
-    """The dump in a file, whose name ends in the rank's number. Raises TraceError and OSError."""
+    """The dump in a file, whose name ends in the rank's number. Raises RankFileError and OSError."""
     rank = int(_RANK.findall(path.name)[0])
     try:
         trace = read(bounded.read(path, MOST_BYTES), rank=rank, source=str(path))
     except bounded.TooLargeError as error:
-        raise TraceError(f"{path}: {error}") from None
+        raise RankFileError(f"{path}: {error}") from None
     # the time of a file that this job keeps up to date; of one that was copied here it would say nothing
     at = path.stat().st_mtime
     return replace(trace, taken=at if path.name == TRACE.format(rank=rank) else None, written=at)

@@ -1,0 +1,553 @@
+"""Calls that do not move: who waits in which collective, for whom, and the rank, link or mismatch that is the cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf, prod
+from statistics import NormalDist
+
+from collectives.traces.rank_files import UNNAMED, Call, RankTrace
+from planner.why.facts import (
+    CONFIDENCE,
+    ENDED,
+    EXPLAINS,
+    LONGER,
+    LOOK_SECONDS,
+    MOST_RANKS,
+    STALL_SECONDS,
+    START_CALLS,
+    Activity,
+    Cause,
+    RunFacts,
+    Verdict,
+    cause_named,
+    not_yet,
+    ranks_of,
+)
+
+NEWER_SECONDS = 3.0  # ranks asked for a dump write it within two polling intervals of each other
+_SAME_CALL = "Make every rank of the group call the same collectives, in the same order."
+
+
+@dataclass(slots=True, kw_only=True)
+class Wait:
+    """A rank that waits in a call, and the known state of the members of its group."""
+
+    call: Call
+    seconds: float  # so far, by its own clock
+    ago: float  # seconds from its beginning to the newest file of any rank
+    size: int | None = None  # of the group
+    here: set[int] = field(default_factory=set)  # ranks that have entered the call, including this one
+    missing: set[int] = field(default_factory=set)  # ranks that have not entered it
+    unseen: set[int] = field(default_factory=set)  # ranks that no source shows
+
+    @property
+    def is_met(self) -> bool:
+        """Return whether the whole group has entered the call and stays in it for as long as a stall."""
+        is_long = self.call.created is None or self.seconds >= STALL_SECONDS
+        return len(self.here) == self.size and not self.missing and is_long
+
+
+def describe(call: Call) -> str:
+    """ "all_reduce of [8] Float, number 12 of group 0"."""
+    number = f"number {call.number}" if call.number else "without a number"
+    return f"{call.words}, {number} of group {call.group}" if call.group else f"{call.words}, {number}"
+
+
+class BlockedCalls:
+    """Each rank's oldest unfinished call, the ranks that others wait for there, and what these do."""
+
+    def __init__(self, facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> None:
+        self.facts, self.traces, self.source = facts, traces, source
+        self.mismatches: list[Cause] = []
+        self.waits: dict[int, Wait] = {}
+        for rank, trace in traces.items():
+            # as a rank ended that had lost a peer, the recorder has retired the call that it was in
+            last = trace.calls[-1] if trace.calls and rank in facts.lost_a_peer else None
+            call = next((one for one in trace.calls if not one.done), last)
+            if call is not None and not facts.has_moved_on(rank) and not self._is_over(rank, call):
+                self.waits[rank] = self._wait(rank, call)
+        self._shorten_waits_for_the_last()
+        self.age = max((wait.seconds for wait in self.waits.values()), default=0.0)  # seconds of the longest wait
+        self.mismatches += self._find_mismatches()
+        late = self._find_late()
+        # in a call that all ranks of the group have come to
+        self.met = {rank for rank, wait in self.waits.items() if rank not in late and wait.is_met
+                    and not any(self._is_elsewhere(other, wait.call) for other in wait.here)}  # fmt: skip
+        together = {rank: wait for rank, wait in self.waits.items() if not wait.call.p2p}
+        begun = {(wait.call.group, wait.call.number) for wait in together.values() if wait.call.started}
+        # in a call that the other GPUs have begun, and theirs have not
+        self.held = {rank for rank, wait in together.items()
+                     if not wait.call.started and (wait.call.group, wait.call.number) in begun}  # fmt: skip
+        # in a call that all have come to, and all others have left: calls are made ahead of the GPU, so a rank whose
+        # GPU fails has called what the others wait in
+        self.left = {rank for rank, wait in together.items()
+                     if wait.is_met and not traces[rank].partial and len(wait.here) > 1
+                     and all(self._has_left(other, rank) for other in wait.here - {rank})}  # fmt: skip
+        for found in (self.held, self.left):
+            if len(found) >= len(self.waits) / 2:  # a majority does not block itself
+                found.clear()
+        self.roots = late | self.held | self.left  # ranks that others wait for and that wait for no rank
+        self.what = {rank: self._activity(rank) for rank in self.roots}
+        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED}
+        ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
+        self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
+        if self.first is not None and not (self.decisive or self.first in self.waits):
+            self.first = None
+        if self.first is not None:  # the others ended after it, or were terminated
+            self.decisive, self.what[self.first] = {self.first}, facts.end_of(self.first)
+            self.roots.add(self.first)
+        self.waiting = tuple(sorted(rank for rank in self.waits if rank not in self.roots))
+        by_file = not facts.states and any(one.written and not one.taken for one in traces.values())
+        age = f", for {self.age:.0f} s" + by_file * " by the dumps' file times" if self.age > 0 else ""
+        self.wait = f"{source}: {self._describe(self.waiting)}{age}"
+
+    # Who waits for whom ----------------------------------------------------------------------------------------------
+
+    def _wait(self, rank: int, call: Call) -> Wait:
+        """A rank's wait, with the members of its group sorted into those that have come, have not, and the unknown.
+
+        The time is by the rank's own clock where its own file says when it last wrote. A dump by PyTorch alone is
+        written once a call has timed out; the file's time is then the end of the wait.
+        """
+        trace, began = self.traces[rank], call.created or self._last_written(rank)
+        wait = Wait(call=call, seconds=self._last_written(rank) - began, ago=self._ago(rank, began), here={rank})
+        named = self._members(rank, call.group)
+        callers = {other for other, one in self.traces.items() if call.group and one.has_called_in(call.group)}
+        inside = named or callers
+        if call.p2p:
+            inside = {rank, sorted(named)[call.peer]} if call.peer is not None and call.peer < len(named) else {rank}
+        wait.size = 2 if call.p2p else len(named) if named else trace.sizes.get(call.group)
+        for other in inside - {rank}:
+            came = self._has_come(other, rank, wait)
+            (wait.here if came else wait.unseen if came is None else wait.missing).add(other)
+            match = self._find_other_end(rank, call, other) if call.p2p and call.op == "send" and came else None
+            if match and call.sizes and match.sizes and _lengths(call) != _lengths(match):  # which is wrong is unknown
+                self.mismatches.append(cause_named("unequal", sender=rank, sent=call.words, receiver=other,
+                                                   received=match.words))  # fmt: skip
+        return wait
+
+    def _last_written(self, rank: int) -> float:
+        """Return when a rank last wrote, by its own clock."""
+        state, trace, facts = self.facts.states.get(rank), self.traces.get(rank), self.facts
+        return state.written if state else trace.written if trace and trace.written and not facts.states else facts.now
+
+    def _ago(self, rank: int, at: float) -> float:
+        """Return the seconds from a time by a rank's clock to the newest file of any rank."""
+        return self.facts.ages.get(rank, 0.0) + self._last_written(rank) - at
+
+    def _members(self, rank: int, group: str) -> set[int]:
+        """Return the ranks of a rank's group, if a source names them; the default group has all. Empty: unknown."""
+        trace, state = self.traces[rank], self.facts.states.get(rank)
+        if ranks := trace.groups.get(group) or (state.groups.get(group) if state else None):
+            return set(ranks)
+        world = self.facts.world or 0
+        return set(range(world)) if trace.names.get(group) == "default_pg" and world <= MOST_RANKS else set()
+
+    def _has_come(self, other: int, rank: int, wait: Wait) -> bool | None:
+        """Whether a rank has entered a rank's call; None if no source shows it. A log without it proves nothing."""
+        call, facts, trace, state = wait.call, self.facts, self.traces.get(other), self.facts.states.get(other)
+        # what a rank wrote before the wait began says nothing of the wait
+        is_old = rank in facts.states and state is not None and facts.ages.get(other, 0.0) > wait.ago
+        if call.p2p:
+            posted = self._find_other_end(rank, call, other) is not None
+            return True if posted else None if trace is None or trace.partial or is_old else False
+        # its file counts the calls of all groups: more of them say nothing where there are several groups
+        if trace is None:
+            if state is None or len(state.groups or {"": ()}) != 1 or is_old:
+                return None
+            return state.calls >= call.number if state.calls else False
+        newest = trace.newest_in(call.group)
+        if trace.partial and call.group not in trace.enqueued:
+            return True if call.group and newest >= call.number else None
+        if newest < call.number and state is not None and facts.has_moved_on(other):
+            if [*trace.enqueued] != [call.group]:
+                return None
+            newest = state.calls
+        return newest >= call.number or (None if is_old else False)
+
+    def _find_other_end(self, rank: int, call: Call, other: int) -> Call | None:
+        """Return the open receive or send of a peer that matches a rank's call.
+
+        Each rank numbers its own sends and receives, so a pair is matched by its ends, first to first.
+        """
+        trace = self.traces.get(other, RankTrace(rank=other))
+        inside = trace.groups.get(call.group, ())
+        mine = inside.index(rank) if rank in inside else rank
+        ends = (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == mine)
+        return next((one for one in ends if one.op != call.op), None)
+
+    def _is_over(self, rank: int, call: Call) -> bool:
+        """Whether another rank, which has written since this one did, has left the call: this wait is an old one."""
+        ages = self.facts.ages
+        return not call.p2p and any(
+            ages.get(rank, 0.0) > ages.get(other, 0.0) + NEWER_SECONDS and trace.newest_in(call.group) > call.number
+            and trace.has_left(call)
+            for other, trace in self.traces.items() if other != rank
+        )  # fmt: skip
+
+    def _shorten_waits_for_the_last(self) -> None:
+        """A call that all have entered can proceed only after the last rank came: from then on its time counts."""
+        entered: dict[tuple[str, int, bool], dict[int, float]] = {
+            (wait.call.group, wait.call.number, wait.call.p2p): {}
+            for wait in self.waits.values() if len(wait.here) == wait.size and wait.call.created
+        }  # fmt: skip
+        for rank, trace in self.traces.items():
+            for one in trace.calls:  # a rank may have left it
+                if one.created and (one.group, one.number, one.p2p) in entered and not (one.p2p and one.done):
+                    entered[one.group, one.number, one.p2p][rank] = self._ago(rank, one.created)
+        for wait in self.waits.values():
+            if len(wait.here) == wait.size and wait.call.created:
+                times = entered[wait.call.group, wait.call.number, wait.call.p2p]
+                wait.seconds = min(wait.seconds, *(times.get(other, inf) for other in wait.here))
+
+    def _find_late(self) -> set[int]:
+        """Return ranks that others wait for and that wait for nobody; none of a cycle.
+
+        A rank that still waits in an earlier call of the same group, which the others have left, is behind them.
+        """
+
+        def is_earlier(rank: int) -> bool:
+            mine, others = self.waits[rank].call, (wait.call for wait in self._waits_for(rank))
+            return all(one.group == mine.group and one.number > mine.number for one in others)
+
+        wanted = {rank for wait in self.waits.values() for rank in wait.missing}
+        return {rank for rank in wanted
+                if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
+
+    def _waits_for(self, rank: int) -> list[Wait]:
+        """Return the waits for a rank, in the order of the waiting ranks."""
+        return [wait for _, wait in sorted(self.waits.items()) if rank in wait.missing]
+
+    def _has_left(self, other: int, rank: int) -> bool:
+        """Whether a rank has left a rank's call, by a dump that is not newer than that rank's."""
+        trace, mine = self.traces.get(other), self.traces[rank]
+        if trace is None or (trace.taken and mine.taken and trace.taken > mine.taken + 1):
+            return False
+        return trace.has_left(self.waits[rank].call)
+
+    def _is_elsewhere(self, other: int, call: Call) -> bool:
+        """Whether a rank waits in another call of the group, before this one or past it, by a log."""
+        if other not in self.waits or not self.traces[other].partial:
+            return False
+        its = self.waits[other].call
+        return its.group == call.group and its.number != call.number
+
+    def _activity(self, rank: int) -> Activity:
+        """What a rank does that others wait for: by its calls if it waits itself, else by its own file or its calls."""
+        facts = self.facts
+        if rank in self.waits:
+            mine = describe(self.waits[rank].call)
+            if rank in self.held:
+                return Activity("gpu", f"has called {mine}, and its GPU has not begun it: work before it still runs")
+            kind = "gpu" if rank in self.left else "unknown"
+            return Activity(kind, f"is still in {mine}, which the others have finished")
+        waits = self._waits_for(rank)
+        if rank in facts.states or rank in facts.processes or rank in facts.stacks:
+            longest = max((wait.ago for wait in waits if wait.call.created), default=None)
+            begun = self._last_written(rank) + facts.ages.get(rank, 0.0) - longest if longest is not None else 0.0
+            return facts.since_wait_began(rank, begun)
+        call, trace = waits[0].call, self.traces[rank]
+        last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
+        newest = trace.enqueued.get(call.group) or (last.number if last else 0)
+        since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
+        where = f", from {last.frames[0]}" if last and last.frames else ""
+        return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
+
+    def _describe(self, waiting: Sequence[int]) -> str:
+        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0; rank 3 waits in ..."."""
+        rows: dict[str, list[int]] = {}
+        for rank in waiting:
+            rows.setdefault(describe(self.waits[rank].call), []).append(rank)
+        most = sorted(rows.items(), key=lambda row: -len(row[1]))[:4]
+        return "; ".join(f"{ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} in {where}" for where, ranks in most)
+
+    # The verdict -----------------------------------------------------------------------------------------------------
+
+    def verdict(self) -> Verdict | None:
+        """Return the verdict; None if nothing is stuck, or if this source does not show why."""
+        facts = self.facts
+        if not self.waits or not (self.decisive or self.mismatches or self._has_stalled()):
+            return None
+        if self.mismatches and not any(one.kind == "stopped" for one in self.what.values()):
+            failed = any(state.ended and state.error for state in facts.states.values())
+            return facts.verdict("failed" if failed else "stuck", *self.mismatches, waiting=self.waiting)
+        gone = {rank for rank, one in self.what.items() if one.kind == "gone"}
+        if self.first is None and (len(gone) > 1 or gone & facts.lost_a_peer):
+            return None  # the errors of these ranks decide which of them was first
+        if not self.roots:
+            return self._without_root()
+        if (early := self._too_early()) is not None:
+            return early
+        if not self.decisive and self.roots <= set(self.waits) - self.held and self._resends():
+            behind = self.waits[min(self.roots)]  # all have come to the call that these are still in: not late
+            message = f"{ranks_of(sorted(self.roots))}: still in {describe(behind.call)}"
+            cause = network(facts, "transfers no data", self.wait, message, between=sorted(behind.here))
+            return facts.verdict("stuck", cause, waiting=tuple(sorted(self.waits)))
+        return self._named(self.decisive or self.roots)
+
+    def _has_stalled(self) -> bool:
+        """Whether the longest wait is a stall; a watchdog has waited before it wrote, and dumps may tell no time."""
+        usual = max((_longest_pause(self.traces[rank], wait.call) for rank, wait in self.waits.items()), default=0.0)
+        untimed = not any(trace.taken or trace.written for trace in self.traces.values()) and not self.facts.states
+        return (
+            self.source != "flight recorder"
+            or self.age >= max(STALL_SECONDS, LONGER * usual)
+            or (untimed and any(wait.missing for wait in self.waits.values()))
+        )
+
+    def _named(self, ranks: set[int]) -> Verdict:
+        """Return the verdict that names the ranks that others wait for, except those that may take longer."""
+        facts, what = self.facts, self.what
+        if all(facts.is_paused(rank) for rank in ranks) and self.age < STALL_SECONDS:
+            rows = [f"rank {rank}: {what[rank].words}; {self.wait}" for rank in sorted(ranks)]
+            return not_yet(rows, STALL_SECONDS, self.waiting)
+        named = sorted(rank for rank in ranks if self.age >= what[rank].grace or what[rank].kind in ENDED)
+        causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
+        failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
+        return facts.verdict("failed" if failed else "stuck", *causes, waiting=self.waiting)
+
+    def _too_early(self) -> Verdict | None:
+        """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
+        patient = {
+            rank: one for rank, one in self.what.items()
+            if self.age < one.grace and one.kind not in ENDED and rank not in self.decisive
+        }  # fmt: skip
+        if not patient or len(patient) < len(self.what):
+            return None
+        if self.facts.gave_up:
+            is_long = all(one.grace >= self.facts.limit for one in patient.values())
+            return self.facts.timeout_too_short(patient, self.wait, self.waiting) if is_long else None
+        rows = [f"rank {rank} {one.words}; {self.wait}" for rank, one in sorted(patient.items())]
+        return not_yet(rows, max(one.grace for one in patient.values()), self.waiting)
+
+    def _resends(self) -> bool:
+        """Whether, since the calls stand still, a rank's bytes to another host wait, and some had to be sent again.
+
+        Nothing answers there. For a rank that only does not read, its kernel still answers.
+        """
+        states = self.facts.states.values()
+        owners = {address: state.host for state in states for address in state.addresses}
+        return any(
+            state.held[address] and state.resent.get(address) and owners.get(address, address) != state.host
+            for state in states for address in state.held
+        )  # fmt: skip
+
+    def _without_root(self) -> Verdict:
+        """All of a group are in a call that does not move; groups wait for each other; or who is missing is unknown."""
+        facts, waits = self.facts, self.waits
+        self.what = {rank: facts.activity(rank) for rank in facts.states}
+        if stopped := {rank for rank, one in self.what.items() if one.kind == "stopped"}:
+            return self._named(stopped)
+        # a count of calls does not tell which call it is: the dumps of these ranks are about to come
+        counted = sorted({one for wait in waits.values() for one in wait.here if facts.has_moved_on(one)})
+        elsewhere = [one for one in counted if self.what[one].kind != "collective"]
+        if elsewhere or (counted and self.age < 2 * STALL_SECONDS):
+            return not_yet([f"{ranks_of(counted)} have called more than their dumps show; {self.wait}"],
+                           facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
+        if self.met:
+            wait = waits[min(self.met)]
+            inside = sorted(wait.here)
+            message = f"{ranks_of(inside)} are all in {describe(wait.call)}, which does not progress"
+            cause = network(facts, "transfers no data", self.wait, message, between=inside)
+            return facts.verdict("stuck", cause, waiting=self.waiting)
+        if circle := self._find_circle():
+            lines = tuple(
+                f"rank {rank} waits in {waits[rank].call.words} of group {waits[rank].call.group} for "
+                f"{ranks_of(sorted(waits[rank].missing))}"
+                for rank in circle
+            )
+            return facts.named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
+        unseen = sorted({rank for wait in waits.values() for rank in wait.unseen} - set(waits))
+        what = {rank: one for rank, one in self.what.items() if rank in unseen and one.kind != "gone"}
+        if mute := {rank for rank, one in what.items() if one.kind == "silent" and self.age >= one.grace}:
+            return self._named(mute)
+        rest = f"whether {ranks_of(unseen)} entered is unknown"
+        if unseen and len(what) == len(unseen) and self.age < facts.limit and not facts.gave_up:
+            return not_yet([f"{rest}; {self.wait}"], facts.limit, self.waiting)
+        numbers: dict[str, set[int]] = {}
+        for wait in waits.values():
+            if wait.call.group and not wait.call.p2p:
+                numbers.setdefault(wait.call.group, set()).add(wait.call.number)
+        apart = [
+            f"some have left number {min(here)} of group {group}, and wait in number {max(here)}: calls that do not "
+            f"match, or a GPU that hangs in number {min(here)}"
+            for group, here in numbers.items() if len(here) > 1
+        ]  # fmt: skip
+        evidence = tuple(dict.fromkeys((self.wait, *apart)))[:4]
+        return facts.named("rank_unknown", waiting=self.waiting, waits=self._describe(self.waiting), evidence=evidence,
+                           rest=rest if unseen else "the rank that has not entered is unknown")  # fmt: skip
+
+    def _find_circle(self) -> tuple[int, ...]:
+        """Return the ranks of a cycle, each of which waits for another of them."""
+        inside = {rank for rank, wait in self.waits.items() if wait.missing}
+        while any(not self.waits[rank].missing & inside for rank in inside):
+            inside = {rank for rank in inside if self.waits[rank].missing & inside}
+        return tuple(sorted(inside))
+
+    def _find_mismatches(self) -> Iterator[Cause]:
+        """The oldest call of each group that a rank waits in, and the ranks that called something else there.
+
+        Logs of releases before 2.3 name no group: calls of one number that differ are shown, but no rank is named.
+        """
+        oldest: dict[tuple[str, tuple[int, ...]], int] = {}
+        for rank, wait in self.waits.items():
+            if not wait.call.p2p:
+                key = wait.call.group, tuple(self.traces[rank].groups.get(wait.call.group, ()))
+                oldest[key] = min(wait.call.number, oldest.get(key, wait.call.number))
+        for (group, members), number in oldest.items():
+            rows = {
+                rank: call for rank, trace in self.traces.items() for call in trace.calls
+                if call.group == group and call.number == number and not call.p2p and call.op != UNNAMED
+                and tuple(trace.groups.get(group, ())) == members
+            }  # fmt: skip
+            kinds = {signature(call) for call in rows.values() if call.sizes}  # a line may be cut before its sizes
+            if len(kinds) < 2 and len({call.op for call in rows.values()}) < 2:
+                continue
+            sizes = [size for rank in rows if rank in self.waits and (size := self.waits[rank].size)]
+            known = max(sizes, default=len(members) or self.facts.world or len(rows))
+            yield mismatch(rows, size=known if group else None)
+
+
+def _longest_pause(trace: RankTrace, until: Call) -> float:
+    """Return the longest pause in seconds between earlier calls, but the first: they wait for the last to start."""
+    times = [call.created for call in trace.calls if until.created and call.created and call.record < until.record]
+    return max((b - a for a, b in pairwise(times[START_CALLS:])), default=0.0)
+
+
+# The network ----------------------------------------------------------------------------------------------------------
+
+
+def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:
+    """The cause if all ranks have entered the call: a link or a node, by the pairs of hosts whose bytes wait.
+
+    `between` are in a call that does not move; for others the looks from `since` on count, Unix seconds: before it,
+    the network was as it should be. A link or a node is named only where more looks saw bytes wait there than
+    elsewhere, by more than looks differ by chance.
+    """
+    pairs = _count_backlog(facts, between, since)
+    inside = set(between or range(facts.world or 0))
+    here = {facts.host(rank) or "?" for rank in inside}
+    if inside == set(facts.states) and len(here) == 1 and here != {"?"} and not pairs:
+        return cause_named("one_host", what=what, host=min(here), nodes=tuple(here), evidence=evidence)
+    hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
+    if len(hosts) == 2:  # only these two are in the call that does not move
+        pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})
+    rows = (*evidence, *(f"{a} to {b}: bytes wait to be sent in {n} samples" for (a, b), n in pairs.most_common(6)))
+    links: Counter[frozenset[str]] = Counter()
+    for pair, n in pairs.items():
+        links[frozenset(pair)] += n
+    if len(hosts) == 2:  # there is no other link, though it may be that no look saw bytes wait
+        return _link(hosts, 1.0, what, rows)
+    total, looks = links.total(), max(pairs.values(), default=0)
+    if not total or len(facts.states) < 2:
+        return cause_named("network", what=what, evidence=rows)
+    (link, most), *rest = links.most_common(2)
+    odds = _odds(most, rest[0][1] if rest else 0) if most / total >= EXPLAINS else 0.0
+    if odds >= 1:
+        return _link(sorted(link), most / total, what, rows)
+    by_host = Counter({host: sum(n for link, n in links.items() if host in link) for host in frozenset().union(*links)})
+    (host, touched), (second, _) = by_host.most_common(2)
+    others = sorted(frozenset().union(*(link for link in links if host in link)) - {host})
+    elsewhere = sum(n for link, n in links.items() if second in link and host not in link)
+    own = touched - links[frozenset((host, second))]
+    odds_of_node = _odds(own, elsewhere) if touched / total >= EXPLAINS else 0.0
+    if len(others) > 1 and odds_of_node >= 1:
+        return cause_named("node", host=host, what=what, others=", ".join(others), nodes=(host,),
+                           share=touched / total, evidence=rows)  # fmt: skip
+    if 0 < (best := max(odds, odds_of_node)) < 1:
+        rows = (*rows, "which link it is cannot be distinguished yet; if this goes on, it can be in about "
+                       f"{max(1.0, looks * LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
+    return cause_named("network", what=what, evidence=rows)
+
+
+def _link(hosts: Sequence[str], share: float, what: str, rows: tuple[str, ...]) -> Cause:
+    return cause_named("link", one=hosts[0], other=hosts[1], what=what, nodes=tuple(hosts), share=share, evidence=rows)
+
+
+def _count_backlog(facts: RunFacts, between: Sequence[int], since: float) -> Counter[tuple[str, str]]:
+    """By pair of hosts, from and to: looks at which bytes waited to be sent."""
+    pairs: Counter[tuple[str, str]] = Counter()
+    owners = {address: state.host or "?" for state in facts.states.values() for address in state.addresses}
+    for state in facts.states.values():
+        old = next((mark.unsent for mark in reversed(state.marks) if mark.at <= since), {})
+        looks = state.held if between else {one: n - old.get(one, 0) for one, n in state.unsent.items()}
+        for address, times in looks.items():
+            if times > 0 and state.host and (there := owners.get(address, address)) != state.host:
+                pairs[state.host, there] += times
+    return pairs
+
+
+def _odds(looks: int, others: int) -> float:
+    """How far two counts of looks differ, as the square of the share of the margin: 1 is distinguishable.
+
+    Counts of rare looks scatter by their square root (Poisson); the margin holds for a run with CONFIDENCE.
+    """
+    if looks <= others:
+        return 0.0
+    return (looks - others) ** 2 / (NormalDist().inv_cdf(CONFIDENCE) ** 2 * (looks + others))
+
+
+# Calls that do not match ----------------------------------------------------------------------------------------------
+
+_ALIKE = ("all_reduce", "allreduce", "_allgather_base", "_all_gather_base", "all_gather", "reduce_scatter", "broadcast",
+          "_reduce_scatter_base", "reduce", "allgather", "coalesced all_gather", "gather")  # fmt: skip
+
+
+def _lengths(call: Call) -> tuple[object, ...]:
+    return (*(prod(one) for one in call.sizes), call.dtypes)
+
+
+def signature(call: Call) -> tuple[object, ...]:
+    """Return the properties of a call that must be equal on all ranks of a group."""
+    return (call.op, *(_lengths(call) if call.op.lower() in _ALIKE else ()))
+
+
+def odd_of_all(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
+    """The one rank that gloo ended by the sizes of its call, if all others of the job were alike in their last call."""
+    last = {rank: trace.calls[-1] for rank, trace in facts.traces.items() if trace.calls and rank not in ranks}
+    alike = {(call.group, call.number, signature(call)) for call in last.values()}
+    if len(ranks) != 1 or len(alike) != 1 or not 1 < len(last) == (facts.world or 0) - 1:
+        return None
+    evidence = tuple(f"rank {rank}: {describe(call)}" for rank, call in sorted(last.items()))[:8]
+    others, call = ranks_of(sorted(last)), next(iter(last.values()))
+    words = f"{ranks_of(ranks)} calls another size or another collective than {others} in {describe(call)}"
+    return Cause(code="call.size", message=words, ranks=ranks, evidence=(*evidence, facts.log.cut_short),
+                 action=_SAME_CALL)  # fmt: skip
+
+
+def mismatch(rows: Mapping[int, Call], *, size: int | None) -> Cause:
+    """The ranks of a group of `size` whose calls differ; a rank is named only where most of the group differ from it.
+
+    Without such a majority none is named. A size of None says that the group is not known.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for rank, call in sorted(rows.items()):
+        kinds.setdefault(signature(call), []).append(rank)
+    usual = max(kinds.values(), key=len)
+    odd = [rank for rank in sorted(rows) if rank not in usual]
+    mine, other = rows[odd[-1]], rows[usual[0]]
+    code, what = ("call.size", "other sizes") if mine.op == other.op else ("call.other", "another collective")
+    evidence = tuple(
+        f"rank {rank}: {describe(call)}" + (f", from {call.frames[0]}" if call.frames else "")
+        for rank, call in sorted(rows.items())
+    )[:8]
+    if size is not None and len(usual) > size / 2:
+        verb = f"call{'s' if len(odd) == 1 else ''}"
+        words = f"{ranks_of(odd)} {verb} {what}: {mine.words}, where the others call {other.words}"
+        return Cause(code=code, message=words, ranks=tuple(odd), evidence=evidence, action=_SAME_CALL)
+    by_kind: dict[str, list[int]] = {}
+    for rank, call in sorted(rows.items()):
+        by_kind.setdefault(call.words, []).append(rank)
+    each = ", ".join(f"{ranks_of(ranks)} call{'s' if len(ranks) == 1 else ''} {k}" for k, ranks in by_kind.items())
+    rest = "; there is no majority, so it is unknown which of them is wrong"
+    if size is None:
+        rest = "; the log names no process group, so they may be of different groups"
+    elif len(rows) < size <= MOST_RANKS:
+        absent = [rank for rank in range(size) if rank not in rows] if size > max(rows) else []
+        rest = f"; the calls of {ranks_of(absent) if absent else 'other ranks'} are not known"
+    words = f"{ranks_of(sorted(rows))} disagree: {each}{rest}"
+    return Cause(code=code, message=words, evidence=evidence, action=_SAME_CALL)
