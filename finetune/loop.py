@@ -187,7 +187,7 @@ class Trainer:
                 if config.save_strategy == "epoch":
                     self.save(place)
                 self.recorder.write()
-        self.recorder.profile(profiler.result)  # the run ended among the profiled steps
+        self.recorder.found = profiler.result  # the run may have ended among the profiled steps
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
         self.recorder.find_fullest_rank()
@@ -223,12 +223,13 @@ class Trainer:
         if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
-            now, communication = self.recorder.measured(), self.recorder.record.communication
+            now, found = self.recorder.measured(), self.recorder.found
             self.recorder.log(step, {
                 "loss": done.loss, "learning_rate": done.rate, "grad_norm": done.norm,
                 "seconds": self.recorder.seconds[-1], "tokens_per_second": pace, "epoch": float(place.epoch),
                 "mfu": now.mfu, "memory_bytes": now.memory_bytes,
-                "communication_share": communication.share if communication else None,  # from the profiled steps on
+                # from the profiled steps on
+                "communication_share": found.communication.share if found and found.communication else None,
             })  # fmt: skip
             runs.print_once(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
         if done.stop:

@@ -179,20 +179,11 @@ class Recorder:
         if self.device.type == "cuda" and len(self.losses) == WARM_UP - 1:
             torch.cuda.empty_cache()  # what loading has left reserved is not what a step needs
             torch.cuda.reset_peak_memory_stats(self.device)
-        if found is not self.found:
-            self.profile(found)
+        self.found = found
         if len(self.seconds) < MAX_STEPS:
             self.seconds.append(seconds)
         self.losses.append(loss)
         self.tokens += tokens
-
-    def profile(self, found: Profiled | None) -> None:
-        """Store what the profiler found, related to the steps so far."""
-        if found:
-            self.found, counted = found, self.counted_steps()
-            shown = parts.without_profiler(found, statistics.median(counted)) if counted else found.parts
-            self.record.communication = found.communication
-            self.record.parts = parts.with_forecast(shown, self.record.forecast)
 
     def watch_memory(self) -> None:
         """The next steps' memory counts: what loading took is over."""
@@ -273,8 +264,12 @@ class Recorder:
         if not self.writes:
             return
         record = self.record
-        self.profile(self.found)
         record.measured = self.measured()
+        if self.found:
+            shown = self.found.parts
+            if self.counted_steps() and record.measured.step_seconds:
+                shown = parts.without_profiler(self.found, record.measured.step_seconds)
+            record.communication, record.parts = self.found.communication, parts.with_forecast(shown, record.forecast)
         record.step_seconds = [round(s, 6) for s in self.seconds]
         record.loss = Loss(first=self.losses[0], last=self.losses[-1]) if self.losses else Loss()
         record.comparison = [one for one in run_record.compare(record) if one.within is not None]
