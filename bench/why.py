@@ -1,6 +1,6 @@
 """Faults made for real on gloo ranks, and what `topoflight why` says: python bench/why.py [--times N] [FAULT ...]
 
-Each fault starts its own ranks (tests/why/ranks.py or training.py). The ranks are diagnosed again and again, as by
+Each fault starts its own ranks (tests/why/training.py). The ranks are diagnosed again and again, as by
 `--watch`, until the verdict names a cause or the time is over. A case without a fault passes only where no cause was
 named at any time. At the end the table of all runs is printed.
 """
@@ -36,7 +36,6 @@ from planner.why import Verdict  # noqa: E402
 from planner.why.facts import BUSY_SECONDS  # noqa: E402
 
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"  # Debian's package
-RANKS = ROOT / "tests" / "why" / "ranks.py"
 TRAINING = ROOT / "tests" / "why" / "training.py"
 CULPRIT = 2
 ASK_SECONDS = 2.0
@@ -46,7 +45,7 @@ ASK_SECONDS = 2.0
 class Fault:
     """What is made, and the answer that is right."""
 
-    name: str  # as tests/why/ranks.py knows it
+    name: str  # KIND-FAULT[.VARIANT], as tests/why/training.py knows both
     words: str
     states: tuple[str, ...]  # any of these
     code: str = ""  # of the first cause; empty for a case without a fault
@@ -54,10 +53,9 @@ class Fault:
     also: tuple[tuple[int, ...], ...] = ()  # other answers that are right: nobody named, where no dump is left
     nodes: tuple[str, ...] = ()  # that must be named, for a fault of the network
     limit: float = 60.0  # seconds until the verdict must be there; without a fault, how long it is watched
-    act: str = ""  # done from outside: a signal's name, "cgroup", "cut", "shape"
+    act: str = ""  # done from outside: a signal's name, "cut", "pair", "shape"
     calls: int = 20  # that each rank has made before it is looked at
     hosts: int = 0  # namespaces; 0: one host, four ranks
-    kind: str = ""  # "ddp", "fsdp", "trainer": training.py with the monitor's default settings; else ranks.py
     world: int = 4  # ranks on one host
     clocks: tuple[str, ...] = ()  # by host: how much its clock is ahead, as faketime takes it
     rates: tuple[str, ...] = ()  # by host: what its port sends from the start of the run on
@@ -65,9 +63,10 @@ class Fault:
     env: dict[str, str] = field(default_factory=dict)
 
     @property
-    def script(self) -> str:
-        """What tests/why/training.py calls it: the name without its kind and its variant."""
-        return self.name.partition("-")[2].partition(".")[0] if self.kind else self.name
+    def command(self) -> list[str]:
+        """The script of each rank, with its arguments: the kind of its loop, and what happens in it."""
+        kind, _, rest = self.name.partition("-")
+        return [str(TRAINING), kind, rest.partition(".")[0], str(self.culprit)]
 
     @property
     def culprit(self) -> int:
@@ -82,11 +81,7 @@ def _fault(row: dict[str, Any]) -> Fault:
 
 _TABLE = read_table(__file__, "why_faults.toml")
 _HARMLESS = {"states": ["fine"], "ranks": [], "limit": 35.0}
-FAULTS = tuple(map(_fault, (
-    *_TABLE["fault"],
-    *(row | {"kind": row["name"].partition("-")[0]} for row in _TABLE["training"]["faults"]),
-    *(_HARMLESS | row | {"kind": row["name"].partition("-")[0]} for row in _TABLE["training"]["harmless"]),
-)))  # fmt: skip
+FAULTS = tuple(map(_fault, (*_TABLE["faults"], *(_HARMLESS | row for row in _TABLE["harmless"]))))
 
 
 @dataclass(slots=True)
@@ -105,14 +100,8 @@ def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(fault.world), "--master-port",
-             port, *command(fault, folder)]  # fmt: skip
+             port, *fault.command]  # fmt: skip
     stack.callback(Tree(words, environment, log).end, 0.0)
-
-
-def command(fault: Fault, folder: Path) -> list[str]:
-    """The script of each rank, with its arguments."""
-    script = [str(TRAINING), fault.kind] if fault.kind else [str(RANKS), str(folder)]
-    return [*script, fault.script, str(fault.culprit)]
 
 
 def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> Any:
@@ -133,7 +122,7 @@ def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
         log = stack.enter_context((folder / f"log{host}").open("wb"))
         # the first process of a namespace ignores its own signals, so the rank is the second
         own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@" & wait $!', "sh"]
-        words = [*(own if fault.kind else ()), sys.executable, *command(fault, folder)]
+        words = [*own, sys.executable, *fault.command]
         job = rig.popen(host, words, env, stdout=log, stderr=log, start_new_session=True)
         stack.callback(_end, job)
     return rig
@@ -142,10 +131,9 @@ def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
 @contextmanager
 def started(fault: Fault, folder: Path) -> Iterator[Any]:
     """The ranks, and how a fault is made from outside; all of it is gone at the end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **fault.env}
+    own = {"WHY_AT": "300", "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **fault.env}
+    environment = monitored({**os.environ, **own}, folder)
     with ExitStack() as stack:
-        if fault.kind:
-            environment = monitored({"WHY_AT": "300", **environment, "PYTHONPATH": ""}, folder)
         start = on_hosts if fault.hosts else torchrun
         yield start(fault, folder, environment, stack)
 
@@ -167,7 +155,6 @@ def run_fault(fault: Fault) -> Result:
                 make_fault(fault, folder, rig)
             began = time.monotonic()
             result = _diagnose(fault, folder, began)
-            _restore_cgroup(folder)
             if (happened := folder / "happened").exists():
                 result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
         return result
@@ -193,7 +180,7 @@ def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
     verdict, requested_at, limit = Verdict(state="fine", line=""), 0.0, fault.limit
     limit += float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code)
     while (now := time.monotonic()) - began < limit:
-        if fault.code and fault.kind and not fault.act and not (folder / "happened").exists():
+        if fault.code and not fault.act and not (folder / "happened").exists():
             limit = min(limit + ASK_SECONDS, fault.limit + 120)  # the steps before the fault take long on a busy host
         if now - requested_at > ranks.ASK_SECONDS:
             ranks.request_dumps(folder)
@@ -220,8 +207,6 @@ def make_fault(fault: Fault, folder: Path, rig: Any) -> None:
     state = ranks.read_run(folder, ranks.Heartbeats())[0].states[CULPRIT]
     if fault.act.startswith("SIG"):
         os.kill(state.pid or 0, getattr(signal, fault.act))
-    elif fault.act == "cgroup":
-        _throttle(state.pid or 0, folder)
     elif fault.act == "cut":
         rig.cut(CULPRIT, "eth0")
     elif fault.act == "shape":
@@ -229,30 +214,6 @@ def make_fault(fault: Fault, folder: Path, rig: Any) -> None:
     elif fault.act == "pair":
         for a, b in ((1, 2), (2, 1)):
             rig.run(a, ["ip", "route", "add", "blackhole", f"{rig.address(b)}/32"])
-
-
-CGROUP = Path("/sys/fs/cgroup")
-
-
-def _throttle(pid: int, folder: Path) -> None:
-    """A tenth of a CPU (cgroup v2, cpu.max; v1, cfs_quota)."""
-    v1 = CGROUP / "cpu"
-    group = (v1 if v1.is_dir() else CGROUP) / f"why-{folder.name}"
-    group.mkdir()
-    if v1.is_dir():
-        (group / "cpu.cfs_quota_us").write_text("10000")
-    else:
-        (CGROUP / "cgroup.subtree_control").write_text("+cpu")
-        (group / "cpu.max").write_text("10000 100000")
-    (group / "cgroup.procs").write_text(str(pid))
-
-
-def _restore_cgroup(folder: Path) -> None:
-    for parent in (CGROUP / "cpu", CGROUP):
-        if (group := parent / f"why-{folder.name}").is_dir():
-            for pid in (group / "cgroup.procs").read_text().split():
-                (parent / "cgroup.procs").write_text(pid)
-            group.rmdir()
 
 
 def main() -> int:
@@ -281,8 +242,8 @@ def main() -> int:
     for fault in sorted(chosen, key=lambda fault: not fault.code):  # the harmless ones last
         if runs := found[fault.name]:
             seconds = f"{statistics.median(run.seconds for run in runs):.0f}" if fault.code else ""
-            words = f"{fault.kind.upper()}: {fault.words}" if fault.kind else fault.words
-            print(f"| {words} (`{fault.name}`) | {sum(run.right for run in runs)} of {len(runs)} | {seconds} |")
+            words = f"{fault.name.partition('-')[0].upper()}: {fault.words} (`{fault.name}`)"
+            print(f"| {words} | {sum(run.right for run in runs)} of {len(runs)} | {seconds} |")
     return int(not all(run.right for runs in found.values() for run in runs))
 
 

@@ -113,14 +113,11 @@ def phase_of(stack: list[Frame]) -> str:
 class RankMonitor(threading.Thread):
     """The monitoring thread of one rank."""
 
-    def __init__(
-        self, folder: Path, rank: int, world_size: int, *, interval_seconds: float = INTERVAL_SECONDS, asked: str = "",
-        file: str = STATE,
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, rank: int, world_size: int, *, asked: str = "", file: str = STATE) -> None:
         super().__init__(name="topoflight-rank-monitor", daemon=True)
         self.asked, self.answer = asked, ""  # address of the rendezvous, until this rank has met the others there
         self.file = file.format(rank=rank)
-        self.folder, self.rank, self.interval_seconds = folder / RANKS_FOLDER, rank, interval_seconds
+        self.folder, self.rank = folder / RANKS_FOLDER, rank
         main = threading.main_thread()
         self.main, self.native = main.ident or 0, main.native_id
         self.samples: Counter[str] = Counter()
@@ -147,7 +144,7 @@ class RankMonitor(threading.Thread):
         """Sample until the end; what cannot be read or written is left out, and the job continues."""
         written, has_met = 0.0, False
         # at uneven times: samples in step with the steps of the job would always see the same phase
-        while not self.over.wait(self.interval_seconds * self.random.uniform(0.5, 1.5)):
+        while not self.over.wait(INTERVAL_SECONDS * self.random.uniform(0.5, 1.5)):
             if self.file != STATE.format(rank=self.rank) and self._has_started_ranks():
                 self.over.set()
                 self.remove_own_files()
@@ -161,12 +158,12 @@ class RankMonitor(threading.Thread):
             stalled = still >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, still) / 2
             before, self.last_request = self.last_request, max(self._requested_at(), self.last_request)
             if requested := self.last_request > before:  # every rank has checked by then, and all dump at the same time
-                late = self.last_request + 2 * self.interval_seconds - time.time()
-                self.over.wait(min(max(0.0, late), self.interval_seconds))
+                late = self.last_request + 2 * INTERVAL_SECONDS - time.time()
+                self.over.wait(min(max(0.0, late), INTERVAL_SECONDS))
             if stalled or requested:
                 self.dump()
                 written = 0.0
-            if now - written >= WRITE_EVERY * self.interval_seconds:
+            if now - written >= WRITE_EVERY * INTERVAL_SECONDS:
                 self.write()
                 written = now
 
@@ -308,7 +305,7 @@ class RankMonitor(threading.Thread):
         self.over.set()
         self.write(ended=True)  # first, as a launcher that ends the ranks may leave no time for more
         self.dump()
-        self.join(timeout=2 * self.interval_seconds)
+        self.join(timeout=2 * INTERVAL_SECONDS)
 
     def _replace(self, name: str, text: bytes) -> None:
         draft = self.folder / f".{name}.draft"
@@ -329,11 +326,11 @@ def prepare() -> None:
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 
-def start(folder: Path, *, interval_seconds: float = INTERVAL_SECONDS) -> RankMonitor:
+def start(folder: Path) -> RankMonitor:
     """Start the monitor, in a rank that has joined its process group."""
     import torch.distributed as dist
 
-    return _watch(RankMonitor(folder, dist.get_rank(), dist.get_world_size(), interval_seconds=interval_seconds))
+    return _watch(RankMonitor(folder, dist.get_rank(), dist.get_world_size()))
 
 
 def starting(function: Any, folder: Path) -> Any:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,11 @@ def answer(sources: WhySources) -> Verdict:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if found is not None:
         verdict = with_log(verdict, found, seen)
-    record = _record(sources.run)
-    if record is not None:
-        verdict = with_record(verdict, record)
+    record = None
+    if sources.run is not None:
+        with suppress(run_record.RecordError):
+            record = run_record.read(sources.run / "run.json")
+            verdict = with_record(verdict, record)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
@@ -72,8 +74,8 @@ def answer(sources: WhySources) -> Verdict:
                            command=_MONITOR)  # fmt: skip
             verdict = replace(verdict, unknown=(hint,))
     again = sources.again
-    if again is None and (found_again := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
-        again = f"it {found_again[1]}"
+    if again is None and (requeued := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
+        again = f"it {requeued[1]}"
     verdict = with_end_of_job(verdict, seen.ages)
     verdict = with_gate(with_restart(verdict, record, again), _last_log(sources))
     folder = sources.run or "DIR"
@@ -94,7 +96,8 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
         seen = replace(seen, now=newest(seen.traces))
     try:
         found = evidence.read_files(sources.logs) if sources.logs else None
-        log = watchdog.read(_lines(sources.logs))
+        lines = chain.from_iterable(map(_lines_of, evidence.files_of(sources.logs)))
+        log = watchdog.read(islice(lines, _MOST_LOG_LINES))
         stacks, unranked = _stacks(sources.logs, seen)
     except OSError as error:
         raise WhyError(f"{error.filename}: {error.strerror}") from None
@@ -117,24 +120,11 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     return seen, found, wrong
 
 
-def _record(folder: Path | None) -> RunRecord | None:
-    if folder is None:
-        return None
-    try:
-        return run_record.read(folder / "run.json")
-    except run_record.RecordError:
-        return None
-
-
 # Other sources --------------------------------------------------------------------------------------------------------
 
 
-def _lines(sources: Sequence[str]) -> Iterator[str]:
-    """Read lines of logs, compressed or not, and of the logs in folders. Raises OSError and LogFileError."""
-    return islice((line for path in evidence.files_of(sources) for line in _lines_of(path)), _MOST_LOG_LINES)
-
-
 def _lines_of(path: Any) -> Iterator[str]:
+    """Read the lines of a log, compressed or not. Raises OSError and LogFileError."""
     with bounded.open_regular(path) as stream:
         rest, unpacked = b"", Unpacked(stream)
         while block := unpacked.read(1 << 20):

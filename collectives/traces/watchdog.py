@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from collectives.traces.rank_files import UNNAMED, Call, RankTrace
 from contracts.tables import read_patterns, read_table
@@ -57,17 +58,14 @@ class LogFacts:
     cut_short: str = ""  # the line of a rank that gloo ended because it received more than its call expects
 
 
-@dataclass(frozen=True, slots=True)
-class _Spoken:
+class _Spoken(NamedTuple):
     """A call that timed out, as one line tells it."""
 
     rank: int  # of the job, where the line says so, else of the group
     own: int  # of the group
-    number: int
-    op: str
     prefixed: bool
-    numels: tuple[int, int] | None
-    group: str
+    call: Call
+    size: int | None  # of the group
 
 
 class _Reader:
@@ -160,16 +158,15 @@ class _Reader:
             self.report.models.setdefault(0, f"{shape[2]} of other {shape[3]}")
 
     def work(self, work: re.Match[str], here: tuple[int, str, int] | None, named: re.Match[str] | None) -> None:
-        own = int(work[1])
+        own, op = int(work[1]), work[3].lower()
         before = self.before if not here and not named and self.before and self.before[2] == own else None
         place = here or before
         rank = int(named[1]) if named else place[0] if place else own
-        numels = (int(work[4]), int(work[5])) if work[4] else None
+        sizes = (int(work[4]), int(work[5])) if work[4] else ()
+        call = Call(group=place[1] if place else "", number=int(work[2] or 0), op=_name_call(op, sizes),
+                    sizes=(sizes[:1],) if sizes else (), p2p=op in ("send", "recv"))  # fmt: skip
         if len(self.spoken) < MOST:
-            group = place[1] if place else ""
-            self.spoken.append(
-                _Spoken(rank, own, int(work[2] or 0), work[3].lower(), bool(named or before), numels, group)
-            )
+            self.spoken.append(_Spoken(rank, own, bool(named or before), call, _count_members(op, sizes)))
 
     def clash(self, line: str) -> None:
         for found in _TEXTS["print"].finditer(line):
@@ -182,26 +179,27 @@ class _Reader:
     def end(self) -> LogFacts:
         calls: dict[int, dict[str, Call]] = {}
         sizes: dict[str, int] = {}
-        prefixed = {(one.own, one.number) for one in self.spoken if one.prefixed}
-        # the exception says the same once more, without the prefix
-        self.spoken = [one for one in self.spoken if one.prefixed or (one.own, one.number) not in prefixed]
+        prefixed = {(one.own, one.call.number) for one in self.spoken if one.prefixed}
         for one in self.spoken:
-            group = one.group or self.at.get((one.rank, one.number), "")
+            if not one.prefixed and (one.own, one.call.number) in prefixed:
+                continue  # the exception says the same once more, without the prefix
+            group = one.call.group or self.at.get((one.rank, one.call.number), "")
+            call, heard = replace(one.call, group=group), calls.setdefault(one.rank, {})
             if group:
                 self.own.setdefault((one.rank, group), one.own)
-            numels = ((one.numels[0],),) if one.numels else ()
-            heard, p2p = calls.setdefault(one.rank, {}), one.op in ("send", "recv")
             # Of several, a rank waits in the first. A line that was cut before the sizes says less.
-            if group not in heard or (one.number, not numels) < (heard[group].number, not heard[group].sizes):
-                heard[group] = Call(group=group, number=one.number, op=_op(one), sizes=numels, p2p=p2p)
-            if group and (size := _members(one)):
-                sizes[group] = size
+            if group not in heard or (call.number, not call.sizes) < (heard[group].number, not heard[group].sizes):
+                heard[group] = call
+            if group and one.size:
+                sizes[group] = one.size
         for (rank, number), group in self.at.items():  # the line that names the call itself is not there
             if all(call.number != number for call in calls.get(rank, {}).values()):
                 calls.setdefault(rank, {}).setdefault(group, Call(group=group, number=number, op=UNNAMED))
         twice = self._shared()
         for rank in sorted({*calls, *(rank for rank, _ in self.enqueued)})[:MOST]:
-            rows = tuple(_apart(call, twice) for call in calls.get(rank, {}).values())
+            # a name that more than one group bears tells no group
+            rows = tuple(replace(call, group="") if call.group in twice else call
+                         for call in calls.get(rank, {}).values())  # fmt: skip
             self.report.traces[rank] = RankTrace(
                 rank=rank, calls=rows, partial=True,
                 enqueued={name: n for (r, name), n in self.enqueued.items() if r == rank and name not in twice},
@@ -228,25 +226,19 @@ def read(lines: Iterable[str]) -> LogFacts:
     return reader.end()
 
 
-def _apart(call: Call, shared: set[str]) -> Call:
-    """The call without its group where that name tells no group."""
-    return call if call.group not in shared else Call(group="", number=call.number, op=call.op, sizes=call.sizes)
-
-
-def _members(one: _Spoken) -> int | None:
+def _count_members(op: str, sizes: tuple[int, ...]) -> int | None:
     """How many ranks the group has, by what goes in and comes out of a gather or a scatter; None for other calls."""
-    if one.numels is None or 0 in one.numels:
+    if op not in (*_GATHERS, *_SCATTERS) or not sizes or 0 in sizes:
         return None
-    small, large = one.numels if one.op in _GATHERS else reversed(one.numels) if one.op in _SCATTERS else (0, 0)
-    return large // small if small and large % small == 0 else None
+    small, large = sizes if op in _GATHERS else reversed(sizes)
+    return large // small if large % small == 0 else None
 
 
-def _op(one: _Spoken) -> str:
+def _name_call(op: str, sizes: tuple[int, ...]) -> str:
     """The call's name. Gathers that were put together come as "coalesced": as many times more comes out as ranks."""
-    if one.op == "coalesced" and one.numels and 0 not in one.numels and one.numels[0] != one.numels[1]:
-        times = max(one.numels) / min(one.numels)
-        return "coalesced all_gather" if one.numels[1] > one.numels[0] and times.is_integer() else one.op
-    return one.op
+    if op == "coalesced" and sizes and 0 not in sizes and sizes[0] < sizes[1] and sizes[1] % sizes[0] == 0:
+        return "coalesced all_gather"
+    return op
 
 
 # Python stacks of ranks: `py-spy dump`, faulthandler, and the dumps of torch.distributed.debug ------------------------

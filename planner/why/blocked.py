@@ -300,12 +300,16 @@ class BlockedCalls:
         )
 
     def _named(self, ranks: set[int]) -> Verdict:
-        """Return the verdict that names the ranks that others wait for, except those that may take longer."""
+        """Return the verdict that names the ranks that others wait for, except those that may take longer.
+
+        If all may, and the others gave up, the timeout was short; they are named as what was waited for.
+        """
         facts, what = self.facts, self.what
         if all(facts.is_paused(rank) for rank in ranks) and self.age < STALL_SECONDS:
             rows = [f"rank {rank}: {what[rank].words}; {self.wait}" for rank in sorted(ranks)]
             return not_yet(rows, STALL_SECONDS, self.waiting)
-        named = sorted(rank for rank in ranks if self.age >= what[rank].grace or what[rank].kind in ENDED)
+        named = [rank for rank in sorted(ranks) if self.age >= what[rank].grace or what[rank].kind in ENDED]
+        named = named or sorted(ranks)
         causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
         failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
         return facts.verdict("failed" if failed else "stuck", *causes, waiting=self.waiting)

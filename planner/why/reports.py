@@ -77,9 +77,10 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
     """
     kind, everyone = ("node", facts.nodes) if facts.nodes else ("rank", facts.states)
     here = {one: state for one, state in sorted(everyone.items()) if state.asked}
-    age = max((state.written - (state.since or state.written) for state in here.values()), default=0.0)
-    if not here or any(facts.ages.get(one, 0.0) <= age and not state.ended
-                       for one, state in everyone.items() if one not in here):  # fmt: skip
+    ages = {one: facts.ages.get(one, 0.0) for one in everyone}
+    waits = {one: state.written - (state.since or state.written) for one, state in here.items()}
+    age = max(waits.values(), default=0.0)
+    if not here or any(ages[one] <= age and not everyone[one].ended for one in set(everyone) - set(here)):
         return None
     errors = [state.error for state in here.values() if state.error]
     if own := next(filter(is_own, errors), None):
@@ -87,35 +88,32 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
     told = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
     if told and told.causes[0].code == "port_in_use":
         return told
-    over = any(state.ended or (kind == "rank" and facts.processes.get(one) == "gone") for one, state in here.items())
     world = max(state.world_size or 0 for state in here.values())
     absent = tuple(one for one in range(min(world, MOST_RANKS)) if one not in here) if max(here) < world else ()
     missing = ranks_of(absent).replace("rank", kind) if absent else f"{world - len(here)} of {world} {kind}s"
-    gave_up = [facts.ages.get(one, 0.0) for one, state in here.items() if state.answer == "connected" and state.ended]
+    gave_up = [ages[one] for one, state in here.items() if state.answer == "connected" and state.ended]
     # those that were connected may have held the place: it proves nothing for who came when one had given up
-    reached = ("connected", *(["closed"] if gave_up else []))
-    apart = {one: state for one, state in here.items() if state.answer not in reached}
-    late = [one for one, state in apart.items() if gave_up and state.written - (state.since or 0.0)
-            <= max(gave_up) - facts.ages.get(one, 0.0) + ORDER_SECONDS]  # fmt: skip
-    lost = [state for one, state in apart.items() if one not in late]
+    reached = ("connected", "closed") if gave_up else ("connected",)
+    late = [one for one, state in here.items() if state.answer not in reached
+            and gave_up and waits[one] + ages[one] <= max(gave_up) + ORDER_SECONDS]  # fmt: skip
+    lost = [state for one, state in here.items() if state.answer not in reached and one not in late]
     unresolved = [state for state in lost if state.answer == "unresolved"]
     place = (unresolved or lost or [*here.values()])[0].asked
     rows = tuple(f"{kind} {one}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
                  f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {_ANSWERS.get(state.answer, state.answer)}"
                  for one, state in here.items())  # fmt: skip
-    places = {state.asked for state in here.values()}
-    key = ("unresolved" if unresolved else "places" if len(places) > 1 else "unreached" if lost
-           else "absent" if len(here) < world else "late" if late else "unmet")  # fmt: skip
-    limit = IDLE_SECONDS
-    if key == "absent" and kind == "rank" and absent and facts.starting.keys() >= set(absent):
+    key = ("unresolved" if unresolved else "places" if len({state.asked for state in here.values()}) > 1
+           else "unreached" if lost else "absent" if len(here) < world else "late" if late else "unmet")  # fmt: skip
+    named, limit = absent if key == "absent" and kind == "rank" else (), IDLE_SECONDS
+    if named and facts.starting.keys() >= set(named):
         key, limit = "starting", facts.limit
+    over = any(state.ended or (kind == "rank" and facts.processes.get(one) == "gone") for one, state in here.items())
     verdict = facts.named(
         key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
         missing=missing, who=ranks_of([*here]).replace("rank", kind), seconds=round(age), each="; ".join(rows[:4]),
         verb="waits" if len(here) == 1 else "wait", pids=", ".join(str(facts.starting.get(one)) for one in absent[:8]),
-        late=ranks_of(late).replace("rank", kind),
-        evidence=(*rows[:8], *errors[:1]), waiting=tuple(here) if kind == "rank" else (),
-        ranks=absent if key in ("absent", "starting") and kind == "rank" else (),
+        late=ranks_of(late).replace("rank", kind), evidence=(*rows[:8], *errors[:1]),
+        waiting=tuple(here) if kind == "rank" else (), ranks=named,
     )  # fmt: skip
     return verdict if over or age >= limit else not_yet([verdict.causes[0].message, *rows], limit)
 

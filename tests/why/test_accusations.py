@@ -37,6 +37,16 @@ from planner.why.facts import STALE_SECONDS
 START = 1_000_000.0
 
 
+def dumps(rows: dict[int, list[float]], **more: Any) -> dict[int, RankTrace]:
+    """Ranks that have made calls at these times, which are over."""
+    return {
+        rank: RankTrace(rank=rank, enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
+            Call(group="0", number=n, record=n, op="all_reduce", done=True, created=at, **more)
+            for n, at in enumerate(mine, 1)))
+        for rank, mine in rows.items()
+    }  # fmt: skip
+
+
 def arrivals(shift: float = 0.0, late: float = 0.0, steps: int = 100, anchors: bool = True) -> dict[int, RankTrace]:
     """Two ranks of two hosts that call at the end of each step; rank 1's clock is ahead, rank 0 is late.
 
@@ -50,17 +60,11 @@ def arrivals(shift: float = 0.0, late: float = 0.0, steps: int = 100, anchors: b
         for rank, mine in rows.items():
             mine.append(times[rank] + shift * rank)
         at = max(times) + 0.001
-        if anchors and step % 10 == 0:
-            for _ in range(3):
-                for rank, mine in rows.items():
-                    mine.append(at + noise.uniform(0.0005, 0.0015) + shift * rank)
-                at += 0.0025
-    return {
-        rank: RankTrace(rank=rank, enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
-            Call(group="0", number=n, record=n, op="all_reduce", done=True, created=when)
-            for n, when in enumerate(mine, 1)))
-        for rank, mine in rows.items()
-    }  # fmt: skip
+        for _ in range(3 if anchors and step % 10 == 0 else 0):
+            for rank, mine in rows.items():
+                mine.append(at + noise.uniform(0.0005, 0.0015) + shift * rank)
+            at += 0.0025
+    return dumps(rows)
 
 
 @each_row(
@@ -107,12 +111,7 @@ def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(
         for rank, mine in rows.items():
             mine += [times[rank], times[rank] + 0.001]
         at = max(times) + 0.002
-    traces = {
-        rank: RankTrace(rank=rank, enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
-            Call(group="0", number=n, record=n, op="all_reduce", done=True, created=when)
-            for n, when in enumerate(mine, 1)))
-        for rank, mine in rows.items()
-    }  # fmt: skip
+    traces = dumps(rows)
     states = {r: RankState(rank=r, host="h", boot="b", written=at, calls=1000) for r in rows}
     found = judge(RunFacts(traces=traces, states=states, world=3, now=at))
     assert found.ranks == named, found.line
@@ -123,14 +122,13 @@ def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(
 def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
     """NCCL's calls: rank 0 makes them ahead of its GPU and last of all; how long each took on the GPU, if measured."""
     noise = random.Random(1)
-    return {
-        rank: RankTrace(rank=rank, enqueued={"0": 100}, names={"0": "default_pg"}, calls=tuple(
-            Call(group="0", number=n, record=n, op="all_reduce", done=True, is_ahead=True,
-                 created=START + 40.0 * rank + n * 0.2 + (0.1 if rank == 0 else 0.0),
-                 seconds=noise.uniform(0.9, 1.1) * seconds[rank] if seconds else None)
-            for n in range(1, 101)))
-        for rank in range(3)
-    }  # fmt: skip
+    first = {0: START + 0.1, 1: START + 40.0, 2: START + 80.0}
+    rows = {rank: [at + n * 0.2 for n in range(1, 101)] for rank, at in first.items()}
+    made = dumps(rows, is_ahead=True)
+    if seconds is None:
+        return made
+    return {rank: replace(one, calls=tuple(replace(call, seconds=noise.uniform(0.9, 1.1) * seconds[rank])
+                                           for call in one.calls)) for rank, one in made.items()}  # fmt: skip
 
 
 @each_row(
@@ -161,18 +159,21 @@ def test_the_recorder_tells_how_long_a_call_took_on_the_gpu() -> None:
         assert (call.seconds, call.is_ahead) == (seconds, True), row
 
 
+def opened(traces: dict[int, RankTrace], *ranks: int, at: float | None = None) -> dict[int, RankTrace]:
+    """The same dumps, in which these ranks still wait in their last call, which they made then."""
+    found = dict(traces)
+    for rank in ranks:
+        *before, last = traces[rank].calls
+        found[rank] = replace(traces[rank], calls=(*before, replace(last, done=False, created=at or last.created)))
+    return found
+
+
 def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
     """Ranks 0 and 2 have gone on since ranks 1 and 3 wrote that all wait for rank 2."""
-
-    def traced(rank: int, newest: int) -> RankTrace:
-        rows = tuple(Call(group="0", number=n, record=n, op="all_reduce", done=n < newest, created=START + n)
-                     for n in range(1, newest + 1))  # fmt: skip
-        return RankTrace(rank=rank, calls=rows, enqueued={"0": newest}, names={"0": "default_pg"})
-
     newest = {0: 34, 1: 30, 2: 34, 3: 30}
+    traces = opened(dumps({rank: [START + n for n in range(1, last + 1)] for rank, last in newest.items()}), *newest)
     states = {r: RankState(rank=r, host="a", written=START + 56, calls=n) for r, n in newest.items()}
-    facts = RunFacts(traces={r: traced(r, n) for r, n in newest.items()}, states=states, world=4, now=START + 56,
-                     ages={0: 0.0, 1: 8.0, 2: 0.0, 3: 8.0})  # fmt: skip
+    facts = RunFacts(traces=traces, states=states, world=4, now=START + 56, ages={0: 0.0, 1: 8.0, 2: 0.0, 3: 8.0})
     assert judge(facts).state == "fine"
     as_new = judge(replace(facts, ages={}))
     assert as_new.state == "stuck", "these two are still in a call that all have entered"
@@ -191,17 +192,8 @@ def test_a_rank_that_has_not_written_since_the_others_wait(
     seconds: float, resent: int, state: str, named: tuple[int, ...], words: str
 ) -> None:
     now = START + 1000
-    rows = {
-        rank: [Call(group="0", number=n, record=n, op="all_reduce", done=n < 30 + (rank != 2),
-                    created=now - seconds - 40 + n) for n in range(1, 31 if rank == 2 else 32)]
-        for rank in range(4)
-    }  # fmt: skip
-    traces = {rank: RankTrace(rank=rank, calls=tuple(mine), enqueued={"0": len(mine)}, names={"0": "default_pg"})
-              for rank, mine in rows.items()}  # fmt: skip
-    for rank in (0, 1, 3):
-        traces[rank] = replace(traces[rank], calls=(*traces[rank].calls[:-1], replace(
-            traces[rank].calls[-1], created=now - seconds)))  # fmt: skip
-    traces[2] = replace(traces[2], calls=tuple(replace(one, done=True) for one in traces[2].calls))
+    rows = {rank: [now - seconds - 40 + n for n in range(1, 31 if rank == 2 else 32)] for rank in range(4)}
+    traces = opened(dumps(rows), 0, 1, 3, at=now - seconds)
     states = {
         rank: RankState(rank=rank, host=f"h{rank}", phase="collective", calls=len(rows[rank]), written=now,
                         addresses=(f"10.0.0.{rank}",), held={"10.0.0.2": resent}, resent={"10.0.0.2": resent})

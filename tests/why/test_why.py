@@ -331,10 +331,12 @@ LOST = "RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by pee
 GONE = dict.fromkeys(range(4), "gone")
 
 
-def gave_up(phase: str, killed_before: float = 0.0, error: str = TIMED_OUT, **more: Any) -> RunFacts:
+def gave_up(
+    phase: str, killed_before: float = 0.0, error: str = TIMED_OUT, waited: float = 120.0, **more: Any
+) -> RunFacts:
     """Rank 2 was at something while the others waited for 120 s and ended; then its process was gone."""
     before = [call(n, at=NOW - 150 + n) for n in range(1, 9)]
-    rows = {rank: [*before, *([] if rank == 2 else [call(9, done=False, at=NOW - 120)])] for rank in range(4)}
+    rows = {rank: [*before, *([] if rank == 2 else [call(9, done=False, at=NOW - waited)])] for rank in range(4)}
     states = {r: RankState(rank=r, written=NOW, phase="collective", ended=True, error=error) for r in range(4)}
     states[2] = RankState(rank=2, written=NOW - killed_before, phase=phase, since=NOW - 140, calls=8)
     return of(rows, states=states, processes=GONE, **more)
@@ -515,7 +517,9 @@ def of_ends_and_paces() -> Iterator[Row]:
         yield f"all were gone at once, {seconds} s into a wait", replace(together, processes=GONE), *result, ()
     alone = replace(waiting(), processes=GONE, ages={**dict.fromkeys((0, 1, 3), 0.0), 2: 40.0})
     yield "one was gone 40 s before the others", alone, "failed", (2,), "rank.gone", ()
-    yield "still loading data, though the launcher ended it", gave_up("data"), "failed", (2,), "rank.data", ()
+    for waited in (120.0, 40.0):
+        yield "still loading data, though the launcher ended it", gave_up("data", waited=waited), "failed", (
+            2,), "rank.data", ()  # fmt: skip
     yield "who ended without an error is who the others lost", ended_quietly(), "failed", (2,), "rank.gone", ()
     yield "a size that gloo could not take", cut_short(), "failed", (), "call.size", ("which rank's size is the odd",)
     others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
