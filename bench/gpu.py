@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from agent.base.hosts import snapshots  # noqa: E402
-from agent.base.units import seconds as duration  # noqa: E402
 from collectives.bench import run as bench  # noqa: E402
 from contracts import run_record  # noqa: E402
 from contracts.tables import read_table  # noqa: E402
@@ -253,9 +252,8 @@ class Tier:
             word = {True: "inside", False: "outside", None: "unknown"}[one.within]
             due = f"{one.forecast.low:.4g} to {one.forecast.high:.4g}" if one.forecast else "none"
             yield one.quantity.replace("_", " "), f"{one.measured:.4g}, forecast {due}: {word}"
-        for part in record.parts:
-            due = f", forecast {duration(part.forecast_seconds)}" if part.forecast_seconds is not None else ""
-            yield f"part {part.part}", f"{duration(part.measured_seconds)}{due}"
+        if record.communication is not None and record.communication.exposed_share is not None:
+            yield "exposed communication", f"{record.communication.exposed_share:.0%} of the profiled steps"
 
 
 def _ending(record: run_record.RunRecord) -> str:

@@ -17,7 +17,6 @@ Offload = Literal["none", "optimizer", "all"]
 
 # The job can shard these `model_type`: one stack of layers, rotary embeddings, q/k/v/o and gate/up/down projections.
 ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
-WHOLE_ROPE: tuple[str, ...] = ("dynamic", "longrope")  # RoPE types whose angles depend on the sequence length
 TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 
 _NAMED_COUNTS = (
@@ -125,8 +124,3 @@ def values_of(text: str) -> dict[str, Any]:
             allowed = ", ".join((*_NAMED_COUNTS, *_NAMED_WORDS))
             raise LayoutError(f"{word!r}: must be NAME=VALUE with NAME one of {allowed}")
     return values
-
-
-def most_ranks(wanted: int, *counts: int) -> int:
-    """Return the largest number, at most `wanted`, that divides all of `counts`."""
-    return next(n for n in range(wanted, 0, -1) if not any(count % n for count in counts))

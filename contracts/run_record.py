@@ -26,10 +26,6 @@ WHY = "why.json"  # in the same folder: verdict of the process that watches the 
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved a checkpoint and ended; starting it again resumes it
 KILLED = 128  # plus the signal number, as in a shell
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
-COMMUNICATION = ("gather", "reduce", "tensor_parallel", "context_parallel", "pipeline")
-PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
-              "context_parallel": "context parallelism", "pipeline": "pipeline sends",
-              "idle": "between operators"}  # fmt: skip
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FAILED_RANK = re.compile(r"^.*?rank +: (\d{1,7}) [^\n]*(?:\n.*?exitcode +: (-?\d{1,7}) |\s*\Z)", re.MULTILINE)
 # Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.
@@ -124,21 +120,6 @@ class Communication:
     seconds_by_kind: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPart:
-    """One part of a step in the profiler's trace: time not overlapped by any other part."""
-
-    part: str  # "compute", "gather", "reduce", "tensor_parallel", "context_parallel", "pipeline", ...
-    measured_seconds: float
-    share: float  # fraction of the profiled step
-    forecast_seconds: float | None = None
-
-    @property
-    def words(self) -> str:
-        """Name of the part for use in a sentence."""
-        return PART_WORDS.get(self.part, self.part)
-
-
 _TITLES = {"step_seconds": "step time", "memory_bytes": "peak memory per rank"}  # the quantities that are compared
 
 
@@ -203,7 +184,6 @@ class RunRecord:
     transports: list[str] = field(default_factory=list)
     nccl: NcclChannels | None = None
     communication: Communication | None = None
-    parts: list[RunPart] = field(default_factory=list)
     measured: Measured = field(default_factory=Measured)
     loss: Loss = field(default_factory=Loss)
     comparison: list[Comparison] = field(default_factory=list)
@@ -222,23 +202,6 @@ class RunRecord:
     def forecast(self) -> RunForecast:
         """Forecast in the plan."""
         return self.plan.forecast
-
-    def seconds_of(self, part: RunPart) -> float:
-        """Seconds per step of a part, scaled to the step time without profiler, because the profiler adds time."""
-        step = self.measured.step_seconds
-        return part.share * step if step else part.measured_seconds
-
-    @property
-    def parts_overlap(self) -> bool:
-        """Whether parts ran concurrently, so that their sum exceeds the step by more than rounding."""
-        return sum(part.share for part in self.parts) > 1.01
-
-    @property
-    def worst(self) -> str:
-        """The collective with the most exposed time: "all-gather 31 % exposed"; empty if there is none."""
-        talking = [part for part in self.parts if part.part in COMMUNICATION]
-        most = max(talking, key=lambda part: part.share, default=None)
-        return f"{most.words} {100 * most.share:.0f} % exposed" if most else ""
 
     @property
     def placements(self) -> str:

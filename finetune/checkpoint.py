@@ -27,6 +27,7 @@ from finetune import weights
 from finetune.model import build_model, causal_lm, stored_type
 
 SCHEMA_VERSION = 1
+STATE = "trainer.json"
 # For ranks that wait while others download, read, tokenise or write. NCCL's own limit of 10 minutes applies to steps
 # and to the groups of the mesh. The death of a rank is detected through its connection, not by this timeout.
 WAIT = timedelta(hours=1)
@@ -93,7 +94,7 @@ class Checkpoints:
 
     def _publish(self, draft: Path, final: Path, about: Mapping[str, Any]) -> None:
         """Rename a draft that is whole, and remove the oldest checkpoints."""
-        with (draft / "trainer.json").open("w") as file:
+        with (draft / STATE).open("w") as file:
             json.dump(about, file)
             file.flush()
             os.fsync(file.fileno())
@@ -116,23 +117,23 @@ class Checkpoints:
             raise ConfigError(f"resume_from_checkpoint: {path} does not fit this model: {_root(error)}") from error
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return complete checkpoints, oldest first."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name[11:].isdigit() and (p / "trainer.json").is_file()]
+def list_checkpoints(folder: Path, state: str = STATE) -> list[Path]:
+    """Return complete checkpoints, oldest first; the file `state` is written last."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name[11:].isdigit() and (p / state).is_file()]
     return sorted(found, key=lambda p: int(p.name[11:]))
 
 
-def find_resume(config: JobConfig) -> Path | None:
+def find_resume(config: JobConfig, state: str = STATE) -> Path | None:
     """Return the checkpoint to resume from: "auto" and true take the newest, a path that one."""
     wanted = config.resume_from_checkpoint
-    newest = next(reversed(list_checkpoints(Path(config.output_dir))), None)
+    newest = next(reversed(list_checkpoints(Path(config.output_dir), state)), None)
     if wanted == "auto" or (wanted is True and newest is not None):
         return newest
     if wanted is True:
         raise ConfigError(f"resume_from_checkpoint=true: no checkpoint in {config.output_dir}")
     path = Path(str(wanted)) if wanted else None
-    if path is not None and not (path / "trainer.json").is_file():
-        raise ConfigError(f"resume_from_checkpoint={wanted!r}: not a checkpoint (no trainer.json)")
+    if path is not None and not (path / state).is_file():
+        raise ConfigError(f"resume_from_checkpoint={wanted!r}: not a checkpoint (no {state})")
     if newest is not None and (path is None or path.resolve() != newest.resolve()):
         # Two runs in one folder would each resume from the other's newest checkpoint.
         raise ConfigError(f"resume_from_checkpoint={wanted!r}: {newest} is newer; go on from it, or set output_dir")

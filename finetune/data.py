@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,20 +24,14 @@ class Batch:
     tokens: Any
     labels: Any
     positions: Any
-    ends: Any = None  # for packed rows, [sequences, documents]: end of each document, filled with the length
+    packed: bool = False  # whether a sequence has several documents, of which each begins at position 0
 
     def to(self, device: Any) -> Batch:
         """Copy to the device without waiting; to a GPU this requires pinned memory."""
-        named = {one.name: tensor for one in fields(self) if (tensor := getattr(self, one.name)) is not None}
+        named = {name: getattr(self, name) for name in ("tokens", "labels", "positions")}
         if device.type == "cuda":
             named = {name: tensor.pin_memory() for name, tensor in named.items()}
-        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in named.items()})
-
-    def part(self, number: int, parts: int) -> Batch:
-        """Return one of `parts` equal parts of each sequence; document ends are those of the whole sequence."""
-        length = self.tokens.shape[1] // parts
-        at = slice(number * length, (number + 1) * length)
-        return replace(self, tokens=self.tokens[:, at], labels=self.labels[:, at], positions=self.positions[:, at])
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in named.items()})
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
@@ -76,21 +70,14 @@ def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> B
 
     shape = (count, length)
     tokens, labels, positions = np.full(shape, pad), np.full(shape, IGNORED), np.tile(np.arange(length), (count, 1))
-    starts = []  # of documents after a row's first
     for row, e in enumerate(examples):
         size = len(e.tokens)
         tokens[row, :size], labels[row, :size], positions[row, :size] = e.tokens, e.labels, e.positions
         positions[row, size:] = e.positions[-1] + np.arange(1, length - size + 1)
-        starts.append(np.flatnonzero(e.positions[1:] == 0) + 1)
-    batch = Batch(tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels),
-                  positions=torch.from_numpy(positions))  # fmt: skip
-    most = 1 + max(map(len, starts), default=0)
-    if most == 1:
-        return batch
-    ends = np.full((count, most), length, dtype=np.int32)
-    for number, found in enumerate(starts):
-        ends[number, : len(found)] = found
-    return replace(batch, ends=torch.from_numpy(ends))
+    return Batch(
+        tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels), positions=torch.from_numpy(positions),
+        packed=any((e.positions[1:] == 0).any() for e in examples),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +103,6 @@ class Loader:
     by_length: bool = False
     shuffle: bool = True
     fixed_length: int | None = None  # pipelines need one shape for the whole run
-    part: int = 0  # part of each sequence, under context parallelism
-    parts: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -160,9 +145,7 @@ class Loader:
             at = (micro * self.ranks + self.rank) * self.micro_batch
             mine = chosen[at : at + self.micro_batch]
             length = self.fixed_length or max((len(e.tokens) for e in mine), default=2)
-            length = math.ceil(length / self.parts) * self.parts
-            batch = collate(mine, self.micro_batch, length, self.pad)
-            batches.append(batch.part(self.part, self.parts) if self.parts > 1 else batch)
+            batches.append(collate(mine, self.micro_batch, length, self.pad))
         return batches
 
 

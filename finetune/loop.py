@@ -29,8 +29,9 @@ from contracts.job_config import EndedError, JobConfig
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EvalLoss, RunModel
-from finetune import checkpoint, data, model, parallel, parts, verify, weights
+from finetune import checkpoint, data, model, parallel, verify, weights
 from finetune import recorder as runs
+from finetune.profiler import Profiler
 from finetune.rows import load_tokenizer
 
 DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL
@@ -135,9 +136,8 @@ class Trainer:
         runs.print_once(f"{layout.family} on {layout.world_size} x {device.type}: {effective.placements}; "
                    f"{trainable:,} of {parameters:,} parameters train")  # fmt: skip
 
-        self.data_rank = self.part = 0
+        self.data_rank = 0
         if mesh is not None:
-            self.part = mesh.get_local_rank("cp") if layout.cp > 1 else 0
             self.data_rank = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
         self.loader, self.test = self._loaders(examples, test)
         self.steps = config.max_steps or math.ceil(config.num_train_epochs * self.loader.steps)
@@ -152,7 +152,7 @@ class Trainer:
             fixed = max(len(e.tokens) for e in (*examples, *test))
             fixed = math.ceil(fixed / layout.tp) * layout.tp
         common: Any = {"pad": self.tokenizer.pad_token_id, "rank": self.data_rank, "ranks": layout.data_parallel,
-                       "seed": config.seed, "fixed_length": fixed, "part": self.part, "parts": layout.cp}  # fmt: skip
+                       "seed": config.seed, "fixed_length": fixed}  # fmt: skip
         batch, times = layout.micro_batch, layout.gradient_accumulation
         train = data.Loader(examples=examples, micro_batch=batch, micro_batches=times,
                             by_length=config.train_sampling_strategy == "group_by_length", **common)  # fmt: skip
@@ -163,7 +163,7 @@ class Trainer:
     def train(self) -> None:
         """Run all remaining steps, and write the last checkpoint."""
         config, place = self.config, self.resume()
-        profiler = parts.Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1, layout=self.layout)
+        profiler = Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1)
         self.recorder.watch_memory()
         with contextlib.closing(profiler):
             while place.step < self.steps:
@@ -174,7 +174,8 @@ class Trainer:
                         done = self.step(place.step, share)
                         seconds = time.perf_counter() - began
                     place.step, place.samples = place.step + 1, place.samples + self.loader.global_batch
-                    self.recorder.step(seconds, done.loss, share.tokens, profiled, profiler.result)
+                    self.recorder.step(seconds, done.loss, share.tokens, profiled)
+                    self.recorder.record.communication = profiler.result
                     self.recorder.record.steps_done = place.step
                     self._after(place, done, share.tokens / seconds)
                     began = time.perf_counter()  # the next batch's making counts; saving and evaluating do not
@@ -187,7 +188,7 @@ class Trainer:
                 if config.save_strategy == "epoch":
                     self.save(place)
                 self.recorder.write()
-        self.recorder.found = profiler.result  # the run may have ended among the profiled steps
+        self.recorder.record.communication = profiler.result  # the run may have ended among the profiled steps
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
         self.recorder.find_fullest_rank()
@@ -197,8 +198,7 @@ class Trainer:
     def step(self, number: int, share: data.Share) -> Done:
         """Run one optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""
         # Dropout repeats after a resume; ranks of one data share use the same seed, as TP requires.
-        alike = self.data_rank * self.layout.cp + self.part
-        torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + alike)
+        torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + self.data_rank)
         rate = self.config.learning_rate * self.share_at(number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -223,13 +223,12 @@ class Trainer:
         if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
             raise verify.mismatch(wrong)
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
-            now, found = self.recorder.measured(), self.recorder.found
+            now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {
                 "loss": done.loss, "learning_rate": done.rate, "grad_norm": done.norm,
                 "seconds": self.recorder.seconds[-1], "tokens_per_second": pace, "epoch": float(place.epoch),
                 "mfu": now.mfu, "memory_bytes": now.memory_bytes,
-                # from the profiled steps on
-                "communication_share": found.communication.share if found and found.communication else None,
+                "communication_share": communication.share if communication else None,  # from the profiled steps on
             })  # fmt: skip
             runs.print_once(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
         if done.stop:

@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -68,18 +66,16 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     if config.attn_implementation == "flash_attention_2":
         note("attn_implementation: flash_attention_2: torch's own flash attention is used")
     kernel = "eager" if config.attn_implementation == "eager" else BY_DOCUMENT
-    preset = RANDOM.get(name.removeprefix("random:")) if name.startswith("random:") else None
-    if preset is not None:
-        shape: Any = LlamaConfig(**preset, bos_token_id=0, eos_token_id=1, pad_token_id=2)
-    elif name.startswith("random:"):
-        folder = name.removeprefix("random:")
-        if not os.path.isdir(folder):
-            raise ConfigError(
-                f"model_name_or_path={name!r}: random: takes {', '.join(RANDOM)}, or a folder with config.json"
-            )
-        shape = _ours(name, AutoConfig.from_pretrained, folder)
+    folder = name.removeprefix("random:")
+    if folder == name:
+        shape: Any = _load(name, AutoConfig.from_pretrained, name, revision=config.model_revision)
+    elif folder in RANDOM:
+        shape = LlamaConfig(**RANDOM[folder], bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    elif os.path.isdir(folder):
+        shape = _load(name, AutoConfig.from_pretrained, folder)
     else:
-        shape = _ours(name, AutoConfig.from_pretrained, name, revision=config.model_revision)
+        presets = ", ".join(RANDOM)
+        raise ConfigError(f"model_name_or_path={name!r}: random: takes {presets}, or a folder with config.json")
     if shape.model_type not in TRAINED:  # first: another architecture need not build with this job's attention
         raise ConfigError(f"model_name_or_path={name!r} is a {shape.model_type}: this job runs {', '.join(TRAINED)}")
     rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -88,7 +84,7 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     if getattr(shape, "quantization_config", None) is not None:
         raise ConfigError(f"model_name_or_path={name!r}: its weights are quantised; name the model they were made from")
     with init_empty_weights(include_buffers=False):
-        model = _ours(
+        model = _load(
             name, AutoModelForCausalLM.from_config, shape, attn_implementation=kernel,
             dtype=stored_type(config, precision),
         )  # fmt: skip
@@ -107,8 +103,8 @@ def stored_type(config: JobConfig, precision: str) -> torch.dtype:
     return requested or (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
-    """What transformers loads without running code that comes with the model, whatever the model asks for."""
+def _load(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
+    """Call a loader of transformers without running code that comes with the model, whatever the model asks for."""
     with hub.asking("model_name_or_path", name, more.get("revision")):
         return load(*words, trust_remote_code=False, **more)
 
@@ -172,7 +168,6 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self.net = model
         self.first, self.last, self.fused_loss = first, last, fused_loss
-        self.across: dist.ProcessGroup | None = None  # the ranks that have a part of each sequence
         self.autocast: torch.dtype | None = None  # where nothing else casts the weights (FSDP does)
         lm = causal_lm(model)
         every = list(lm.model.layers)
@@ -196,19 +191,17 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         return layers
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, ends: torch.Tensor | None = None
+        self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, packed: bool = False
     ) -> torch.Tensor:
         """Tokens or hidden states in; hidden states, or the summed loss as one number in a row, out."""
         lm = causal_lm(self.net)
-        parts = self.across.size() if self.across is not None else 1
-        documents = None if ends is None else Documents.of(ends, positions.shape[1] * parts)
-        more: dict[str, Any] = {"across": self.across} if parts > 1 else {}
+        documents = Documents.of(positions) if packed else None
         # Without autocast's cache, which would keep a copy of every fp32 weight until the forward pass has ended; no
         # weight is used twice in it.
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
             kind = "input_ids" if self.first else "inputs_embeds"
             hidden: torch.Tensor = lm.model(
-                **{kind: x}, position_ids=positions, use_cache=False, documents=documents, **more
+                **{kind: x}, position_ids=positions, use_cache=False, documents=documents
             ).last_hidden_state
             if not self.last:
                 return hidden
@@ -263,89 +256,53 @@ def _shallow(model: Any) -> Any:
 #
 # Surface: transformers' `AttentionInterface`; torch's `varlen_attn` (flash attention over lengths) on a GPU in 16 bits,
 # and `scaled_dot_product_attention` document by document elsewhere. Sliding windows are as transformers means them: a
-# token sees itself and the window - 1 before it. Context parallelism is Ulysses' (arXiv 2309.14509): ranks that have a
-# part of the tokens each exchange them for a part of the heads, so that masks stay those of whole rows.
+# token sees itself and the window - 1 before it.
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch end, its rows laid end to end."""
+    """The documents of a batch, its rows laid end to end."""
 
-    bounds: torch.Tensor  # int32, [documents + 1]: 0, then each end; on a GPU empty documents fill it up
-    lengths: list[int] | None  # of the documents, where the host knows them: on a CPU
+    bounds: torch.Tensor  # int32, [documents + 1]: where each begins, and where the last one ends
+    lengths: list[int]  # [documents], tokens
 
     @classmethod
-    def of(cls, ends: torch.Tensor, length: int) -> Documents:
-        """From each row's ends, [rows, documents], filled up with the row's length. Waits for no GPU."""
-        rows = torch.arange(len(ends), device=ends.device, dtype=torch.int32)[:, None] * length
-        bounds = functional.pad((ends + rows).flatten().int(), (1, 0))
-        lengths = None if ends.is_cuda else [n for n in bounds.diff().tolist() if n]
-        return cls(bounds, lengths)
+    def of(cls, positions: torch.Tensor) -> Documents:
+        """Find the documents of rows, [rows, tokens]: each begins at position 0. Waits for the GPU."""
+        starts = (positions.flatten() == 0).nonzero().flatten()
+        bounds = functional.pad(starts, (0, 1), value=positions.numel()).int()
+        return cls(bounds, bounds.diff().tolist())
 
 
 def attend(
-    _module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *,
-    across: dist.ProcessGroup | None = None, **how: Any,
+    _module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, documents: Documents | None = None, **_more: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal attention of [rows, heads, tokens, head size], within documents where there are any.
 
-    `across`: ranks that have a part of the tokens each. Returns [rows, tokens, heads, head size].
+    Returns [rows, tokens, heads, head size].
     """
-    if across is None:
-        return _causal(query, key, value, **how), None
-    return _tokens_apart(_causal(*_heads_apart(query, key, value, across), **how), across), None
-
-
-def _heads_apart(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, ...]:
-    """Of all heads a part of the tokens, [rows, heads, tokens, size], for all tokens of this rank's heads."""
-    each = [one.unflatten(1, (group.size(), -1)) for one in (query, key, value)]
-    got = _exchanged(torch.cat(each, dim=2).transpose(0, 1), group)
-    whole = got.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    mine: tuple[torch.Tensor, ...] = whole.split([one.shape[2] for one in each], dim=1)
-    return mine
-
-
-def _tokens_apart(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """And back: [rows, all tokens, this rank's heads, size] for [rows, tokens, heads, size]."""
-    got = _exchanged(out.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
-    return got.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The first dimension is one of ranks: what goes to each, and what came from each."""
-    return collectives.wait_tensor(collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group))
-
-
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, documents: Documents | None = None, **_more: Any,
-) -> torch.Tensor:  # fmt: skip
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if documents is None and window is None:
         out: torch.Tensor = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2), None
+    if documents is None:
+        documents = Documents.of(torch.arange(length, device=query.device).expand(rows, -1))
     if not dropout and _varlen_takes(query):
-        if documents is None:
-            documents = Documents.of(torch.full((rows, 1), length, device=query.device), length)
         flat = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
         bounds = documents.bounds
         back = -1 if window is None else window - 1
         packed: torch.Tensor = varlen_attn(
             *flat, bounds, bounds, length, length, scale=scaling, window_size=(back, 0), enable_gqa=True
         )
-        return packed.unflatten(0, (rows, length))
-    lengths = [length] * rows
-    if documents is not None:
-        lengths = documents.lengths or [n for n in documents.bounds.diff().tolist() if n]
+        return packed.unflatten(0, (rows, length)), None
     # split, whose gradient is one concatenation: slices would each add a gradient of the whole
-    each = [one.transpose(0, 1).flatten(1, 2)[None].split(lengths, dim=2) for one in (query, key, value)]
+    each = [one.transpose(0, 1).flatten(1, 2)[None].split(documents.lengths, dim=2) for one in (query, key, value)]
     parts = [_document(q, k, v, dropout, scaling, window) for q, k, v in zip(*each, strict=True)]
     whole = torch.cat(parts, dim=2)[0].unflatten(1, (rows, length))
-    return whole.permute(1, 2, 0, 3)
+    return whole.permute(1, 2, 0, 3), None
 
 
 def _varlen_takes(query: torch.Tensor) -> bool:

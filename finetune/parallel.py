@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -71,17 +70,8 @@ def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """tp innermost, pp outermost: neighbours in rank order share a node."""
-    names = ("pp", "dp_replicate", "dp_shard", *(("cp",) if layout.cp > 1 else ()), "tp")
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
     return init_device_mesh(device.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
-
-
-def sharding_mesh(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
-    """Over which FSDP shards: ranks of one sequence have the same weights, and share them out too."""
-    name, over = "dp_shard", mesh["dp_shard"]
-    if layout.cp > 1 and layout.sharding != "ddp":
-        name = "dp_shard_cp"
-        over = mesh["dp_shard", "cp"]._flatten(name)
-    return mesh["dp_replicate", name] if layout.dp_replicate > 1 else over
 
 
 def parallelize(
@@ -101,13 +91,11 @@ def parallelize(
         for layer in chunk.layers:
             layer.compile()
     low = torch.bfloat16 if layout.precision == "bf16" else None
-    if mesh is not None and layout.cp > 1:
-        chunk.across = mesh.get_group("cp")
     if mesh is None:
         _cast_as_used(chunk, low)
         fill(chunk, device)
         return _on(chunk, device)
-    if shards(layout) == 1 and layout.tp == 1 and layout.pp == 1:
+    if layout.dp_shard == 1 and layout.tp == 1 and layout.pp == 1:
         _cast_as_used(chunk, low)
         fill(chunk, device)
         ids = [device.index] if device.type == "cuda" else None
@@ -119,7 +107,7 @@ def parallelize(
     # autocast would leave the hidden states, and what is sent of them, in fp32.
     shard: Any = partial(
         fully_shard,
-        mesh=sharding_mesh(layout, mesh),
+        mesh=mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"],
         reshard_after_forward=layout.reshard_after_forward and layout.sharding == "zero3",
         mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -150,11 +138,6 @@ def _cast_as_used(chunk: Chunk, low: torch.dtype | None) -> None:
 def _on(chunk: Chunk, device: torch.device) -> Chunk:
     """The chunk on the device; what is there already keeps its parameters."""
     return chunk if {p.device for p in chunk.parameters()} == {device} else chunk.to(device)
-
-
-def shards(layout: Layout) -> int:
-    """Ranks that weights are shared out to."""
-    return layout.dp_shard * (layout.cp if layout.sharding != "ddp" else 1)
 
 
 def check_compiler(device: torch.device) -> None:
@@ -201,15 +184,13 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
             for name, module in getattr(layer, parent).named_children():
                 if name not in COLUMN + ROW:
                     continue
-                style = ColwiseParallel() if name in COLUMN else RowwiseParallel(output_layouts=tokens)
-                if hasattr(module, "base_layer"):
-                    plan[f"{parent}.{name}.base_layer"] = style
-                    factor = "lora_B" if name in COLUMN else "lora_A"
-                    plan[f"{parent}.{name}.{factor}.default"] = (
-                        ColwiseParallel() if name in COLUMN else RowwiseParallel()
-                    )
-                else:
-                    plan[f"{parent}.{name}"] = style
+                adapted, path = hasattr(module, "base_layer"), f"{parent}.{name}"
+                base = f"{path}.base_layer" if adapted else path
+                plan[base] = ColwiseParallel() if name in COLUMN else RowwiseParallel(output_layouts=tokens)
+                if adapted and name in COLUMN:
+                    plan[f"{path}.lora_B.default"] = ColwiseParallel()
+                elif adapted:
+                    plan[f"{path}.lora_A.default"] = RowwiseParallel()
         for name in ("q_norm", "k_norm"):  # Qwen 3's run on this rank's heads: their gradients are summed over ranks
             norm = getattr(layer.self_attn, name, None)
             if norm is not None and norm.weight.requires_grad:
@@ -239,14 +220,6 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     parallelize_module(lm, mesh, ends)
     if tied and len(ends) == 2:
         lm.lm_head.weight = lm.model.embed_tokens.weight
-
-
-def _together(ends: Sequence[torch.Tensor | None], tokens: torch.Tensor) -> torch.Tensor:
-    """All micro-batches' ends of documents in one tensor; [sequences, most documents]."""
-    rows, length = len(tokens) // len(ends), tokens.shape[1]
-    each = [one if one is not None else tokens.new_full((rows, 1), length, dtype=torch.int32) for one in ends]
-    most = max(one.shape[1] for one in each)
-    return torch.cat([functional.pad(one, (0, most - one.shape[1]), value=length) for one in each])
 
 
 class Engine:
@@ -309,7 +282,7 @@ class Engine:
         """
         for module in self.modules:
             module.train()
-        ranks = self.layout.data_parallel * self.layout.cp
+        ranks = self.layout.data_parallel
         self.scale = ranks / max(1, counted)
         with self.split_loss():
             if self.schedule is not None:
@@ -318,7 +291,7 @@ class Engine:
             for number, batch in enumerate(batches):
                 with self._sync(last=number == len(batches) - 1):
                     on = batch.to(self.device)
-                    loss = self.modules[0](on.tokens, on.positions, on.labels, on.ends).sum()
+                    loss = self.modules[0](on.tokens, on.positions, on.labels, on.packed).sum()
                     (loss * self.scale).backward()
                 total += loss.detach() / max(1, counted)
         return total if self.counts_loss else total * 0
@@ -333,7 +306,7 @@ class Engine:
             if self.schedule is not None:
                 return self._run_pipeline(batches, "eval")
             moved = [batch.to(self.device) for batch in batches]
-            total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels, b.ends).sum() for b in moved]).sum()
+            total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels, b.packed).sum() for b in moved]).sum()
         return total if self.counts_loss else total * 0
 
     def _passed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -350,17 +323,15 @@ class Engine:
         moved = [batch.to(self.device) for batch in batches]
         if moved[0].tokens.shape != self.shape:
             self.shape, self.schedule = moved[0].tokens.shape, self._build_schedule(moved[0].tokens)
-        run = getattr(self.schedule, how)
         tokens, positions, labels = (
             torch.cat([getattr(b, n) for b in moved]) for n in ("tokens", "positions", "labels")
         )
-        more: dict[str, torch.Tensor] = {}
-        if any(batch.ends is not None for batch in moved):
-            more["ends"] = _together([batch.ends for batch in moved], tokens)
         losses: list[torch.Tensor] | None = [] if self.chunks[-1].last else None
-        args = (tokens,) if self.chunks[0].first else ()
-        target = labels if self.chunks[-1].last else None
-        run(*args, target=target, losses=losses, positions=positions, labels=labels, **more)
+        getattr(self.schedule, how)(
+            *((tokens,) if self.chunks[0].first else ()),
+            target=labels if self.chunks[-1].last else None,
+            losses=losses, positions=positions, labels=labels, packed=any(batch.packed for batch in moved),
+        )  # fmt: skip
         total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
         return total if self.counts_loss else total * 0
 
@@ -377,7 +348,7 @@ class Engine:
             held: contextlib.AbstractContextManager[None] = module.no_sync()
             return held
         if isinstance(module, FSDPModule):
-            scatters = last or (shards(self.layout) > 1 and not self.adapters)
+            scatters = last or (self.layout.dp_shard > 1 and not self.adapters)
             module.set_requires_gradient_sync(scatters)
             module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)

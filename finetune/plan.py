@@ -9,7 +9,7 @@ from typing import Any
 from contracts import trl
 from contracts.job_config import ConfigError, parse_layout, resolve_layout
 from contracts.job_plan import JobPlan
-from contracts.layout import EIGHT_BITS, WHOLE_ROPE, Layout, most_ranks
+from contracts.layout import EIGHT_BITS, Layout
 
 
 def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
@@ -42,20 +42,12 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
     heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
     kernel, layers = getattr(shape, "_attn_implementation", None), shape.num_hidden_layers
-    rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type")
     is_quantised = getattr(shape, "quantization_config", None) is not None
-    tp, cp, pp, times = layout.tp, layout.cp, layout.pp, layout.gradient_accumulation
+    tp, pp, times = layout.tp, layout.pp, layout.gradient_accumulation
     stages, given = pp * layout.virtual_stages, sum(layout.stage_layers)
     why = {
-        f"cp={cp} with tp={tp}, pp={pp}: CP runs only with data parallelism": cp > 1 and (tp > 1 or pp > 1),
-        f"cp={cp}: must divide {heads} heads and {kv_heads} key/value heads, which its ranks share out; "
-        f"cp={most_ranks(cp, heads, kv_heads)} runs": bool(heads % cp or kv_heads % cp),
-        f"cp={cp} with attn_implementation={kernel!r}: sdpa's has the exchange of heads": cp > 1 and kernel == "eager",
-        f"cp={cp} with compile=true: the exchange of heads is not compiled": cp > 1 and layout.compile,
-        f"cp={cp} with load_in_4bit: runs with LoRA and in full": cp > 1 and is_quantised,
-        f"cp={cp} with rope_type={rope!r}: its angles follow from the whole sequence's length":
-            cp > 1 and rope in WHOLE_ROPE,
         f"ep={layout.ep}: this job trains no experts": layout.ep > 1,
+        f"cp={layout.cp}: this job has no context parallelism; TRL's trainer has it": layout.cp > 1,
         "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
             layout.sharding == "zero1" and layout.dp_shard > 1,
         f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),

@@ -26,8 +26,6 @@ from contracts.job_config import EndedError
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import Loss, Measured, RunLayout, RunRecord
-from finetune import parts
-from finetune.parts import Profiled
 from hardware.gpus import gpu_named
 from hardware.units import GIB
 
@@ -140,7 +138,6 @@ class Recorder:
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = (0, 0)  # peaks of the fullest ranks, once the ranks have exchanged theirs
-        self.found: Profiled | None = None  # once the profiler has ended
         self.started = False  # the model is there
         self._metrics: Any = None
         self._board: Any = None
@@ -168,8 +165,8 @@ class Recorder:
         if text not in self.record.notes:
             self.record.notes.append(text)
 
-    def step(self, seconds: float, loss: float, tokens: int, profiled: bool, found: Profiled | None = None) -> None:
-        """One optimizer step, already over; `found` is what the profiler says once it has ended."""
+    def step(self, seconds: float, loss: float, tokens: int, profiled: bool) -> None:
+        """One optimizer step, already over."""
         if profiled:
             self.profiled.add(len(self.seconds))
         if self.device.type != "cuda" and len(self.seconds) < MEMORY_STEPS:
@@ -179,7 +176,6 @@ class Recorder:
         if self.device.type == "cuda" and len(self.losses) == WARM_UP - 1:
             torch.cuda.empty_cache()  # what loading has left reserved is not what a step needs
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.found = found
         if len(self.seconds) < MAX_STEPS:
             self.seconds.append(seconds)
         self.losses.append(loss)
@@ -265,11 +261,6 @@ class Recorder:
             return
         record = self.record
         record.measured = self.measured()
-        if self.found:
-            shown = self.found.parts
-            if self.counted_steps() and record.measured.step_seconds:
-                shown = parts.without_profiler(self.found, record.measured.step_seconds)
-            record.communication, record.parts = self.found.communication, parts.with_forecast(shown, record.forecast)
         record.step_seconds = [round(s, 6) for s in self.seconds]
         record.loss = Loss(first=self.losses[0], last=self.losses[-1]) if self.losses else Loss()
         record.comparison = [one for one in run_record.compare(record) if one.within is not None]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import os
 import random
 import sys
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import TemplateError
 
-from contracts.job_config import ConfigError, JobConfig, parse_config, parse_mapping
+from contracts.job_config import ConfigError, JobConfig, parse_config
 from finetune import hub
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
@@ -99,7 +98,6 @@ def files_of_split(folder: Path, part: str | None, split: str, where: str) -> li
     """Paths in a folder of one split, of the part `part` (dataset_config), by `datasets`' rules. Raises ConfigError."""
     import datasets
 
-    _check_card(folder / "README.md", where)
     subfolder = part if part and (folder / part).is_dir() else None
     try:
         parts = datasets.get_dataset_config_names(str(folder))
@@ -113,8 +111,7 @@ def files_of_split(folder: Path, part: str | None, split: str, where: str) -> li
     except ConfigError:
         raise
     except Exception as error:  # any kind: `datasets` passes on what YAML, pyarrow and its own code raise
-        in_card = "README.md: " if (folder / "README.md").is_file() else ""
-        raise ConfigError(f"{where}: {in_card}{first_line(error).replace(f'{folder}/', '')}") from error
+        raise unreadable(f"{where}: README.md" if (folder / "README.md").is_file() else where, error) from error
     if split not in found:
         raise ConfigError(f"{where}: no split {split!r}: {part or 'it'} has {', '.join(sorted(map(str, found)))}")
     names = [Path(one).relative_to(folder).as_posix() for one in found[split] if Path(one).suffix in READERS]
@@ -124,15 +121,6 @@ def files_of_split(folder: Path, part: str | None, split: str, where: str) -> li
     if part is None and not has_card and len(tops) > 1:
         raise ConfigError(f"{where}: several folders hold {split!r}; dataset_config must be one of {', '.join(tops)}")
     return names
-
-
-def _check_card(card: Path, where: str) -> None:
-    """Refuse front matter that is no YAML mapping, or whose aliases multiply: `datasets` reads it without bounds."""
-    if card.is_file():
-        with card.open(encoding="utf-8", errors="replace") as file:
-            text = file.read(1 << 20)
-        if text.startswith("---"):
-            parse_mapping(text[3:].split("\n---", 1)[0].strip() or "{}", f"{where}: README.md")
 
 
 def reader_of(path: Path) -> str:
@@ -149,7 +137,9 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
 
     kind, number = reader_of(path), 0
     options: dict[str, Any] = {}
-    datasets.logging.set_verbosity(logging.CRITICAL)  # its lines say less than the ConfigError
+    if kind != "parquet" and not path.stat().st_size:
+        return
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its lines say less than the ConfigError
     try:
         if kind == "csv":  # every cell is text, also "2" and "NA"
             with path.open(encoding="utf-8", newline="") as file:
@@ -162,8 +152,6 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             options = {"columns": wanted or None, "batch_size": BATCH}
         if kind == "json" and _starts_with_list(path):  # which `datasets` reads whole
             _check_size(path.stat().st_size, path)
-        if kind != "parquet" and not path.stat().st_size:
-            return
         with tempfile.TemporaryDirectory() as cache:
             rows = datasets.load_dataset(
                 kind, data_files=str(path), split="train", streaming=True, cache_dir=cache, **options
@@ -173,9 +161,15 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     except ConfigError:
         raise
     except Exception as error:  # any kind: pyarrow's, pandas' and `datasets`' own
-        if isinstance(error, OSError) and error.errno in hub.DISK_ERRORS:
-            raise
-        raise ConfigError(f"{path}: not {kind}, after row {number}: {first_line(error)}") from error
+        raise unreadable(f"{path}: not {kind}, after row {number}", error) from error
+
+
+def unreadable(where: str, error: Exception) -> Exception:
+    """Return the error to raise for one of `datasets`: a ConfigError with its cause, or that of a disk."""
+    why = error.__cause__ or error
+    if isinstance(why, OSError) and why.errno in hub.DISK_ERRORS:
+        return why
+    return ConfigError(f"{where}: {(str(why).strip().splitlines() or [type(why).__name__])[0][:500]}")
 
 
 def _check_size(size: int, where: object) -> None:
@@ -197,11 +191,6 @@ def _without_nulls(value: Any, where: str, level: int = 0) -> Any:
 def _starts_with_list(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(1) == b"["
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
 
 
 # Rows as text, and as tokens with labels.

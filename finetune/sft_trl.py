@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -25,9 +24,8 @@ import torch.distributed as dist
 import transformers
 import trl
 from accelerate.parallelism_config import ParallelismConfig
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from contracts import trl as names
@@ -35,21 +33,17 @@ from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
-from finetune import hub, loop, recorder, rows, verify
+from finetune import checkpoint, hub, loop, recorder, rows, verify
 
 
 def train(config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder) -> None:
     """Run all remaining steps of TRL's trainer, and write the model."""
     trainer = _make_trainer(config, layout, plan, device, made)
     args, record = trainer.args, made.record
-    resume = config.resume_from_checkpoint
-    newest = get_last_checkpoint(args.output_dir)
-    resume = newest if resume == "auto" or (resume is True and newest) else resume
-    if resume and not (isinstance(resume, str) and Path(resume).is_dir()):
-        raise ConfigError(f"resume_from_checkpoint={resume!r}: there is no such checkpoint")
+    resume = checkpoint.find_resume(config, TRAINER_STATE_NAME)
     if resume:
-        made.note(f"resumed from {Path(resume).name}")
-    trainer.train(resume_from_checkpoint=resume)
+        made.note(f"resumed from {resume.name}")
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     made.find_fullest_rank()
     record.checkpoint = get_last_checkpoint(args.output_dir)
     if trainer.seen.stopped and trainer.state.global_step < trainer.state.max_steps:
@@ -167,41 +161,44 @@ def _of_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
 
 
 def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, tested: bool) -> tuple[Any, Any]:
-    """The rows to train and to evaluate on: a data set's splits, or a mixture as TRL or the alignment handbook has.
+    """Load the rows to train and to evaluate on: splits of a data set, or a mixture of TRL or the alignment handbook.
 
     Raises ConfigError for rows that cannot be read.
     """
     own = (plan.trl or {}).get("dataset_mixture")
-    if own is None and not mixture.datasets:
-        train = _split(config, config.dataset_train_split, script.dataset_streaming)
-        return train, _split(config, config.dataset_test_split, False) if tested else None
-    if own is None:
+    if own is not None:
+        made = _mix(own, config)
+    elif mixture.datasets:
         made = trl.get_dataset(mixture)
-    else:  # alignment-handbook, src/alignment/data.py: each shuffled and cut to its weight, then all shuffled
-        seed, found = own.get("seed", 0), []
-        for one in own.get("datasets") or []:
-            named = dataclasses.replace(config, dataset_name=one["id"], dataset_config=one.get("config"))
-            piece = _split(named, one.get("split", "train"), False)
-            piece = piece.select_columns(one["columns"]) if one.get("columns") else piece
-            weight = one.get("weight")
-            found.append(piece if weight is None else piece.shuffle(seed).select(range(int(len(piece) * weight))))
-        whole, size = datasets.concatenate_datasets(found).shuffle(seed), own.get("test_split_size")
-        made = whole.train_test_split(size, seed=seed) if size else {"train": whole}
+    else:
+        made = {"train": _load_split(config, config.dataset_train_split, script.dataset_streaming)}
+        if tested:
+            made["test"] = _load_split(config, config.dataset_test_split, False)
     if tested and "test" not in made:
         raise ConfigError("eval_strategy: the mixture has no rows to evaluate on; set its test_split_size")
     return made["train"], made["test"] if tested else None
 
 
-def _split(config: JobConfig, split: str, streaming: bool) -> Any:
+def _mix(mixture: dict[str, Any], config: JobConfig) -> Any:
+    """Mix as alignment-handbook, src/alignment/data.py: shuffle each and cut it to its weight, then shuffle all."""
+    seed, size, found = mixture.get("seed", 0), mixture.get("test_split_size"), []
+    for one in mixture.get("datasets") or []:
+        named = dataclasses.replace(config, dataset_name=one["id"], dataset_config=one.get("config"))
+        piece = _load_split(named, one.get("split", "train"), False)
+        piece = piece.select_columns(one["columns"]) if one.get("columns") else piece
+        weight = one.get("weight")
+        found.append(piece if weight is None else piece.shuffle(seed).select(range(int(len(piece) * weight))))
+    whole = datasets.concatenate_datasets(found).shuffle(seed)
+    return whole.train_test_split(size, seed=seed) if size else {"train": whole}
+
+
+def _load_split(config: JobConfig, split: str, streaming: bool) -> Any:
     files = rows.find_files(config, split)
-    kind, names = rows.reader_of(files[0]), [str(path) for path in files]
+    kind = rows.reader_of(files[0])
     try:
-        found = datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming)
+        found = datasets.load_dataset(kind, data_files=[*map(str, files)], split="train", streaming=streaming)
     except datasets.exceptions.DatasetsError as error:
-        why = error.__cause__ or error
-        if isinstance(why, OSError) and why.errno in hub.DISK_ERRORS:
-            raise why from error
-        raise ConfigError(f"dataset_name={config.dataset_name!r}: not {kind}: {rows.first_line(why)}") from error
+        raise rows.unreadable(f"dataset_name={config.dataset_name!r}: not {kind}", error) from error
     found = found if config.dataset_rows is None else found.take(config.dataset_rows)
     if {"question", "answer"} <= set(found.column_names) and not {"messages", "prompt"} & set(found.column_names):
         return found.map(rows.as_messages, remove_columns=found.column_names)
@@ -268,26 +265,21 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
 
 
 def text_shape(model: Any) -> Any:
-    """The configuration of the text model, which is a part of that of a model that also reads images (Gemma 3)."""
+    """Return the configuration of the text model, a part of that of a model that also reads images (Gemma 3)."""
     return model.config.get_text_config()
 
 
 def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLayout:
-    """The layout that accelerate built, read from its objects."""
+    """Return the layout that accelerate built, read from its objects."""
     model, accelerator = trainer.model_wrapped, trainer.accelerator
-    number = text_shape(trainer.model).num_hidden_layers
-    plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    layers = text_shape(trainer.model).num_hidden_layers
     cp = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
-    is_sharded, is_copied = isinstance(model, FSDPModule), isinstance(model, DistributedDataParallel)
-    found = verify.observe_parameters(dict(model.named_parameters()), cp)
-    if is_copied:
-        found["dp_replicate"] = dist.get_world_size(model.process_group)
-    recomputes = trainer.model.is_gradient_checkpointing or (plugin and plugin.activation_checkpointing)
+    recomputes = trainer.model.is_gradient_checkpointing or (
+        trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.activation_checkpointing
+    )
     compiled = accelerator.state.dynamo_plugin.backend.value != "NO"
     return EffectiveLayout(
-        **found, cp=cp, pp=1, world_size=dist.get_world_size(), stage_layers=[number], device=str(device),
-        wrapper="FSDP" if is_sharded else "DDP" if is_copied else "none", backend=verify.backend_of(device),
+        **verify.observe_modules([model], dict(model.named_parameters()), device, cp), pp=1, stage_layers=[layers],
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
-        reshard_after_forward=bool(plugin.reshard_after_forward) if plugin and is_sharded else None,
-        checkpointed_layers=number if recomputes else 0, compiled_layers=number if compiled else 0,
+        checkpointed_layers=layers if recomputes else 0, compiled_layers=layers if compiled else 0,
     )  # fmt: skip

@@ -84,7 +84,7 @@ def stages_sum(q: Question, at: Layout) -> str | None:
 
 def sequence_divides(q: Question, at: Layout) -> str | None:
     """Ring attention divides the sequence into 2 x CP equal parts."""
-    if at.cp > 1 and not q.engine.splits_heads and q.train.sequence_length % (2 * at.cp):
+    if at.cp > 1 and q.train.sequence_length % (2 * at.cp):
         return f"sequence length {q.train.sequence_length} does not divide by 2 x CP={at.cp}"
     return None
 

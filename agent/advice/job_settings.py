@@ -206,12 +206,13 @@ def choose_trainer(
         trainer, why = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
     advice = _advise_for(request, config, overrides, trainer, found)
     is_open = trainer == OURS and requested == "auto"
-    if advice.chosen is None and is_open and not any(row.rule == "memory-fits" for row in advice.rejected):
+    if advice.chosen is None and is_open:
         assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
         measured = request.changed(length_histogram=advice.train.length_histogram)
         other = _advise_for(measured, config, overrides, TRL, found)
-        if other.chosen is None:
-            return advice, OURS, f"with TRL's trainer: {describe_refusal(other)}"
+        too_large = any(row.rule == "memory-fits" for row in advice.rejected)
+        if other.chosen is None or (too_large and other.chosen.layout.cp == 1):  # TRL's trainer can split sequences
+            return advice, OURS, "" if too_large else f"with TRL's trainer: {describe_refusal(other)}"
         simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
         advice, trainer, why = other, TRL, simplest or advice.rejected[0].reason
     if trainer not in (OURS, TRL):  # another stack, named with --engine

@@ -173,14 +173,15 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.jobs.benchmark import calibration, default_ranks, has_gpu
+    from planner.forecast.models import model_named
     from probes.registry import ALL
 
     found_hosts, seconds = snapshots((), ALL), options["budget"]
     copies = options["ranks"] or default_ranks(found_hosts)
     Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
     found = calibration(
-        model, sequence_length=sequence_length, tokens=options["tokens"] or sequence_length, budget_seconds=seconds,
-        ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
+        model_named(model), sequence_length=sequence_length, tokens=options["tokens"] or sequence_length,
+        budget_seconds=seconds, ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
     )  # fmt: skip
     text = render(found, "json")
     if target is None:

@@ -87,8 +87,10 @@ def bundle(
     failures = f"; no answer from {', '.join(failed)}" if failed else ""
     written = f"{len(content)} bytes from {units.count(len(hosts), 'host')}"
     print_text(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
-    for line in hosts.get("cluster", {}).get("agents.txt", b"").decode().splitlines():
-        print_text(line, err=True)
+    if set(hosts) == {"cluster"}:
+        print_text(
+            f"no agent's pod runs in the namespace {namespace}; daemonsets.json and events.json say why", err=True
+        )
 
 
 @command("diff")

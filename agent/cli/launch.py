@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -88,20 +89,19 @@ def launch(
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
     """Print the job in `form`, or create it if `form` is None."""
+    from agent.advice.advise import in_pods
     from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
     from planner.kubernetes.job import SAVE_SECONDS, storage_rate
     from planner.kubernetes.manifests import render as render_documents
 
     cluster_job.refuse_what_cannot_train(advice, options)
-    advice, left_out = cluster_job.for_pods(advice, options, found)
+    # without --host this machine was scanned: a pod of the node, or the administrator's machine
+    advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
     advice = cluster_job.on_rails(advice, options, found)
-    # A launch queries the cluster. A dry run does so if the user named a cluster.
-    asks = bool(form is None or options["context"] or os.environ.get("KUBECONFIG"))
     if options["no_compute_domain"]:
         advice = cluster_job.without_compute_domain(advice)
-    offered = cluster_job.resources_for(advice, options) if asks else None
-    spec = cluster_job.spec_of(advice, options, offered)
+    spec = cluster_job.spec_of(advice, options)
     plan = cluster_job.plan_of(advice, options, found)
     made = cluster_job.documents(spec, options["api"], plan)
     documents = (*cluster_job.storage(options), *made)
@@ -150,12 +150,12 @@ def _launch_on_slurm(
 
 def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
     from agent.cluster.client import connect
-    from agent.jobs import submission
+    from agent.jobs import cluster_job
 
     warned: dict[str, None] = {}  # from the dry run and again from the creation
     client = connect(options["context"], on_warning=lambda text: warned.setdefault(text))
     try:
-        for line in submission.create(client, documents):
+        for line in cluster_job.create(client, documents):
             print_text(line)
     finally:
         for text in warned:
@@ -166,18 +166,18 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
 
 def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any]) -> None:
     """Report the state of the job's pods; exit with 3 if they are refused, 5 if none appeared for an unknown reason."""
-    from agent.jobs import submission
+    from agent.jobs import cluster_job
 
     with waiting("launch: waiting for the first pods"):
-        made = submission.stored(client, job)
-        came = submission.wait(
+        made = cluster_job.stored(client, job)
+        exit_code, lines = cluster_job.wait(
             client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
         )
-    for line in came.lines:
+    for line in lines:
         print_text(line, err=True)
-    if came.exit_code != EXIT_PASS:
-        print_text(f"{submission.named(job)} has been created: kubectl describe shows its state", err=True)
-        sys.exit(came.exit_code)
+    if exit_code != EXIT_PASS:
+        print_text(f"{cluster_job.named(job)} has been created: kubectl describe shows its state", err=True)
+        sys.exit(exit_code)
 
 
 def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[str, Any]) -> None:
@@ -200,15 +200,14 @@ def _pass_gate(
 
     Exits if a check fails.
     """
-    from agent.jobs.benchmark import measure
-    from agent.jobs.signals import sigterm
+    from agent.jobs.benchmark import measure, stop_on_signals
 
     if options["no_preflight"]:
         return
     progress.step("preflight: checking this host")
     _gate(found, options, settings)
     if options["measure"]:
-        with sigterm() as stop:
+        with stop_on_signals(signal.SIGTERM) as (stop, _):
             result = measure(found[0], ranks, progress, stop, quick=True, environment=settings)
         _gate(found, options, settings, result)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from agent.jobs.networks import NetworkBars
 
-DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
+DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
 
 
 @command("compare-networks")
@@ -55,14 +56,14 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.request import Request
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
+    from agent.jobs.benchmark import stop_on_signals
     from agent.jobs.namespaces import HOSTS
-    from agent.jobs.signals import sigterm
     from contracts.run_record import read
     from probes.registry import ALL
 
     if options["ranks"] not in (None, HOSTS):
         raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
-    shaped = namespaces.parse(options["networks"] or DEFAULT_NETWORKS)
+    over = networks.parse(options["networks"] or DEFAULT_NETWORKS, here=True)
     explicit = settings(options["config"], options["overrides"]).explicit
     defaults = {"max_steps": networks.STEPS, "save_strategy": "no", "eval_strategy": "no"}
     unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
@@ -80,8 +81,8 @@ def _here(options: dict[str, Any]) -> NetworkBars:
         request=request, config=options["config"], overrides=overrides, folder=place.absolute(),
         timeout_seconds=options["timeout"], note=lambda text: progress.step(f"networks: {text}"),
     )  # fmt: skip
-    with sigterm() as stop:
-        bars = networks.compare_here(job, shaped, snapshots((), ALL), stop)
+    with stop_on_signals(signal.SIGTERM) as (stop, _):
+        bars = networks.compare_here(job, over, snapshots((), ALL), stop)
     records = [read(Path(bar.record)) for bar in bars if bar.record]
     for record in records:
         store_run(record)
@@ -102,17 +103,17 @@ def _title(model: str | None, family: str, ranks: int) -> str:
 
 def _there(options: dict[str, Any]) -> NetworkBars:
     """Run one cluster job per network, one after another; with --dry-run print the jobs and exit."""
-    from agent.advice.advise import answer, with_fsdp
+    from agent.advice.advise import answer, in_pods, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
     from agent.base.options import RequestError
     from agent.cluster.client import connect
-    from agent.jobs import cluster_job, networks, submission
+    from agent.jobs import cluster_job, networks
     from planner.kubernetes.manifests import render as render_documents
     from probes.registry import ALL
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
-    over = networks.parse(options["networks"])
+    over = networks.parse(options["networks"], here=False)
     explicit = settings(options["config"], options["overrides"]).explicit
     request = for_whole_run(with_rows(training_request(options), explicit), explicit)
     found = snapshots(options["hosts"], ALL, root=options["root"])
@@ -124,7 +125,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
         raise RequestError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
     layout = advice.chosen.layout
     cluster_job.refuse_what_cannot_train(advice, options)
-    advice, left_out = cluster_job.for_pods(advice, options, found)
+    advice, left_out = in_pods(advice, found, here=not options["hosts"])
     for network in over:
         if network.rdma and not transport(advice, found):
             why = "no RDMA device was seen on the recorded hosts"
@@ -144,7 +145,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     client = connect(options["context"])
     for number, (network, made) in enumerate(jobs):
         made = (*cluster_job.storage(options), *made) if number == 0 else made
-        with waiting(f"networks: {submission.named(made[-1])} over {network.name}"):
+        with waiting(f"networks: {cluster_job.named(made[-1])} over {network.name}"):
             bars.append(networks.run(
                 client, made, network, options["api"], seconds=options["timeout"],
                 report=lambda line: print_text(line, err=True), sleep=time.sleep, clock=time.monotonic,

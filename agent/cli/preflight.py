@@ -68,7 +68,7 @@ def preflight(
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     """Run the gate for other nodes from their published records, without generating load."""
     from agent.cluster.client import connect
-    from agent.cluster.gate import checks_of, fleet, named, records_of
+    from agent.cluster.nodes import checks_of, fleet, named, records_of
     from agent.jobs.preflight import expectation_of, report_of
 
     expected = expectation_of(options["expect"], options["expect_file"])

@@ -9,7 +9,6 @@ Specification: Kubernetes API concepts (pages), server-side apply, the Status ki
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import logging
@@ -91,8 +90,7 @@ def connect(
     from yaml import YAMLError
 
     configuration = Configuration()
-    token, home = Path(SERVICE_TOKEN_FILENAME), Path(environment.get("HOME", "/")) / ".kube/config"
-    source = environment.get("KUBECONFIG", "")
+    token, source = Path(SERVICE_TOKEN_FILENAME), environment.get("KUBECONFIG", "")
     try:
         if source.strip(os.pathsep):
             namespace = _kubeconfig(configuration, source, context)
@@ -101,13 +99,12 @@ def connect(
             load_incluster_config(configuration)
             named = token.with_name("namespace")
             namespace = _text(named) if named.exists() else "default"
-        elif home.exists():
+        elif (home := Path(environment.get("HOME", "/")) / ".kube/config").exists():
             source = str(home)
             namespace = _kubeconfig(configuration, source, context)
         else:
-            raise AccessError(
-                "no Kubernetes API server: not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config"
-            )
+            why = "not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config"
+            raise AccessError(f"no Kubernetes API server: {why}")
     except (ConfigException, OSError) as error:
         raise AccessError(f"{source}: {error}") from None
     except (YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # the library does not check types
@@ -220,45 +217,41 @@ class Client:
 
     def request(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> tuple[int, Json]:
         """Return the status and object of the first conclusive answer. Raises ApiError."""
-        for attempt in range(self._tries):
+        again = (0, *AGAIN) if repeatable else (429,)  # 429: refused before any change was made
+        for attempt in range(self._tries - 1):
             try:
                 return self._once(method, path, **options)
             except ApiError as error:
-                clear = error.status == 429  # refused before any change was made
-                if attempt + 1 == self._tries or not (clear or (repeatable and error.status in (0, *AGAIN))):
+                if error.status not in again:
                     raise
                 seconds = backoff_seconds(attempt, error.retry_after)
                 log.info("%s; again in %.1f s", error, seconds)
                 time.sleep(seconds)
-        raise AssertionError("unreachable")
+        return self._once(method, path, **options)
 
     def _once(
         self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Json | None = None,
         content_type: str = JSON,
     ) -> tuple[int, Json]:  # fmt: skip
-        headers = {
-            "Accept": JSON,
-            "User-Agent": self._api.user_agent,
-            **({"Content-Type": content_type} if body else {}),
-        }
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        headers = {"Accept": JSON, "User-Agent": self._api.user_agent}
+        headers |= {"Content-Type": content_type} if body else {}
         self._authorize(headers)
-        url = self.server + path
-        if query:
-            url += "?" + self._api.parameters_to_url_query(dict(query), None)
+        url = self.server + path + ("?" + self._api.parameters_to_url_query(dict(query), None) if query else "")
         limits = (self._timeout, self._timeout * 2)  # to connect, and of a silence in the answer
-        with _errors(f"{self.server} cannot be reached"):
+        try:
             answer = self._api.call_api(method, url, headers, body, _request_timeout=limits).response
             raw = answer.read(BODY_LIMIT_BYTES + 1)
+        except (HTTPError, ApiException) as error:  # the library raises the latter for TLS errors
+            raise ApiError(0, f"{self.server} cannot be reached: {getattr(error, 'reason', None) or error}") from None
         answer.release_conn()
         if len(raw) > BODY_LIMIT_BYTES:
             raise ApiError(answer.status, f"{path}: the answer is larger than {BODY_LIMIT_BYTES} bytes")
         if not 200 <= answer.status < 300:
             raise _refusal(answer.status, raw, answer.headers)
-        try:
-            value = json.loads(raw)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
+        if (value := _json_object(raw)) is None:
             raise ApiError(answer.status, f"{path}: the answer is no JSON object")
         for header in answer.headers.getlist("Warning"):
             for text in _WARNING.findall(header):
@@ -273,18 +266,6 @@ class Client:
             self._api.update_params_for_auth(headers, [], ["BearerToken"], "", "", None)
         except (ConfigException, OSError, ValueError) as error:
             raise ApiError(0, f"the credentials for {self.server} cannot be read: {error}") from None
-
-
-@contextlib.contextmanager
-def _errors(what: str) -> Iterator[None]:
-    """Convert exceptions of the library to an ApiError of status 0."""
-    from kubernetes.client import ApiException
-    from urllib3.exceptions import HTTPError
-
-    try:
-        yield
-    except (HTTPError, ApiException) as error:  # the library raises the latter for TLS errors
-        raise ApiError(0, f"{what}: {getattr(error, 'reason', None) or error}") from None
 
 
 def backoff_seconds(attempt: int, retry_after: float | None = None) -> float:
@@ -302,11 +283,18 @@ def path_of(group_version: str, resource: str, name: str = "", *, namespace: str
     return "/".join([root, *words])
 
 
+def _json_object(raw: bytes) -> Json | None:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
-    try:
-        message = str(json.loads(raw).get("message") or f"HTTP {status}")
-    except (ValueError, AttributeError):
-        message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
+    found = _json_object(raw)
+    text = f"HTTP {status}: {raw[:200].decode(errors='replace')}" if found is None else found.get("message")
+    message = str(text or f"HTTP {status}")
     after = headers.get("Retry-After", "")
     return ApiError(status, message, retry_after=float(after) if after.isdecimal() else None)

@@ -22,22 +22,19 @@ from contracts import bounded, plain
 from contracts.redaction import redact
 from contracts.tables import read_table
 from probes import wire
-from probes.api import Absent, Failed, Ok, Outcome, Snapshot
-from probes.gpu.facts import GpuFacts
+from probes.api import Failed, Ok, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.facts import Interface, InterfacesFacts
+from probes.interfaces.facts import Interface
 from probes.limits.probe import LimitsFacts
-from probes.pci.facts import PciDevice, PciFacts, is_network
-from probes.rdma.facts import Gid, RdmaFacts
+from probes.pci.facts import PciDevice, is_network
+from probes.rdma.facts import Gid
+from probes.registry import ALL
 
 MOST_DEVICES = 256  # GPUs and NICs together: every pair is evaluated
 MOST_LETTERS = 512  # of every text; longer texts are cut
 MOST_FACTS_LETTERS = 65536  # of the compressed facts; an HGX H100 needs 5,000
 MOST_FACTS_BYTES = 1 << 20  # of the JSON
-_FACTS: dict[str, type[Any]] = {
-    "gpu": GpuFacts, "pci": PciFacts, "rdma": RdmaFacts, "interfaces": InterfacesFacts, "limits": LimitsFacts,
-    "hostinfo": HostinfoFacts,
-}  # fmt: skip
+_PROBES = [probe for probe in ALL if probe.name in ("gpu", "pci", "rdma", "interfaces", "limits", "hostinfo")]
 
 # Published fields, by type name: [kept] lists the fields of a type to publish, [dropped] those to omit.
 _FIELDS = read_table(__file__, "node_facts.toml")
@@ -53,9 +50,9 @@ def clean(text: str, most: int = MOST_LETTERS) -> str:
 def pack(snapshot: Snapshot) -> str | None:
     """Return the facts, which equal nodes share; None if they exceed the record limits."""
     outcomes = {
-        name: replace(outcome, facts=_bare(outcome.facts)) if isinstance(outcome, Ok) else outcome
-        for name in _FACTS
-        if (outcome := snapshot.outcomes.get(name)) is not None
+        probe.name: replace(outcome, facts=_bare(outcome.facts)) if isinstance(outcome, Ok) else outcome
+        for probe in _PROBES
+        if (outcome := snapshot.outcomes.get(probe.name)) is not None
     }
     parts = {name: wire.outcome_to_json(replace(outcome, seconds=0.0)) for name, outcome in outcomes.items()}
     text = json.dumps(_cleaned(parts), sort_keys=True)
@@ -68,16 +65,10 @@ def unpack(packed: str) -> Snapshot:
     try:
         with gzip.open(io.BytesIO(base64.b64decode(packed[:MOST_FACTS_LETTERS]))) as stream:
             parts = plain.loads(bounded.rest(stream, MOST_FACTS_BYTES))
-        outcomes = {name: _outcome(parts[name], kind) for name, kind in _FACTS.items() if name in parts}
+        outcomes = {each.name: wire.outcome_from_json(each, parts[each.name]) for each in _PROBES if each.name in parts}
     except (*plain.MISFITS, EOFError, OSError, zlib.error) as error:  # gzip raises the last three
         raise ValueError(f"no facts: {type(error).__name__}: {str(error)[:200]}") from None
     return Snapshot(hostname="", taken_at_seconds=0.0, outcomes=outcomes)
-
-
-def _outcome(part: dict[str, Any], kind: type[Any]) -> Outcome:
-    if part["status"] == "ok":
-        return Ok(facts=plain.read(part["facts"], kind))
-    return Absent(why=str(part["why"])) if part["status"] == "absent" else Failed(error=str(part["error"]))
 
 
 def _cleaned(value: Any) -> Any:
@@ -91,7 +82,7 @@ def _cleaned(value: Any) -> Any:
 
 def unpublished(name: str, why: str) -> Snapshot:
     """Return a snapshot for a record without facts: everything except the graph is unknown, with the reason."""
-    outcomes: dict[str, Any] = {probe: Failed(error=why) for probe in _FACTS if probe != "gpu"}  # in the graph
+    outcomes: dict[str, Any] = {each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"}  # in the graph
     return Snapshot(hostname=name, taken_at_seconds=0.0, outcomes=outcomes)
 
 

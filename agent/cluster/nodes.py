@@ -1,4 +1,4 @@
-"""One record per node, created from a scan and stored in the custom resource NodeTopology.
+"""One record per node, stored in the custom resource NodeTopology, and the gate of `preflight --nodes` for records.
 
 Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record contains the machine's facts without host name,
 UUIDs and addresses (agent.cluster.node_facts). Equal nodes therefore have equal facts, and thousands of nodes have only
@@ -11,15 +11,20 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
-from agent.base import version
+from agent.base import units, version
+from agent.checks.expect import Expected, settle
+from agent.checks.measured import CLUSTER_CODES, make_finding
+from agent.checks.verdict import GateError
 from agent.cluster import node_facts
+from agent.cluster.client import Client, path_of
 from contracts import plain
+from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaFacts
@@ -34,6 +39,7 @@ KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 LEAST_SILENT_SECONDS = 120.0
+MOST_MACHINES = 128  # kept after they were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,7 @@ class NodeRecord:
     changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
+    version: str = field(default="", compare=False)  # resourceVersion of the object; empty before it was written
 
     @property
     def gpu_text(self) -> str:
@@ -117,7 +124,8 @@ def from_resource(item: Json) -> NodeRecord:
     given = {own: status[theirs] for theirs, own in NAMES.items() if status.get(theirs) not in (None, "")}
     record = plain.read(
         {"host": name, "agent_version": "", **given, "name": name, "verdict": verdict,
-         "scanned_at_seconds": seconds_of(status.get("scannedAt")), "stopped_at_seconds": ended}, NodeRecord,
+         "scanned_at_seconds": seconds_of(status.get("scannedAt")), "stopped_at_seconds": ended,
+         "version": str(item["metadata"].get("resourceVersion", ""))}, NodeRecord,
     )  # fmt: skip
     if verdict not in _VERDICTS:
         raise ValueError("status.verdict is no verdict")
@@ -127,70 +135,59 @@ def from_resource(item: Json) -> NodeRecord:
     return record
 
 
-class _Machine:
-    """The facts that equal nodes share, and the graph built from them; None if they are of another release."""
+# Equal nodes have equal facts, so each machine is read once, and its graph is built once.
 
-    def __init__(self, facts: str) -> None:
-        self._facts = facts
 
-    @cached_property
-    def snapshot(self) -> Snapshot | None:
-        """The snapshot without host name."""
-        try:
-            return node_facts.unpack(self._facts)
-        except _UNREADABLE:
-            return None
+@lru_cache(MOST_MACHINES)
+def _snapshot_of(facts: str | None) -> Snapshot | None:
+    """Return the snapshot without host name; None if the facts are of another release, or the record has none."""
+    try:
+        return node_facts.unpack(facts) if facts else None
+    except _UNREADABLE:
+        return None
 
-    @cached_property
-    def graph(self) -> NodeTopology | None:
-        """The graph without host name; None also if it has more devices than are read: every pair is evaluated."""
-        if self.snapshot is None:
-            return None
-        gpus, rdma = self.snapshot.facts(GpuFacts), self.snapshot.facts(RdmaFacts)
-        if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
-            return None
-        try:
-            node = build(self.snapshot)
-        except _UNREADABLE:
-            return None
-        return node if len({device.name for device in node.devices}) == len(node.devices) else None
+
+@lru_cache(MOST_MACHINES)
+def _graph_of(facts: str | None) -> NodeTopology | None:
+    """Return the graph without host name; None also if it has more devices than are read: every pair is evaluated."""
+    if (snapshot := _snapshot_of(facts)) is None:
+        return None
+    gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
+    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
+        return None
+    try:
+        node = build(snapshot)
+    except _UNREADABLE:
+        return None
+    return node if len({device.name for device in node.devices}) == len(node.devices) else None
 
 
 class Fleet:
     """All records by name, from lists of the cluster or from this agent's own scan."""
 
-    def __init__(self) -> None:
+    def __init__(self, records: Iterable[NodeRecord] = ()) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._versions: dict[str, str] = {}  # resourceVersion of each record
-        self._machines: dict[str, _Machine] = {}  # by facts
+        self._set(records)
 
     def replace(self, items: Iterable[Json]) -> None:
         """Replace all records by a complete list of resources; those that have not changed are not read again."""
-        versions: dict[str, str] = {}
 
-        def each() -> Iterator[NodeRecord]:
-            for item in items:
-                name, version = str(item["metadata"]["name"]), str(item["metadata"].get("resourceVersion", ""))
-                versions[name] = version
-                known = self._records.get(name) if version and self._versions.get(name) == version else None
-                yield known or read_resource(item)
+        def read(item: Json) -> NodeRecord:
+            known = self._records.get(str(item["metadata"]["name"]))
+            is_same = known and known.version and known.version == item["metadata"].get("resourceVersion")
+            return known if known and is_same else read_resource(item)
 
-        self.set(each())
-        self._versions = versions
+        self._set(map(read, items))
 
-    def set(self, records: Iterable[NodeRecord]) -> None:
-        """Replace all records by these."""
+    def _set(self, records: Iterable[NodeRecord]) -> None:
         self._records = {
             record.name: replace(record, facts=record.facts and sys.intern(record.facts), drawn=None)
             for record in records
         }
-        used = {record.facts for record in self._records.values()}
-        self._machines = {facts: machine for facts, machine in self._machines.items() if facts in used}
 
     def records(self) -> tuple[NodeRecord, ...]:
         """Return all records, sorted by name."""
-        found = self._records
-        return tuple(found[name] for name in sorted(found))
+        return tuple(record for _, record in sorted(self._records.items()))
 
     def record(self, name: str) -> NodeRecord | None:
         """Return the record that this node publishes; None if no agent publishes one."""
@@ -198,27 +195,22 @@ class Fleet:
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
         """Return the record's graph with its own host name; None without a graph of this release."""
-        machine = self._machine(record)
-        return replace(machine.graph, hostname=record.name) if machine and machine.graph else None
+        graph = _graph_of(record.facts)
+        return graph and replace(graph, hostname=record.name)
 
     def is_readable(self, record: NodeRecord) -> bool:
         """Return whether the record has facts of this release; equal machines have equal facts."""
-        machine = self._machine(record)
-        return machine is not None and machine.snapshot is not None
+        return _snapshot_of(record.facts) is not None
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
         """Return what the node's agent read, with the record's name, and networks instead of addresses.
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """
-        machine = self._machine(record)
-        if machine is not None and machine.snapshot is not None:
-            return replace(machine.snapshot, hostname=record.name)
+        if (found := _snapshot_of(record.facts)) is not None:
+            return replace(found, hostname=record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
         return node_facts.unpublished(record.name, why)
-
-    def _machine(self, record: NodeRecord) -> _Machine | None:
-        return self._machines.setdefault(record.facts, _Machine(record.facts)) if record.facts else None
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:
@@ -247,3 +239,82 @@ def seconds_of(text: Any) -> float:
         return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
     except ValueError:
         return 0.0
+
+
+# The gate for nodes: which nodes `preflight --nodes` and `--selector` select, and the findings of their records.
+
+_SILENT, _VERDICT = CLUSTER_CODES
+
+
+def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
+    """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
+    found = list(dict.fromkeys(names))
+    if selector is not None:
+        labelled = client.items(path_of("v1", "nodes"), {"labelSelector": selector})
+        found = list(dict.fromkeys([*found, *(item["metadata"]["name"] for item in labelled)]))
+        if not found:
+            raise GateError(f"--selector {selector}: no node has these labels")
+    return tuple(found)
+
+
+def fleet(client: Client) -> Fleet:
+    """Read every record once. Raises ApiError."""
+    held = Fleet()
+    held.replace(client.items(path_of(API_VERSION, PLURAL)))
+    return held
+
+
+def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
+    """Return the record of each node; a node without a published record is unknown and was never scanned."""
+    unknown = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
+    return tuple(held.record(name) or replace(unknown, name=name, host=name) for name in names)
+
+
+def checks_of(
+    names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
+) -> tuple[Finding, ...]:
+    """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
+    now = time.time() if now is None else now
+    checks: list[Finding] = []
+    for name in names:
+        record = held.record(name)
+        if record is None or record.silent(now):
+            checks.append(make_finding(_SILENT, name, why=_why_silent(record, now)))
+            continue
+        checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
+        found = published(name, record)
+        if expected:
+            node = held.topology(record)
+            found = [*settle(expected, found, name, (held.snapshot(record), node) if node else None)]
+        checks += found
+    return tuple(checks)
+
+
+def _why_silent(record: NodeRecord | None, now: float) -> str:
+    if record is None:
+        return "no agent publishes it"
+    if not record.scanned_at_seconds:
+        return "its agent has never answered"
+    if record.stopped_at_seconds is not None:
+        return f"its agent ended {units.duration(max(0.0, now - record.stopped_at_seconds))} ago"
+    return f"silent for {units.duration(record.age_seconds(now))}"
+
+
+def published(name: str, record: NodeRecord) -> list[Finding]:
+    """Return the findings of a record, and its verdict if that is worse than all findings."""
+    statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
+    found = [
+        Finding(code=str(found.get("code", "")), node=name,
+                status=statuses.get(str(found.get("severity")), Status.WARN), subject=str(found.get("subject", "")),
+                message=str(found.get("message", "")), remedy=str(found.get("remedy", "")),
+                required=found.get("severity") == "unknown")
+        for found in record.findings
+    ]  # fmt: skip
+    worst = "fail" if record.verdict == "fail" else "unknown" if record.verdict == "unknown" else ""
+    if worst and not any(check.status in (worst, "fail") for check in found):
+        found.append(replace(
+            make_finding(_VERDICT, name, statuses[worst], word=worst), required=worst == "unknown"
+        ))  # fmt: skip
+    else:
+        found.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
+    return found

@@ -35,6 +35,8 @@ from probes.limits.probe import size as limit_words
 from probes.rdma.facts import RdmaFacts
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
 
+log = logging.getLogger(__name__)
+
 MOST_FINDINGS = 64
 MOST_CHANGES = 32  # the newest; docs/decisions/0026 explains the number
 
@@ -47,6 +49,8 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
     ports = [port for device in rdma.devices for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
     gpus = snapshot.facts(GpuFacts)
+    names = {gpu.name for gpu in node.gpus}
+    labels = Counter(pair.label for pair in node.pairs if {pair.a, pair.b} <= names).most_common()
     changes = tuple(
         {"at": time_of(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
@@ -57,7 +61,8 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         scanned_at_seconds=view.made_at_seconds, interval_seconds=interval_seconds,
         gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
         product=clean(models.most_common(1)[0][0], 128) if models else None,
-        links=_links(node), hcas=len(rdma.devices) if rdma else 0 if none else None,
+        links=", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels)[:64] or None,
+        hcas=len(rdma.devices) if rdma else 0 if none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
         driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,
@@ -65,34 +70,24 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
     )  # fmt: skip
 
 
-def _links(node: NodeTopology) -> str | None:
-    gpus = {gpu.name for gpu in node.gpus}
-    labels = Counter(pair.label for pair in node.pairs if pair.a in gpus and pair.b in gpus)
-    text = ", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels.most_common())
-    return text[:64] or None
-
-
 def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float]) -> tuple[Json, ...]:
     """Return the worst checks that did not pass, and required checks that were not measured, each reason once.
 
     A finding that the history has raised (`since`) has its start time.
     """
-    bad = [c for c in worst_first(checks) if c.status in ("fail", "warn")]
-    unmeasured = {(c.code.split(".")[0], c.message): c for c in reversed(worst_first(checks)) if c.required and
+    ordered = worst_first(checks)
+    unmeasured = {(c.code.split(".")[0], c.message): c for c in reversed(ordered) if c.required and
                   c.status == "unknown"}  # fmt: skip
-    bad = [*(c for c in bad if c.status == "fail"), *reversed(unmeasured.values()),
-           *(c for c in bad if c.status == "warn")][:MOST_FINDINGS]  # fmt: skip
+    bad = [*(c for c in ordered if c.status == "fail"), *reversed(unmeasured.values()),
+           *(c for c in ordered if c.status == "warn")][:MOST_FINDINGS]  # fmt: skip
     return tuple(
         {
-            "code": clean(c.code, 128),
-            "severity": c.status.value,
-            "subject": clean(c.subject, 128),
-            "message": clean(c.message),
-            "remedy": clean(c.remedy),
+            "code": clean(c.code, 128), "severity": c.status.value, "subject": clean(c.subject, 128),
+            "message": clean(c.message), "remedy": clean(c.remedy),
             **({"since": time_of(since[c.code, c.subject])} if (c.code, c.subject) in since else {}),
         }
         for c in bad
-    )
+    )  # fmt: skip
 
 
 def drawn(node: NodeTopology) -> Json | None:
@@ -156,9 +151,6 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
 
 # Writing the record.
 
-
-log = logging.getLogger(__name__)
-
 NFD_VERSION = "nfd.k8s-sigs.io/v1alpha1"
 NFD_NODE_LABEL = "nfd.node.kubernetes.io/node-name"
 END_SECONDS = 2.0  # for the final write, within the pod's grace period
@@ -180,9 +172,8 @@ class Publisher:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="publish", daemon=True)
         self._last: NodeRecord | None = None
-        self._due = 0.0
+        self._due = self._nfd_again = 0.0
         self._exists = False
-        self._nfd_again = 0.0
         self._owner: dict[str, Any] | None = None
         self.writes = 0
         # maximum time between writes of an unchanged record
@@ -199,14 +190,12 @@ class Publisher:
         self._client.close()
         self._shared.close()
         self._thread.join(timeout=2)
-        if self._last is not None and not self._thread.is_alive():
-            self._write_end(self._last)
-
-    def _write_end(self, record: NodeRecord) -> None:
-        """Write that no agent watches the node any more; without an API server only the record's age shows this."""
+        if self._last is None or self._thread.is_alive():
+            return
+        # no agent watches the node any more; without an API server only the record's age shows this
         self._client = self._client.limited(tries=1, timeout_seconds=END_SECONDS)
         try:
-            self.write(replace(record, stopped_at_seconds=time.time()))
+            self.write(replace(self._last, stopped_at_seconds=time.time()))
         except ApiError as error:
             log.warning("publish: the end was not written: %s", error)
         finally:
@@ -235,9 +224,8 @@ class Publisher:
             self._stop.wait(pause)
 
     def _is_due(self, record: NodeRecord) -> bool:
-        if self._last is None or time.monotonic() >= self._due:
-            return True
-        return replace(record, scanned_at_seconds=0.0) != replace(self._last, scanned_at_seconds=0.0)
+        unchanged = self._last is not None and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
+        return record != unchanged or time.monotonic() >= self._due
 
     def write(self, record: NodeRecord) -> None:
         """Write the object, its status and the labels once. Raises ApiError."""
@@ -255,7 +243,7 @@ class Publisher:
             if error.status == 404:
                 self._exists = False  # it was deleted: create it again at the next attempt
             raise
-        if self._labels:
+        if self._labels and time.monotonic() >= self._nfd_again:
             self._write_labels(record)
         self.writes += 1
         self.error = None
@@ -266,8 +254,6 @@ class Publisher:
 
     def _write_labels(self, record: NodeRecord) -> None:
         """Write the labels; if NFD is not installed or refuses, the cluster view works without labels."""
-        if time.monotonic() < self._nfd_again:
-            return
         path = path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace)
         try:
             self._client.apply(path, node_feature(record, self._namespace, self._owner))

@@ -184,9 +184,7 @@ class Records:
 
 def own_fleet(view: View, interval_seconds: float) -> Fleet:
     """Return the record of this agent's node alone, for an agent that does not publish."""
-    fleet = Fleet()
-    fleet.set([record_of_view(view, interval_seconds=interval_seconds)])
-    return fleet
+    return Fleet([record_of_view(view, interval_seconds=interval_seconds)])
 
 
 def nodes_document(fleet: Fleet, source: str, behind: str | None = None) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import click
 
+from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
@@ -29,7 +31,6 @@ from agent.checks.measured import (
     status_of,
 )
 from agent.checks.verdict import GateError
-from agent.jobs.signals import stop_on
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
@@ -38,7 +39,7 @@ from collectives.bench.run import run, visible_backend
 from contracts import plain
 from contracts.finding import Finding, Status
 from planner.forecast.calibration import Calibration, parse_calibration
-from planner.forecast.models import model_named
+from planner.forecast.specs import ModelSpec
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
 from probes.api import Snapshot
@@ -53,6 +54,32 @@ from topology.expected import expected as bandwidth
 from topology.graph import NicNode
 from topology.paths import Bar as BarName
 from topology.paths import Due, host_links, joined
+
+
+@contextlib.contextmanager
+def stop_on_signals(
+    *numbers: signal.Signals, stop: threading.Event | None = None
+) -> Iterator[tuple[threading.Event, list[str]]]:
+    """Set an event on these signals instead of ending, so that the results so far are saved.
+
+    Yields the event, which is `stop` if given, and the names of the received signals. A second Ctrl-C raises
+    KeyboardInterrupt.
+    """
+    stop, received = stop or threading.Event(), list[str]()
+
+    def handle(number: int, _frame: object) -> None:
+        received.append(signal.Signals(number).name)
+        stop.set()
+        if received.count(signal.SIGINT.name) > 1:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    former = {number: signal.signal(number, handle) for number in numbers if is_main}
+    try:
+        yield stop, received
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
@@ -84,6 +111,8 @@ BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
 SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
 STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
 ALONE_SECONDS = 60.0  # budget of the verb bench
+CALIBRATION_SECONDS = 120.0
+CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
 
 
 def preflight_spec(
@@ -122,7 +151,7 @@ def measure(
     progress.step(f"measure: {', '.join(JUDGED_OPS)} with {units.count(ranks, 'rank')}, up to {units.seconds(seconds)}")
     spec = preflight_spec((host,), ranks, seconds, force=force, quick=quick, due=due)
     try:
-        with stop_on(stop, signal.SIGTERM, signal.SIGINT) as signals:
+        with stop_on_signals(signal.SIGTERM, signal.SIGINT, stop=stop) as (_, signals):
             result = run(replace(spec, environment=dict(environment or {})), watch(progress.note), stop)
     except (RuntimeError, OSError) as error:
         raise BenchmarkError(str(error)) from None
@@ -132,20 +161,30 @@ def measure(
     return result
 
 
-def calibration(
-    model: str, *, sequence_length: int, tokens: int, budget_seconds: float, ranks: int, method: str, gpu: bool,
-    stop: threading.Event | None = None,
-) -> Calibration:  # fmt: skip
-    """Measure GEMMs and a layer of the model with `ranks` processes at once on this host.
+def calibration_of(request: Request, ranks: int, **options: Any) -> Calibration:
+    """Measure as `calibration` does, for the model and the micro-batches of a job with `ranks` ranks on this host."""
+    model, train = model_of(request), request.train
+    assert model is not None  # noqa: S101 - job_request has named one
+    tokens = train.sequence_length * max(1, (train.global_batch or ranks) // ranks)
+    return calibration(
+        model, sequence_length=train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS), ranks=ranks,
+        method=train.method, **options,
+    )  # fmt: skip
 
-    `tokens` is one micro-batch. Raises BenchmarkError, or ModelError for an unknown model.
+
+def calibration(
+    model: ModelSpec, *, sequence_length: int, tokens: int, ranks: int, method: str, gpu: bool = False,
+    budget_seconds: float = CALIBRATION_SECONDS, threads: int | None = None, stop: threading.Event | None = None,
+) -> Calibration:  # fmt: skip
+    """Measure GEMMs and a layer of the model with `ranks` processes at once on this host. Raises BenchmarkError.
+
+    `tokens` is one micro-batch; `threads` is the number of CPU threads of a rank, by default its share of the cores.
     """
-    shape = model_named(model)
     request = CalibrationRequest(
-        hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        hidden=model.hidden, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
         tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
         device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
-        budget_seconds=budget_seconds,
+        threads=threads, budget_seconds=budget_seconds,
     )  # fmt: skip
     try:
         return parse_calibration(calibrate(request, stop=stop))
@@ -217,24 +256,14 @@ def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
     environment = row.get("environment") or {}
     if environment.get("NCCL_NVLS_ENABLE") == "0":
         return False, ("NCCL_NVLS_ENABLE=0 in the environment: NVLS is off by a setting",)
-    algorithms = environment.get("NCCL_ALGO")
-    if algorithms and not _allows_nvls(algorithms):
+    algorithms = environment.get("NCCL_ALGO", "")  # "ring,tree", "^nvls", "allreduce:nvls;allgather:ring"
+    of_all_reduce = [part for part in algorithms.lower().split(";") if ":" not in part or part.startswith("allreduce:")]
+    if any(bool(re.search(r"\bnvls\b", part)) is ("^" in part) for part in of_all_reduce if part):
         return False, (f"NCCL_ALGO={algorithms} in the environment: NVLS is off by a setting",)
     version = re.match(r"(\d+)\.(\d+)", str((row.get("versions") or {}).get("nccl", "")))
     if version is None:
         return None, ()
     return (int(version[1]), int(version[2])) >= _NVLS_SINCE, ()
-
-
-def _allows_nvls(text: str) -> bool:
-    """Evaluate NCCL's list: "ring,tree", "^nvls" for all but these, "allreduce:nvls;allgather:ring" per collective."""
-    for part in text.lower().split(";"):
-        collective, _, names = part.rpartition(":")
-        if collective not in ("", "allreduce"):
-            continue
-        listed = {name.strip() for name in names.lstrip("^").split(",")}
-        return ("nvls" in listed) is not names.strip().startswith("^")
-    return True
 
 
 # The verb bench.

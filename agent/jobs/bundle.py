@@ -24,7 +24,6 @@ from agent.base import version
 from agent.base.output import document
 from agent.checks.groups import worst_first
 from agent.checks.host_checks import checks_of_scans
-from agent.jobs.submission import how_failed, why_waiting
 from contracts import bounded
 from contracts.plain import loads
 from contracts.redaction import redact, without_secrets
@@ -105,16 +104,13 @@ def folder_name(host: str) -> str:
 
 def unpack_bundle(content: bytes) -> dict[str, Files]:
     """Read the files of a bundle, by host. Raises BundleError."""
-
-    def is_wanted(path: str) -> bool:
-        name = path.partition("/")[2]
-        return bool(name) and ".." not in name
-
     found: dict[str, Files] = {}
     try:
-        for path, data in bounded.zip_files(content, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, is_wanted):
+        files = bounded.zip_files(content, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, lambda path: ".." not in path)
+        for path, data in files:
             host, _, name = path.partition("/")
-            found.setdefault(folder_name(host), {})[name] = data
+            if name:
+                found.setdefault(folder_name(host), {})[name] = data
     except (bounded.ArchiveError, bounded.TooLargeError) as error:
         raise BundleError(f"not a bundle: {error}") from None
     return found
@@ -126,11 +122,9 @@ def unpack_bundle(content: bytes) -> dict[str, Files]:
 def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> dict[str, Files]:
     """Return a folder per node, and `cluster`. Errors are written to the node's `error.txt`. Raises BundleError."""
     base = ["kubectl", *(["--context", context] if context else []), "-n", namespace]
-    agents = list(_listed([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"])
-    placed = [pod for pod in agents if pod["spec"].get("nodeName")]
-    pods = {str(pod["spec"]["nodeName"]): str(pod["metadata"]["name"]) for pod in placed}
-    unknown = [name for name in wanted if name not in pods]
-    if unknown:
+    agents = _listed([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"]
+    pods = {str(pod["spec"]["nodeName"]): str(pod["metadata"]["name"]) for pod in agents if pod["spec"].get("nodeName")}
+    if unknown := [name for name in wanted if name not in pods]:
         raise BundleError(f"no agent's pod on {', '.join(unknown)} in the namespace {namespace}")
     chosen = {node: pod for node, pod in pods.items() if not wanted or node in wanted}
     found: dict[str, Files] = {"cluster": {}}
@@ -139,32 +133,20 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
     with ThreadPoolExecutor(AT_ONCE) as pool:
         each = pool.map(partial(_node, base), chosen, chosen.values())
         found |= dict(zip(chosen, each, strict=True))
-    if waiting := not_started(agents, namespace):
-        found["cluster"]["agents.txt"] = ("\n".join(waiting) + "\n").encode()
     return found
 
 
-def not_started(agents: Sequence[Mapping[str, Any]], namespace: str) -> list[str]:
-    """Return why agent pods do not run, from the status set by kubelet and scheduler."""
-    if not agents:
-        return [f"there is no agent's pod in the namespace {namespace}: daemonsets.json and events.json say why"]
-    found = ((pod["spec"].get("nodeName") or "no node", how_failed(pod) or why_waiting(pod)) for pod in agents)
-    return [f"{node}: the agent's pod does not run: {redact(text)}" for node, text in found if text]
-
-
 def _node(base: list[str], node: str, pod: str) -> Files:
-    files: Files = {}
     try:
         inside = unpack_bundle(_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
-        files |= next(iter(inside.values()), {})
+        files = next(iter(inside.values()), {})
     except BundleError as error:
-        files["error.txt"] = f"{node}: {redact(str(error))}\n".encode()
+        files = {"error.txt": f"{node}: {redact(str(error))}\n".encode()}
     try:
         log = _kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
-        files["log.txt"] = redact(log.decode(errors="replace")).encode()
     except BundleError as error:
-        files["log.txt"] = f"not read: {redact(str(error))}\n".encode()
-    return files
+        log = f"not read: {error}\n".encode()
+    return {**files, "log.txt": redact(log.decode(errors="replace")).encode()}
 
 
 def _listed(words: Sequence[str]) -> Any:
@@ -177,7 +159,6 @@ def _kubectl(words: Iterable[str]) -> bytes:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BundleError(f"kubectl: {error}") from None
     if done.returncode:
-        raise BundleError(
-            done.stderr.decode(errors="replace").strip()[-500:] or f"kubectl ended with {done.returncode}"
-        )
+        last = done.stderr.decode(errors="replace").strip()[-500:]
+        raise BundleError(last or f"kubectl ended with {done.returncode}")
     return done.stdout

@@ -1,23 +1,29 @@
-"""A fine-tune job for a cluster, built from the command line and rendered by the planner's manifests."""
+"""A fine-tune job for a cluster: build it from the command line, create it, and wait for its pods.
+
+The planner's manifests render the job. Surface: the job APIs, and pods and events of core/v1 in the job's namespace. If
+a controller may not create a pod (Pod Security, quota, an SCC), only an event of the job shows it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import posixpath
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import click
-
 from agent.advice import job_settings
-from agent.advice.advise import in_pods
 from agent.advice.job_settings import grace, job_plan
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
-from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
+from agent.cluster.client import ApiError, Client, path_of
 from contracts.job_plan import JobPlan, dumps
+from contracts.redaction import redact
+from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
@@ -34,20 +40,21 @@ from planner.kubernetes.job import (
     from_advice,
     storage_rate,
 )
-from planner.kubernetes.manifests import Document
+from planner.kubernetes.manifests import POD_LABELS, Document
 from probes.api import Snapshot
 
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
 NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 DEVICES = ("nvidia.com/", *NICS)
+_POLL_SECONDS = 1.0
+_REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
 _texts = read_texts(__file__, "cluster_job.toml")
 
 
-def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
+def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
     """Return the job for these options, including the recommendation. Raises JobError, GateError: they name the option.
 
-    `offered` are the nodes' resources, if the cluster was queried; those in --resource come first. With options["dra"]
-    the claim requests GPU and NIC, so the job must not also request them from the device plugins.
+    With options["dra"] the claim requests GPU and NIC, so the job must not also request them from the device plugins.
     """
     if not options["image"]:
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
@@ -77,8 +84,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
         advice = replace(advice, needs=tuple(needs))
     spec = from_advice(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
-        allocatable=offered, named=named, config_map=f"{name}-config", command=COMMAND,
-        **optional,
+        named=named, config_map=f"{name}-config", command=COMMAND, **optional,
     )  # fmt: skip
     if not options["dra"]:
         return spec
@@ -121,15 +127,6 @@ def without_compute_domain(advice: Recommendation) -> Recommendation:
     return replace(advice, needs=needs)
 
 
-def for_pods(
-    advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]
-) -> tuple[Recommendation, list[str]]:
-    """Remove settings that apply to a host but not to a pod; return a line for each removed setting."""
-    # without --host this machine was scanned: a pod of the node, or the administrator's machine
-    here = not options.get("hosts") and not options.get("machine")
-    return in_pods(advice, found, here=here)
-
-
 def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
     """Return the ConfigMap with the job's plan, then the job for the chosen API."""
     return (manifests.config_map(spec, {"plan.json": dumps(plan)}), *manifests.APIS[api](spec))
@@ -151,7 +148,7 @@ def on_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence
     spec = networks.from_snapshots(found, namespace=options["namespace"])
     if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
         return advice
-    named = family("rdma/*", _named_by_user(options))
+    named = family("rdma/*", [word.partition("=")[0] for word in options["resources"]])
     return networks.attached(
         advice, found, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
         resource=None if named else f"rdma/{spec.resource_name}",
@@ -221,35 +218,198 @@ def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     return job_settings.settings(options.get("config"), options.get("overrides", ()), trainer).explicit
 
 
-def resources_for(advice: Recommendation, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the resources that the nodes offer, if the job needs a family ("rdma/*") of which the user named none."""
-    needed = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
-    named = _named_by_user(options)
-    if options["dra"] or not any(name.endswith("/*") and not family(name, named) for name in needed):
-        return None
-    try:
-        return _offered(connect(options["context"]), options)
-    except (AccessError, ApiError) as error:
-        why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
-        raise click.ClickException(why) from None
-
-
-def _named_by_user(options: Mapping[str, Any]) -> list[str]:
-    return [word.partition("=")[0] for word in options["resources"]]
-
-
-def _offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return extended resources that enough of the selected nodes can allocate (node.status.allocatable)."""
-    query = {"labelSelector": ",".join(options["node_selector"])} if options["node_selector"] else {}
-    having: Counter[str] = Counter()
-    for node in client.items(path_of("v1", "nodes"), query):
-        allocatable = (node.get("status") or {}).get("allocatable") or {}
-        having.update(name for name, count in allocatable.items() if "/" in name and str(count) != "0")
-    return tuple(sorted(name for name, count in having.items() if count >= (options["nodes"] or 1)))
-
-
 def _pair(word: str, option: str) -> tuple[str, str]:
     name, found, value = word.partition("=")
     if not found or not name or not value:
         raise JobError(f"{option} {word!r}: must be NAME=VALUE")
     return name, value
+
+
+# Create the job in its cluster, and follow it.
+
+
+def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
+    """Create the objects through the API, after the server has accepted each in a dry run.
+
+    The job, which is last, must be new. An existing claim is not changed; other objects are applied over those of an
+    earlier launch. Yields a line per object. Raises ApiError with what the server refused and what was created before.
+    """
+    done: list[str] = []
+    for really in (False,) if dry_run else (False, True):
+        for document in made:
+            name = named(document)
+            try:
+                line = _send(client, document, is_job=document is made[-1], dry_run=not really)
+            except ApiError as error:
+                so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
+                unserved = error.status == 404 and not str(error).startswith("namespaces ")
+                served = f"; is {document['apiVersion']} served by this cluster?" if unserved else ""
+                text = f"{name}: the API server says {error.status}: {error}{served}{so_far}"
+                raise ApiError(error.status, text) from None
+            if really or dry_run:
+                done += [name] if really and line == "created" else []
+                yield f"{name} {line if really else 'admitted (dry run)'}"
+
+
+def named(document: Document) -> str:
+    """ "job/sft"."""
+    return f"{document['kind'].lower()}/{document['metadata']['name']}"
+
+
+def _path(client: Client, document: Document, name: str = "") -> str:
+    namespace = document["metadata"].get("namespace") or client.namespace
+    return path_of(document["apiVersion"], f"{document['kind'].lower()}s", name, namespace=namespace)
+
+
+def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) -> str:
+    """Create an object, or apply it over that of an earlier launch; return what was done."""
+    path = _path(client, document, document["metadata"]["name"])
+    if not is_job and document["kind"] != "PersistentVolumeClaim":
+        new, _ = client.apply(path, document, dry_run=dry_run)
+        return "created" if new else "was there: updated"
+    try:  # applying another size would resize a claim that is not ours, and a job must be new
+        client.create(_path(client, document), document, dry_run=dry_run)
+        return "created"
+    except ApiError as error:
+        if error.status != 409:
+            raise
+        if not is_job:
+            return "already exists and was not changed"
+        state = job_state(client.get(path))
+        if state == "failed":
+            where = document["metadata"].get("namespace") or client.namespace
+            again = f"`kubectl delete {named(document)} -n {where}`, then the same command resumes from its checkpoints"
+            raise ApiError(409, f"{error}, and has failed: {again}") from None
+        state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
+        raise ApiError(409, f"{error}, and is {state_text}") from None
+
+
+def stored(client: Client, document: Document) -> Document:
+    """Return the object as stored on the server."""
+    return client.get(_path(client, document, document["metadata"]["name"]))
+
+
+def pods_of(client: Client, job: Document, api: str) -> list[Document]:
+    """Return the pods of a job. Raises ApiError."""
+    about = job["metadata"]
+    path = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
+    return list(client.items(path, {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}))
+
+
+def job_state(job: Document) -> str:
+    """Return "failed", "complete" or "", from the conditions that job APIs write."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    true = {str(each.get("type")) for each in conditions if str(each.get("status")) == "True"}
+    return "failed" if "Failed" in true else "complete" if true & {"Complete", "Completed", "Succeeded"} else ""
+
+
+def _words_left(container: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the termination message of a container, and its members if it is a fine-tune job's short record."""
+    text = str(((container.get("state") or {}).get("terminated") or {}).get("message") or "")
+    try:
+        record = json.loads(text)
+    except ValueError:
+        record = None
+    return text, record if isinstance(record, dict) else {}
+
+
+def record_left(pod: Mapping[str, Any]) -> RunRecord | None:
+    """Return the short record that pod 0 left as its termination message; None if there is none."""
+    for each in (pod.get("status") or {}).get("containerStatuses") or ():
+        _text, record = _words_left(each)
+        with contextlib.suppress(ValueError):  # a record of another program
+            if "transports" in record:
+                return record_of(record)
+    return None
+
+
+def why_failed(job: Document) -> list[str]:
+    """Return the reasons in a failed job's own status, because its pods may be gone."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    return [_line(str(each.get("reason") or "Failed"), "", each.get("message")) for each in conditions
+            if each.get("type") == "Failed" and str(each.get("status")) == "True"]  # fmt: skip
+
+
+def wait(
+    client: Client, job: Document, *, api: str, nodes: int, seconds: float, sleep: Callable[[float], None]
+) -> tuple[int, list[str]]:
+    """Wait at most `seconds` until all pods run or show why they do not. Return the exit code, and lines about them."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            pods = pods_of(client, job, api)
+            refused = () if pods else _refusals(client, job["metadata"])
+        except ApiError as error:
+            return EXIT_PASS, [f"unknown whether its pods come: {error}"]
+        late = time.monotonic() >= until
+        if refused:
+            return EXIT_FAILED, [f"no pod starts: {text}" for text in refused]
+        if ended := [text for pod in pods if (text := how_failed(pod))]:
+            return EXIT_FAILED, ended
+        waiting = [text for pod in pods if (text := why_waiting(pod))]
+        if len(pods) >= nodes and not waiting:
+            return EXIT_PASS, [f"{units.count(len(pods), 'pod')} started"]
+        if late and pods:
+            missing = [f"{len(pods)} of {nodes} pods are there"] if len(pods) < nodes else []
+            return EXIT_PASS, [*missing, *waiting]
+        spec = job["spec"]
+        held = spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend")  # suspended until Kueue admits it
+        if held and not pods and late:
+            return EXIT_PASS, ["no pod yet: the job waits for its queue to admit it"]
+        if late:
+            return EXIT_UNKNOWN, [f"no pod within {seconds:.0f} s, and no event says why: is its operator running?"]
+        sleep(_POLL_SECONDS)
+
+
+def how_failed(pod: Mapping[str, Any]) -> str:
+    """Return which container of a failed pod exited with which code; empty if it did not fail."""
+    status = pod.get("status") or {}
+    if status.get("phase") != "Failed":
+        return ""
+    for each in _containers(status):
+        ended = (each.get("state") or {}).get("terminated") or {}
+        if ended.get("exitCode"):
+            why = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"
+            text, record = _words_left(each)
+            words = f"{each.get('name')} ended with exit code {ended['exitCode']}{why}"
+            return _line(pod["metadata"]["name"], words, redact(str(record.get("reason") or "") if record else text))
+    return _line(pod["metadata"]["name"], str(status.get("reason") or "Failed"), status.get("message"))
+
+
+def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def why_waiting(pod: Mapping[str, Any]) -> str:
+    """Return why a pod does not run, in Kubernetes' terms; empty if it runs or has run."""
+    status, name = pod.get("status") or {}, pod["metadata"]["name"]
+    containers = _containers(status)
+    for each in containers:
+        held = (each.get("state") or {}).get("waiting") or {}
+        if held.get("reason") not in (None, "PodInitializing"):
+            return _line(name, f"{each.get('name')}: {held['reason']}", held.get("message"))
+    for each in status.get("conditions") or ():
+        if each.get("type") == "PodScheduled" and each.get("status") == "False":
+            return _line(name, str(each.get("reason")), each.get("message"))
+    if status.get("phase") != "Pending":
+        return ""
+    running = [each.get("name") for each in containers if (each.get("state") or {}).get("running")]
+    return _line(name, f"{running[0]} runs" if running else "Pending", "")
+
+
+def _refusals(client: Client, job: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return events of the job's controllers about pods that could not be created, since the job was created."""
+    names = (job["name"], f"{job['name']}-node-0")  # the second is the Job that JobSet creates for a TrainJob
+    since = str(job.get("creationTimestamp", ""))
+    found: dict[str, None] = {}
+    for event in client.items(path_of("v1", "events", namespace=job["namespace"]), {"fieldSelector": "type=Warning"}):
+        owned = (event.get("involvedObject") or {}).get("name") in names
+        when = str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
+        if owned and event.get("reason") in _REFUSED and when >= since:
+            found[_line(str(event["reason"]), "", event.get("message"))] = None
+    return tuple(found)
+
+
+def _line(what: str, reason: str, message: object) -> str:
+    text = " ".join(str(message or "").split())[:400]
+    return ": ".join(part for part in (what, reason, text) if part)

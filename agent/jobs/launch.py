@@ -13,14 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agent.advice.job_settings import GRACE_SECONDS
 from agent.base.output import write_atomic
-from agent.jobs.signals import sigterm
+from agent.jobs.benchmark import stop_on_signals
 from collectives.bench import processes
 from contracts import run_record
 from contracts.job_plan import JobPlan, dumps
@@ -130,11 +129,11 @@ def run(
     """Run a command, write its output to a log and pass each line to `on_line`; always end its whole process tree."""
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, sigterm(stop) as stopping, processes.run_folder() as temporary:
+    signals = stop_on_signals(signal.SIGTERM, stop=stop)
+    with log.open("wb") as stream, signals as (stopping, _), processes.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
         tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
-        last: deque[str] = deque(maxlen=12)
-        with _followed(log, last, on_line):
+        with _followed(log, on_line):
             try:
                 late = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
                 cut_short = late[tree.wait(time.monotonic() + timeout_seconds, stopping)]
@@ -145,30 +144,25 @@ def run(
     code = tree.process.poll()
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        raised = run_record.raised(stream.read(_TAIL_BYTES).decode(errors="replace")) if code else ""
+        tail = stream.read(_TAIL_BYTES).decode(errors="replace")
     return Launched(
         exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
-        last_lines=tuple(map(redact, last)), raised=raised, cut_short=cut_short, killed=bool(killed),
+        last_lines=tuple(redact(line.rstrip()) for line in tail.splitlines()[-12:]),
+        raised=run_record.raised(tail) if code else "", cut_short=cut_short, killed=bool(killed),
         grace_seconds=grace_seconds,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> Iterator[None]:
-    """Pass every line of a growing file to `on_line` until the block is left."""
+def _followed(log: Path, on_line: Callable[[str], None]) -> Iterator[None]:
+    """Pass the lines of a growing file to `on_line` until the block is left."""
     ended = threading.Event()
 
     def follow() -> None:
         with log.open(encoding="utf-8", errors="replace") as stream:
-            while True:
-                line = stream.readline()
-                if line:
-                    last.append(line.rstrip())
+            while not ended.wait(0.2):
+                for line in stream:
                     on_line(line.rstrip())
-                elif ended.wait(0.2):
-                    for rest in stream:
-                        last.append(rest.rstrip())
-                    return
 
     thread = threading.Thread(target=follow, name="job log", daemon=True)
     thread.start()

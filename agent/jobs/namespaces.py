@@ -2,8 +2,8 @@
 
 Surface: unshare(1), veth(4) and tc-tbf(8) through pyroute2's netlink. A process holds each namespace and ends with this
 process in all cases. When the last process in a namespace ends, the kernel removes the namespace, its veth and their
-qdiscs, so no cleanup is needed. Ranks are forked by the fork server of `multiprocessing`, which has imported torch and
-also ends with this process. Linux, root.
+qdiscs, so no cleanup is needed. Ranks are forks of this process, which has imported torch for them once, and end with
+it. Linux, root.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import multiprocessing.connection
 import os
-import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,62 +23,21 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from agent.base.options import InputError
 from collectives.bench import processes
 
 HOSTS = 2
-MOST_NETWORKS = 8
 BURST_SECONDS = 0.01  # times the rate: tc-tbf(8) requires at least rate / HZ, and HZ is 100 or more
 LEAST_BURST_BYTES = 65536  # one segment in the size that veth delivers
-_RATE = re.compile(r"([A-Za-z][A-Za-z0-9]{0,14})=([1-9][0-9]{0,5})(mbit|gbit)")
 _NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # linux/sched.h: CLONE_NEWUTS, CLONE_NEWNET
 _GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
-# modules that the ranks import, after one that ties the fork server to this process
-MODULES = ["agent.jobs.fork_server", "collectives.bench.rank", "collectives.bench.calibrate", "finetune.train"]
+MODULES = ("collectives.bench.rank", "finetune.train")  # of the ranks; they import torch
 
 
 class NamespaceError(RuntimeError):
     """Namespaces cannot be created here; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shaped:
-    """One network: the name of its interface in every host, and its rate."""
-
-    name: str
-    bits_per_second: float
-
-    @property
-    def rate(self) -> str:
-        """ "200 Mbit/s"."""
-        return f"{self.bits_per_second / 1e6:g} Mbit/s"
-
-
-def parse(words: Sequence[str]) -> tuple[Shaped, ...]:
-    """Read each "eth0=200mbit" as a network. InputError names the word and what is allowed."""
-    allowed = (
-        "INTERFACE=RATE, as eth0=200mbit or net1=1gbit (mbit and gbit, whole numbers), an interface of at most 15 "
-        "letters and digits"
-    )
-    found = match_each(words, _RATE, allowed)
-    return tuple(Shaped(one[1], float(one[2]) * (1e9 if one[3] == "gbit" else 1e6)) for one in found)
-
-
-def match_each(words: Sequence[str], pattern: re.Pattern[str], allowed: str) -> list[re.Match[str]]:
-    """Match the arguments of --over; group 1 is the interface. InputError for a malformed or repeated argument."""
-    found = []
-    for word in words:
-        one = pattern.fullmatch(word)
-        if not one or one[1] == "lo":
-            raise InputError(f"--over {word!r}: must be {allowed}")
-        found.append(one)
-    if not found or len({one[1] for one in found}) < len(found) or len(found) > MOST_NETWORKS:
-        raise InputError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
-    return found
 
 
 def missing() -> str:
@@ -96,23 +56,23 @@ def missing() -> str:
 class Rig:
     """The hosts; one process holds the namespace of each."""
 
-    networks: tuple[Shaped, ...]
+    networks: tuple[str, ...]  # name of each one's interface in every host
     pids: tuple[int, ...]
     stop: threading.Event = field(default_factory=threading.Event)  # set to end the ranks
 
-    def address(self, network: Shaped, host: int) -> str:
+    def address(self, network: str, host: int) -> str:
         """Return the IPv4 address of a host on a network: private, in namespaces without outside connections."""
         return f"10.244.{self.networks.index(network)}.{host + 1}"
 
     def run(
-        self, network: Shaped, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float
+        self, network: str, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float
     ) -> list[int]:
         """Run one rank per host, each with its own arguments; logs to rankN.log. Returns the exit codes."""
         ranks = []
         for host in range(HOSTS):
             environment = {
                 "RANK": str(host), "WORLD_SIZE": str(HOSTS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                "MASTER_PORT": "29511", "MASTER_ADDR": self.address(network, 0), "GLOO_SOCKET_IFNAME": network.name,
+                "MASTER_PORT": "29511", "MASTER_ADDR": self.address(network, 0), "GLOO_SOCKET_IFNAME": network,
             }  # fmt: skip
             log = folder / f"rank{host}.log"
             ranks.append(fork_rank(module, words[host], environment, self.pids[host], f"host-{host}", log))
@@ -120,19 +80,18 @@ class Rig:
 
 
 @contextlib.contextmanager
-def hosts(networks: Sequence[Shaped], stop: threading.Event) -> Iterator[Rig]:
-    """Create two hosts connected by the networks, and remove all at the end. NamespaceError gives the reason.
+def hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
+    """Create two hosts, connected by networks of these rates in bytes per second, and remove all at the end.
 
-    Once `stop` is set, the ranks end.
+    Once `stop` is set, the ranks end. NamespaceError gives the reason.
     """
     if why := missing():
         raise NamespaceError(why)
-    start_fork_server()  # it imports torch while the hosts are created
     with contextlib.ExitStack() as stack:
-        rig = Rig(tuple(networks), tuple(_hold(stack) for _ in range(HOSTS)), stop)
-        for network in rig.networks:
-            _join(rig, network)
-        _wait_for_fork_server(stop)
+        rig = Rig(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)
+        for network, rate in rates.items():
+            _join(rig, network, rate)
+        import_modules(stop)
         yield rig
 
 
@@ -141,7 +100,8 @@ def _hold(stack: contextlib.ExitStack) -> int:
     held = subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    stack.callback(_end, held)
+    stack.enter_context(held)  # closes its pipes and waits for its end
+    stack.callback(held.kill)
     assert held.stdin is not None and held.stdout is not None  # noqa: S101 - pipes, above
     held.stdin.write("ready\n")
     held.stdin.flush()
@@ -150,81 +110,54 @@ def _hold(stack: contextlib.ExitStack) -> int:
     return held.pid
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-
-
-def _join(rig: Rig, network: Shaped) -> None:
+def _join(rig: Rig, network: str, rate: float) -> None:
     """Create a veth pair between the hosts, shaped at both ends."""
     from pyroute2.iproute.linux import NetNS
     from pyroute2.netlink.exceptions import NetlinkError
 
-    burst = max(LEAST_BURST_BYTES, int(network.bits_per_second / 8 * BURST_SECONDS))
+    burst = max(LEAST_BURST_BYTES, int(rate * BURST_SECONDS))
     try:
         for host, pid in enumerate(rig.pids):
             with NetNS(f"/proc/{pid}/ns/net", flags=0) as inside:
                 if host == 0:
-                    peer = {"ifname": network.name, "net_ns_pid": rig.pids[1]}
-                    inside.link("add", ifname=network.name, kind="veth", peer=peer)
-                for name in ("lo", network.name):
+                    peer = {"ifname": network, "net_ns_pid": rig.pids[1]}
+                    inside.link("add", ifname=network, kind="veth", peer=peer)
+                for name in ("lo", network):
                     (index,) = inside.link_lookup(ifname=name)
                     inside.link("set", index=index, state="up")
                 inside.addr("add", index=index, address=rig.address(network, host), prefixlen=24)
-                inside.tc("add", "tbf", index, 0, rate=int(network.bits_per_second / 8), burst=burst, latency="400ms")
+                inside.tc("add", "tbf", index, 0, rate=int(rate), burst=burst, latency="400ms")
     except (NetlinkError, OSError) as error:
-        raise NamespaceError(f"{network.name}: {error}") from None
+        raise NamespaceError(f"{network}: {error}") from None
 
 
-# Ranks are forked by the fork server, so that none needs seconds to import torch.
+# Ranks are forks of this process, so that none needs seconds to import torch.
 
 
-def start_fork_server() -> None:
-    """Start the fork server, with one OpenMP thread and no GPUs for all ranks. It imports MODULES in the background."""
-    before = dict(os.environ)
-    os.environ |= {
-        **processes.SAFE_PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
-    os.environ.pop(processes.RUN_VARIABLE, None)
-    try:
-        forkserver.set_forkserver_preload(MODULES)
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _wait_for_fork_server(stop: threading.Event) -> None:
-    """Wait until the fork server has imported MODULES. Raises NamespaceError once `stop` is set."""
-    first = multiprocessing.get_context("forkserver").Process(target=os.getpid, daemon=True)
-    starter = threading.Thread(target=first.start, daemon=True)  # no signal interrupts its read
-    starter.start()
-    while starter.is_alive():
-        if stop.wait(processes.POLL_SECONDS):
+def import_modules(stop: threading.Event) -> None:
+    """Import MODULES, with one OpenMP thread and no GPU for all ranks. Raises NamespaceError once `stop` is set."""
+    os.environ |= {**processes.SAFE_PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its CPU kernels are a further download
+    for module in MODULES:
+        importlib.import_module(module)
+        if stop.is_set():
             raise NamespaceError("stopped by SIGTERM")
-    if first.pid is None:
-        raise NamespaceError("the fork server of the ranks ended before it had imported torch")
-    first.join()
 
 
 def fork_rank(
     module: str, words: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path
-) -> ForkServerProcess:
+) -> ForkProcess:
     """Start a rank, which runs `main(words)` of a module.
 
     It enters the network namespace of process `pid` (setns(2)), sets the host name `host` and writes to `log`.
     """
-    rank = multiprocessing.get_context("forkserver").Process(
-        target=_run_rank, args=(module, words, dict(environment), pid, host, str(log)), daemon=True
-    )
+    arguments = (module, words, environment, pid, host, log, os.getpid())
+    rank = multiprocessing.get_context("fork").Process(target=_run_rank, args=arguments, daemon=True)
     rank.start()
     return rank
 
 
-def wait_for_ranks(ranks: Sequence[ForkServerProcess], seconds: float, stop: threading.Event) -> list[int]:
+def wait_for_ranks(ranks: Sequence[ForkProcess], seconds: float, stop: threading.Event) -> list[int]:
     """Wait for all ranks, and kill the remaining ones after `seconds`; an exit code below 0 is a signal.
 
     If one fails, the others have a few seconds, as under torchrun. Raises NamespaceError once `stop` is set.
@@ -242,19 +175,20 @@ def wait_for_ranks(ranks: Sequence[ForkServerProcess], seconds: float, stop: thr
     return [rank.exitcode or 0 for rank in ranks]
 
 
-def _run_rank(module: str, words: Sequence[str], environment: dict[str, str], pid: int, host: str, log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    processes.die_with_parent(os.getppid())  # the fork server
+def _run_rank(
+    module: str, words: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path, parent: int
+) -> None:
+    processes.die_with_parent(parent)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the handlers of the verb were forked too
+        signal.signal(number, signal.SIG_DFL)
+    with log.open("wb", buffering=0) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     os.environ.update(environment)
-    _enter(pid, host)
-    sys.exit(importlib.import_module(module).main(words))
-
-
-def _enter(pid: int, host: str) -> None:
+    os.environ.pop(processes.RUN_VARIABLE, None)
     libc = ctypes.CDLL(None, use_errno=True)
     with Path(f"/proc/{pid}/ns/net").open("rb") as network:
         if libc.setns(network.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
             raise OSError(ctypes.get_errno(), f"network namespace of process {pid}")
     socket.sethostname(host)
+    sys.exit(importlib.import_module(module).main(words))

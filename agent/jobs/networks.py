@@ -11,14 +11,13 @@ it. Pod 0 writes a short record as its container's termination message (finetune
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.options import InputError
 from agent.base.output import render_template, write_atomic
-from agent.cluster.client import Client, path_of
-from agent.jobs import cluster_job, submission
-from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts, match_each
+from agent.cluster.client import Client
+from agent.jobs import benchmark, cluster_job
+from agent.jobs.namespaces import HOSTS, Rig, hosts
 from collectives.bench import processes, watch
-from collectives.bench.calibrate import CalibrationRequest, slowest
 from collectives.bench.plan import BenchSpec, Case
 from collectives.bench.plan import write as write_plan
 from collectives.bench.results import BenchResult, Measurement
@@ -42,11 +40,11 @@ from contracts.finding import Interval
 from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
 from contracts.redaction import redact
-from contracts.run_record import RunRecord, record_of
+from contracts.run_record import RunRecord
 from planner.advice import Recommendation
-from planner.forecast.calibration import Calibration, parse_calibration
+from planner.forecast.calibration import Calibration
 from planner.kubernetes.job import JobError
-from planner.kubernetes.manifests import POD_LABELS, Document
+from planner.kubernetes.manifests import Document
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
@@ -58,14 +56,53 @@ from topology.graph import NodeTopology
 BENCH_BYTES = 1 << 20  # similar to what FSDP gathers per layer; larger sizes only take longer on a slow network
 BENCH_SECONDS = 2.0
 POLL_SECONDS = 2.0
+MOST_NETWORKS = 8
 _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
+_HERE = "INTERFACE,RATE, as eth0,200M or net1,1.5G, an interface of at most 15 lower-case letters and digits"
+_PODS = (
+    "INTERFACE[=ATTACHMENT][,RATE] as the pods see it: eth0 (the pods' own network), net1=training/macvlan,25G, or "
+    "rdma=training/macvlan for RDMA"
+)
 _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 # Gate checks that a TCP job would fail by design: the job is configured for this interface without RDMA, and has no
 # IPC_LOCK, device or network for RDMA. The presence of the interface is still checked.
 _OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
 STEPS = 8  # three count, besides warm-up and profiled ones (agent.terminal.measured.LEAST_STEPS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A network to run over: one that is made on this host, the pods' default network, or one that Multus attaches."""
+
+    name: str  # of the interface in the hosts or pods; "rdma" for RDMA
+    attachment: str | None = None  # NetworkAttachmentDefinition: "net" or "namespace/net"
+    rate: str | None = None  # "25G" for each node, in bits per second
+
+    @property
+    def rdma(self) -> bool:
+        """Return whether the network is used with RDMA instead of TCP."""
+        return self.name == "rdma"
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Return the rate, which a network of this host has."""
+        assert self.rate is not None  # noqa: S101 - `parse` has refused otherwise
+        return float(self.rate[:-1]) * {"G": 1e9, "M": 1e6}[self.rate[-1]] / 8
+
+
+def parse(words: Sequence[str], *, here: bool) -> tuple[Network, ...]:
+    """Read the arguments of --over, for networks of this host or of pods. InputError names what is wrong."""
+    found = []
+    for word in words:
+        one = _WORD.fullmatch(word)
+        if not one or one[1] == "lo" or (here and (one[2] or not one[3])):
+            raise InputError(f"--over {word!r}: must be {_HERE if here else _PODS}")
+        found.append(Network(name=one[1], attachment=one[2], rate=one[3]))
+    if not found or len({one.name for one in found}) < len(found) or len(found) > MOST_NETWORKS:
+        raise InputError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,27 +176,17 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
 
 def priced(found: NetworkBars) -> NetworkBars:
     """Add time and cost of the whole run."""
-    each = found.node_hour_price * found.nodes / 3600 if found.node_hour_price is not None else None
-    bars = []
-    for bar in found.bars:
-        if bar.step_seconds is not None:
-            whole = bar.step_seconds * found.steps
-            bar = replace(
-                bar, run_seconds=whole, cost=whole * each if each is not None else None,
-                run_forecast=bar.forecast and bar.forecast.scaled(found.steps),
-            )  # fmt: skip
-        bars.append(bar)
-    return replace(found, bars=tuple(bars))
 
+    def whole(bar: Bar) -> Bar:
+        if bar.step_seconds is None:
+            return bar
+        seconds, price = bar.step_seconds * found.steps, found.node_hour_price
+        cost = None if price is None else seconds / 3600 * found.nodes * price
+        return replace(
+            bar, run_seconds=seconds, cost=cost, run_forecast=bar.forecast and bar.forecast.scaled(found.steps)
+        )
 
-def rdma_here(found: Sequence[Snapshot]) -> Bar:
-    """Return RDMA between namespaces of this host as not run, with the reason."""
-    devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
-    if not devices:
-        return Bar(network="RDMA", status="not available", why="no RDMA device on this host")
-    named = ", ".join(devices[:4])
-    return Bar(network="RDMA", status="not available",
-               why=f"{named} cannot be shared by two namespaces of one host; on a cluster: --api")  # fmt: skip
+    return replace(found, bars=tuple(map(whole, found.bars)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,9 +201,9 @@ class Local:
     note: Callable[[str], None]
     layout: Layout | None = None  # of the first network; the others run the same layout
 
-    def bar(self, rig: Rig, network: Shaped, result: BenchResult, timed: Calibration) -> Bar:
+    def bar(self, rig: Rig, network: Network, result: BenchResult, timed: Calibration) -> Bar:
         """Forecast and run the job over one network."""
-        bar = Bar(network=network.name, carries=f"shaped to {network.rate}")
+        bar = Bar(network=network.name, carries=f"shaped to {units.bits(network.bytes_per_second)}")
         measured = tuple(m for m in result.measurements if m.verified)
         gather = next((m for m in measured if m.op == "all_gather"), None)
         if gather is None:
@@ -190,7 +217,7 @@ class Local:
         write_atomic(output / "plan.json", dumps(replace(made, environment=environment)))
         self.note(f"run over {network.name}, {network.rate}")
         codes = rig.run(
-            network, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
+            network.name, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
             seconds=self.timeout_seconds,
         )  # fmt: skip
         path = output / "run.json"
@@ -221,7 +248,7 @@ class Local:
         return replace(advice, settings=(), chosen=forecast_layout(planned, self.layout))
 
 
-def measure(rig: Rig, network: Shaped) -> BenchResult:
+def measure(rig: Rig, network: str) -> BenchResult:
     """Measure all-gathers and reduce-scatters of two ranks over one network."""
     spec = BenchSpec(
         cases=tuple(Case(op=op, bytes=BENCH_BYTES) for op in ("all_gather", "reduce_scatter")), backend="gloo",
@@ -250,67 +277,27 @@ def _how_ended(codes: Sequence[int], folder: Path) -> str:
     return f"the ranks ended with {', '.join(map(str, codes))}; {how}: {redact(error)[:300] or 'it printed nothing'}"
 
 
-def time_layer(rig: Rig, request: Request) -> Calibration:
-    """Measure GEMMs and a layer of the model in as many processes as the job has ranks. InputError gives the reason."""
-    model = model_of(request)
-    assert model is not None  # noqa: S101 - job_request has named one
-    train = request.train
-    tokens = train.sequence_length * max(1, (train.global_batch or HOSTS) // HOSTS)
-    calibration = CalibrationRequest(
-        hidden=model.hidden, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-        tokens=min(tokens, 8192), sequence=min(train.sequence_length, tokens), copies=HOSTS, threads=1,
-        method="full" if train.method == "full" else "lora",
-    )  # fmt: skip
-    with processes.run_folder() as folder:
-        (folder / "request.json").write_text(json.dumps(asdict(calibration)))
-        words = [[str(folder), str(host)] for host in range(HOSTS)]
-        codes = rig.run(rig.networks[0], "collectives.bench.calibrate", words, folder, seconds=120.0)
-        if any(codes):
-            raise InputError(f"GEMMs and a layer could not be timed: {_how_ended(codes, folder)}")
-        answers = [json.loads((folder / f"{host}.json").read_text()) for host in range(HOSTS)]
-    return parse_calibration(slowest(answers))
-
-
-def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
+def compare_here(
+    job: Local, networks: Sequence[Network], found: Sequence[Snapshot], stop: threading.Event
+) -> list[Bar]:
     """Measure and run over each network in turn. Raises NamespaceError if no namespace can be created."""
     job.folder.mkdir(parents=True, exist_ok=True)
     job.note("load torch")
-    with processes.lock_host(), hosts(networks, stop) as rig:
+    with processes.lock_host(), hosts({one.name: one.bytes_per_second for one in networks}, stop) as rig:
         results = []
         for network in networks:
             job.note(f"measure {network.name}, {network.rate}: all-gather and reduce-scatter")
-            results.append(measure(rig, network))
+            results.append(measure(rig, network.name))
         job.note("measure GEMMs and a layer")
-        timed = time_layer(rig, job.request)
+        timed = benchmark.calibration_of(job.request, HOSTS, threads=1, stop=stop)  # as many threads as a rank has
         bars = [job.bar(rig, network, result, timed) for network, result in zip(networks, results, strict=True)]
-    return [*bars, rdma_here(found)]
+    devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
+    why = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
+    rdma = Bar(network="RDMA", status="not available", why=why if devices else "no RDMA device on this host")
+    return [*bars, rdma]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attached:
-    """A network of the pods: their default network, or one that Multus attaches."""
-
-    name: str  # of the interface in the pods; "rdma" for RDMA
-    attachment: str | None = None  # NetworkAttachmentDefinition: "net" or "namespace/net"
-    rate: str | None = None  # "25G" for each node
-
-    @property
-    def rdma(self) -> bool:
-        """Return whether the network is used with RDMA instead of TCP."""
-        return self.name == "rdma"
-
-
-def parse(words: Sequence[str]) -> tuple[Attached, ...]:
-    """Parse "eth0,10G", "net1=training/macvlan,25G" or "rdma=training/macvlan". InputError names what is wrong."""
-    allowed = (
-        "INTERFACE[=ATTACHMENT][,RATE] as the pods see it: eth0 (the pods' own network), net1=training/macvlan,25G, or "
-        "rdma=training/macvlan for RDMA"
-    )
-    found = match_each(words, _WORD, allowed)
-    return tuple(Attached(name=one[1], attachment=one[2], rate=one[3]) for one in found)
-
-
-def over(advice: Recommendation, network: Attached, request: Request, found: Sequence[Snapshot]) -> Recommendation:
+def over(advice: Recommendation, network: Network, request: Request, found: Sequence[Snapshot]) -> Recommendation:
     """Return the same plan over this network, and if its rate is given, the forecast of the same layout."""
     chosen = advice.chosen
     assert chosen is not None  # noqa: S101 - the verb has refused otherwise
@@ -362,7 +349,7 @@ def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
 
 
 def documents(
-    advice: Recommendation, network: Attached, options: Mapping[str, Any], found: Sequence[Snapshot]
+    advice: Recommendation, network: Network, options: Mapping[str, Any], found: Sequence[Snapshot]
 ) -> tuple[Document, ...]:
     """Return the job of one network; its name and output folder end with the network's name."""
     options = {**options, "name": f"{options['name']}-{network.name}"}
@@ -379,42 +366,27 @@ def documents(
 
 
 def run(
-    client: Client, made: Sequence[Document], network: Attached, api: str, *, seconds: float,
+    client: Client, made: Sequence[Document], network: Network, api: str, *, seconds: float,
     report: Callable[[str], None], sleep: Callable[[float], None], clock: Callable[[], float],
 ) -> Bar:  # fmt: skip
     """Create the job of one network, wait for its end, and read its record. Raises ApiError if it cannot be created."""
     bar = Bar(network=network.name, carries=network.attachment or "the pods' own network")
-    for line in submission.create(client, made):
+    for line in cluster_job.create(client, made):
         report(line)
     job, until = made[-1], clock() + seconds
-    about = job["metadata"]
-    while not (state := submission.job_state(now := submission.stored(client, job))) and clock() <= until:
+    while not (state := cluster_job.job_state(now := cluster_job.stored(client, job))) and clock() <= until:
         sleep(POLL_SECONDS)
-    query = {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}
-    pods = list(client.items(path_of("v1", "pods", namespace=about.get("namespace") or client.namespace), query))
+    pods = cluster_job.pods_of(client, job, api)
     if not state:
-        waiting = "".join(f"; {text}" for pod in pods if (text := submission.why_waiting(pod)))
-        why = f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
+        waiting = "".join(f"; {text}" for pod in pods if (text := cluster_job.why_waiting(pod)))
+        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
         return replace(bar, why=why)
-    record = next((found for pod in pods if (found := left(pod))), None)
+    record = next((found for pod in pods if (found := cluster_job.record_left(pod))), None)
     if record is None:
-        reasons = [text for pod in pods if (text := submission.how_failed(pod))] or submission.why_failed(now)
+        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.why_failed(now)
         reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)
-
-
-def left(pod: Mapping[str, Any]) -> RunRecord | None:
-    """Return the short record that pod 0 left as its termination message; None if there is none."""
-    for each in (pod.get("status") or {}).get("containerStatuses") or ():
-        message = ((each.get("state") or {}).get("terminated") or {}).get("message") or ""
-        try:
-            found = json.loads(message)
-            if isinstance(found, dict) and "transports" in found:
-                return record_of(found)
-        except ValueError:
-            continue
-    return None
 
 
 def picture(found: NetworkBars) -> str:

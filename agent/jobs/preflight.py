@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
 from agent.checks.groups import worst_first
-from agent.checks.measured import ALL_CODES, HOST_CODES
+from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import (
     FailOn,
     GateError,
@@ -39,7 +40,6 @@ from agent.checks.verdict import (
 )
 from agent.jobs import benchmark, launch
 from agent.jobs.benchmark import BenchmarkError
-from agent.jobs.signals import sigterm
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import compress_host_list, slurm_name
@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
 PROBE_SECONDS = 30.0  # for each probe; a faulty node is slow
-CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
-CALIBRATION_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,122 +97,183 @@ class Report:
 
 
 def run(options: Mapping[str, Any], progress: Progress) -> Report:
-    """Scan, build, measure, recommend, train, compare, judge. After SIGTERM, return the results so far.
+    """Scan, build, measure, recommend, train, compare, judge. SIGTERM after the scan ends it with the results so far.
 
     `options` are those of the verb, with `request` for the planner and the report's folder as `output`.
     """
     started, clock = time.time(), time.monotonic()
-    expected = expectation_of(options["expect"], options["expect_file"])  # first: a wrong word costs no run
-    with sigterm() as stop:
-        # first, so that a wrong file is rejected before the run
-        needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
-        before = read_baseline(options["baseline"], needs)
-        settings(options["config"], options["overrides"])
-        for place in options["runs"]:
-            if not result_store.read_runs([place]):
-                raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
-        progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
-        seconds = min(PROBE_SECONDS, options["timeout"])
-        found = read_snapshots(
-            options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True, stop=stop
-        )
-        report = _unscanned(options) if stop.is_set() else _judged(options, progress, found, before, stop, expected)
+    # first, so that a wrong word or file is rejected before the run
+    expected = expectation_of(options["expect"], options["expect_file"])
+    before = read_baseline(options["baseline"], ("statuses", "busbw") if _makes_load(options) else ("statuses",))
+    settings(options["config"], options["overrides"])
+    for place in options["runs"]:
+        if not result_store.read_runs([place]):
+            raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
+    progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
+    seconds = min(PROBE_SECONDS, options["timeout"])
+    found = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True)
+    with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
+        report = _Stages(options, progress, found, before, expected, stop).report()
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
-def _unscanned(options: Mapping[str, Any]) -> Report:
-    """Return the report if SIGTERM arrived before the scan: every check is unknown, and no regression is reported."""
-    checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
-    checks = select(checks, require=options["require"], skip=options["skip"])
-    return Report(
-        checks=checks, verdict=judge(checks, fail_on=options["fail_on"], stopped="SIGTERM"), runs=_runs(options),
-        notes=("stopped by SIGTERM before the scan was done: nothing is known",),
-    )  # fmt: skip
+def _makes_load(options: Mapping[str, Any]) -> bool:
+    return bool(options["measure"] or options["train"])
 
 
-def _judged(
-    options: Mapping[str, Any], progress: Progress, found: tuple[Snapshot, ...], before: Baseline,
-    stop: threading.Event, expected: Sequence[Expected],
-) -> Report:  # fmt: skip
-    """Do everything after the scan. Load ends soon after `stop` is set, and no later stage generates load."""
-    notes: list[str] = []
-    extra: list[Finding] = []
+@dataclass(slots=True)
+class _Stages:
+    """Everything after the scan. Load ends soon after `stop` is set, and no later stage generates load."""
 
-    result, calibration = _measure(options, found, progress, notes, stop, due_of(expected))
-    if result is not None:
-        result = against_baseline(result, before.busbw)
-    view = measured.with_bench(build_view(found, expected=expected), result)
-    view = replace(view, checks=for_next_job(view.checks, found))
-    if result is None:
-        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not requested; add --measure")
+    options: Mapping[str, Any]
+    progress: Progress
+    found: tuple[Snapshot, ...]
+    before: Baseline
+    expected: Sequence[Expected]
+    stop: threading.Event
+    notes: list[str] = field(default_factory=list)
 
-    progress.step("recommend: environment and layout")
-    advice = _recommend(options, found, result, calibration)
+    def report(self) -> Report:
+        """Run all stages."""
+        options, found = self.options, self.found
+        result = self._measure()
+        calibration = self._calibrate() if result and options["train"] and not result.stopped_by else None
+        if result is not None:
+            result = against_baseline(result, self.before.busbw)
+        view = measured.with_bench(build_view(found, expected=self.expected), result)
+        view = replace(view, checks=for_next_job(view.checks, found))
+        extra: list[Finding] = []
+        if result is None:
+            why = self.notes[-1] if self.notes else "not requested; add --measure"
+            extra += measured.unmeasured(measured.BENCH_CODES, why)
+        self.progress.step("recommend: environment and layout")
+        advice = self._recommend(result, calibration)
+        record, of_run = self._run(view, advice, result)
+        stopped = "" if record is not None else self._stopped_by(result)
+        if stopped:
+            self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
+        scanned = view.checks if stopped else measured.must_be_measured(view.checks)
+        checks = [*scanned, *extra, *of_run, *gone(self.before, found)]
+        checks = [*self._against(select(checks, require=options["require"], skip=options["skip"]), stopped)]
+        return Report(
+            snapshots=found, topologies=view.topologies, checks=tuple(checks), bench=result, recommendation=advice,
+            verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), run=record,
+            runs=self._runs(), notes=tuple(self.notes),
+        )  # fmt: skip
 
-    record: RunRecord | None = None
-    if options["train"] and (signal := _stopped_by(result, stop)):
-        extra += measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {signal} before that")
-    elif (
-        options["train"]
-        and not options["hosts"]
-        and (failed := _stopping(options, _as_trained(view, advice, expected), before))
-    ):
-        extra += measured.unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
-        notes.append(f"not trained: {failed}")
-    elif options["train"] and not options["hosts"]:
-        record, why = _train(options, advice, progress, stop)
-        if stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
-            extra += measured.unmeasured(measured.RUN_CODES, why)
-        else:
-            extra += measured.checks_of_run(record, found[0].hostname, why)
-    else:
-        extra += measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
+    def _stopped_by(self, result: BenchResult | None) -> str:
+        """Return the signal that ended the run; empty if none did."""
+        return (result.stopped_by if result else None) or ("SIGTERM" if self.stop.is_set() else "")
 
-    stopped = "" if record is not None else _stopped_by(result, stop)
-    if stopped:
-        notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
-    extra += gone(before, found)
-    scanned = view.checks if stopped else measured.must_be_measured(view.checks)
-    checks = select((*scanned, *extra), require=options["require"], skip=options["skip"])
-    checks = _against(before, checks, stopped)
-    return Report(
-        snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice, run=record,
-        verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), runs=_runs(options), notes=tuple(notes),
-    )  # fmt: skip
+    def _against(self, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
+        """Compare the checks with the baseline; checks that a stopped run did not measure are not regressions."""
+        cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
+        unmeasured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
+        checks = [check for check in checks if check not in unmeasured]
+        return (*regressions(checks, self.before.statuses), *unmeasured)
+
+    def _stopping(self, view: View, advice: Recommendation) -> str:
+        """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it.
+
+        The checks are those of the host with the settings of the run, because a problem that they correct is none.
+        """
+        settings = {setting.name: setting.value for setting in advice.settings}
+        hosts = [with_environment(one, settings) for one in view.snapshots]
+        scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
+        return stopping(for_next_job(scanned.checks, view.snapshots), self.options, self.before)
+
+    def _runs(self) -> tuple[RunRecord, ...]:
+        """Return this run and earlier ones: those named, those in the report's folder, those stored by the agent."""
+        options, stored = self.options, result_store.folder()
+        places = [*options["runs"], options["output"] / "runs"]
+        places += [stored / result_store.RUNS_FOLDER] if stored else []
+        return result_store.read_runs(places) if options["train"] or options["runs"] else ()
+
+    def _measure(self) -> BenchResult | None:
+        """Measure collectives with real ranks."""
+        options = self.options
+        if not _makes_load(options):
+            return None
+        if options["hosts"]:
+            self.notes.append("not measured: recorded hosts cannot be measured")
+            return None
+        try:
+            return benchmark.measure(
+                self.found[0], self._ranks(), self.progress, self.stop, budget_seconds=options["bench_seconds"],
+                quick=options["quick"], force=options["force"], due=due_of(self.expected),
+            )  # fmt: skip
+        except BenchmarkError as error:
+            self.notes.append(f"not measured: {error}")
+            return None
+
+    def _ranks(self) -> int:
+        return int(self.options["ranks"] or benchmark.default_ranks(self.found))
+
+    def _calibrate(self) -> Calibration | None:
+        """Measure GEMMs and a layer of the model for the forecast of the run."""
+        request = self._request()
+        self.progress.step(f"measure: GEMMs and a layer of {request.model or EMBEDDED_MODEL}")
+        try:
+            return benchmark.calibration_of(request, self._ranks(), gpu=benchmark.has_gpu(self.found), stop=self.stop)
+        except (BenchmarkError, ValueError) as error:
+            self.notes.append(f"not calibrated: {error}")
+            return None
+
+    def _request(self) -> Request:
+        """Return the request to the planner; a run without a named model trains the embedded job."""
+        options = self.options
+        here: Request = replace(options["request"], nodes=1)  # the job runs on this host
+        return job_request(here, options["config"], options["overrides"]) if options["train"] else options["request"]
+
+    def _recommend(self, result: BenchResult | None, calibration: Calibration | None) -> Recommendation:
+        request, options = self._request(), self.options
+        verified = tuple(m for m in result.measurements if m.verified) if result else ()
+        advice = answer(request, self.found, measured=verified, calibrated=calibration, ranks=options["ranks"])
+        embedded = options["request"].model is None and request.model == EMBEDDED_MODEL
+        return with_fsdp(advice) if options["train"] and embedded else advice
+
+    def _run(
+        self, view: View, advice: Recommendation, result: BenchResult | None
+    ) -> tuple[RunRecord | None, Sequence[Finding]]:
+        """Train, unless something prevents it; return the record, and the checks of the run."""
+        if not self.options["train"] or (self.options["hosts"] and not self._stopped_by(result)):
+            return None, measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
+        if stopped := self._stopped_by(result):
+            return None, measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
+        if failed := self._stopping(view, advice):
+            self.notes.append(f"not trained: {failed}")
+            return None, measured.unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
+        record, why = self._train(advice)
+        if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
+            return None, measured.unmeasured(measured.RUN_CODES, why)
+        return record, measured.checks_of_run(record, self.found[0].hostname, why)
+
+    def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
+        """Launch the job with exactly the recommended environment and layout."""
+        options = self.options
+        self.progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
+        # A new folder for every run: otherwise the job would resume, and a finished run has no steps left
+        output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        try:
+            plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
+            done = launch.train(
+                plan, output, timeout_seconds=options["timeout"], grace_seconds=grace(advice, None),
+                on_line=self.progress.note, stop=self.stop,
+            )  # fmt: skip
+        except (InputError, OSError) as error:
+            return None, str(error)
+        if done.record is not None:
+            result_store.store_run(done.record)
+            if done.exit_code == 0 or (done.wrote_its_end and not done.cut_short):
+                return done.record, ""
+        return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
-    """Return the signal that ended the run; empty if none did."""
-    return (result.stopped_by if result else None) or ("SIGTERM" if stop.is_set() else "")
-
-
-def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
-    """Compare the checks with the baseline; checks that a stopped run did not measure are not regressions."""
-    cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
-    unmeasured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
-    return (*regressions([check for check in checks if check not in unmeasured], before.statuses), *unmeasured)
-
-
-def _as_trained(view: View, advice: Recommendation, expected: Sequence[Expected]) -> tuple[Finding, ...]:
-    """Apply the settings of the run to the checks, so that a problem which they correct does not stop the run."""
-    settings = {setting.name: setting.value for setting in advice.settings}
-    scanned = build_view([with_environment(one, settings) for one in view.snapshots], expected=expected)
-    return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
-
-
-def _stopping(options: Mapping[str, Any], found: Sequence[Finding], before: Baseline) -> str:
-    """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it."""
+def stopping(found: Sequence[Finding], options: Mapping[str, Any], before: Baseline) -> str:
+    """Return the failures that prevent a training run; empty without one, or with --force."""
     checks = select(measured.must_be_measured(found), skip=options["skip"], known=ALL_CODES)
-    checks = regressions(checks, before.statuses)
-    failed = sorted({check.code for check in checks if check.status == "fail"})
+    failed = sorted({check.code for check in regressions(checks, before.statuses) if check.status == "fail"})
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
-
-
-def _runs(options: Mapping[str, Any]) -> tuple[RunRecord, ...]:
-    """Return this run and earlier ones: those named, those in the report's folder, those stored by the agent."""
-    stored = result_store.folder()
-    places = [*options["runs"], options["output"] / "runs", *([stored / result_store.RUNS_FOLDER] if stored else [])]
-    return result_store.read_runs(places) if options["train"] or options["runs"] else ()
 
 
 def report_of(
@@ -248,81 +307,6 @@ def due_of(expected: Sequence[Expected]) -> Due | None:
     first = {one.key: one.value for one in reversed(expected)}
     wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
     return Due(nvlinks=first.get("nvlink"), wire=wire) if first else None
-
-
-def _measure(
-    options: Mapping[str, Any], found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event,
-    due: Due | None,
-) -> tuple[BenchResult | None, Calibration | None]:  # fmt: skip
-    """Measure collectives with real ranks, then GEMMs if there will be a training run."""
-    if not (options["measure"] or options["train"]):
-        return None, None
-    if options["hosts"]:
-        notes.append("not measured: recorded hosts cannot be measured")
-        return None, None
-    ranks = options["ranks"] or benchmark.default_ranks(found)
-    try:
-        result = benchmark.measure(
-            found[0], ranks, progress, stop, budget_seconds=options["bench_seconds"], quick=options["quick"],
-            force=options["force"], due=due,
-        )  # fmt: skip
-    except BenchmarkError as error:
-        notes.append(f"not measured: {error}")
-        return None, None
-    if not options["train"] or result.stopped_by:
-        return result, None
-    request = _request(options)
-    model = request.model or EMBEDDED_MODEL
-    progress.step(f"measure: GEMMs and a layer of {model}")
-    try:
-        tokens = request.train.sequence_length * max(1, (request.train.global_batch or ranks) // ranks)
-        return result, benchmark.calibration(
-            model, sequence_length=request.train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
-            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=benchmark.has_gpu(found),
-            stop=stop,
-        )  # fmt: skip
-    except (BenchmarkError, ValueError) as error:
-        notes.append(f"not calibrated: {error}")
-        return result, None
-
-
-def _request(options: Mapping[str, Any]) -> Request:
-    """Return the request to the planner; a run without a named model trains the embedded job."""
-    request: Request = options["request"]
-    here = replace(request, nodes=1)  # the job runs on this host
-    return job_request(here, options["config"], options["overrides"]) if options["train"] else request
-
-
-def _recommend(
-    options: Mapping[str, Any], found: Sequence[Snapshot], result: BenchResult | None, calibration: Calibration | None
-) -> Recommendation:
-    request = _request(options)
-    verified = tuple(m for m in result.measurements if m.verified) if result else ()
-    advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options["ranks"])
-    embedded = options["request"].model is None and request.model == EMBEDDED_MODEL
-    return with_fsdp(advice) if options["train"] and embedded else advice
-
-
-def _train(
-    options: Mapping[str, Any], advice: Recommendation, progress: Progress, stop: threading.Event
-) -> tuple[RunRecord | None, str]:
-    """Launch the job with exactly the recommended environment and layout."""
-    progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
-    # A new folder for every run: otherwise the job would resume, and a finished run has no steps left
-    output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    try:
-        plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
-        done = launch.train(
-            plan, output, timeout_seconds=options["timeout"], grace_seconds=grace(advice, None),
-            on_line=progress.note, stop=stop,
-        )  # fmt: skip
-    except (InputError, OSError) as error:
-        return None, str(error)
-    if done.record is not None:
-        result_store.store_run(done.record)
-        if done.exit_code == 0 or (done.wrote_its_end and not done.cut_short):
-            return done.record, ""
-    return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
 def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:

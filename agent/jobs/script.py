@@ -26,9 +26,9 @@ from agent.base import units
 from agent.base.options import InputError, RequestError
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
-from agent.jobs import script_rank
 from agent.jobs.benchmark import default_ranks
 from agent.jobs.launch import Launched, environment, run, torchrun
+from agent.jobs.script_rank import REPORT
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
@@ -48,7 +48,6 @@ from probes.api import Snapshot
 
 AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # files that start the monitor
 _LIMIT_BYTES = 1 << 20  # of a file named by the arguments
-_LEFT = "left."  # files of script_rank, followed by the rank
 _WARM_UP = 2  # first steps, which allocate and compile
 _RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
 
@@ -82,9 +81,10 @@ def plan_of(
     python = _python()
     # The script's folder stays on its path, as under plain torchrun; PYTHONSAFEPATH of the user is respected.
     unsafe = [] if "PYTHONSAFEPATH" in os.environ else ["env", "-u", "PYTHONSAFEPATH"]
-    job = [*unsafe, python, script_rank.__file__, str(script), *arguments]
+    job = [*unsafe, python, str(script), *arguments]
     return ScriptPlan(
-        words=torchrun(job, ranks, python), ranks=ranks, environment=environment(settings, ranks),
+        words=torchrun(job, ranks, python), ranks=ranks,
+        environment={**environment(settings, ranks), "TOPOFLIGHT_SCRIPT": str(script)},
         document=JobPlan(
             layout=advice.chosen.layout if advice.chosen else None, environment=settings,
             forecast=run_forecast(advice), notes=tuple(lines),
@@ -143,10 +143,12 @@ def train(
     record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
                        layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
     run_record.save(path, record)
-    for old in folder.glob(f"{_LEFT}*"):
+    for old in folder.glob(f"{REPORT}*"):
         old.unlink()
-    variables = monitored({**plan.environment, script_rank.REPORT: str((folder / _LEFT).absolute())}, folder)
-    done = run(plan.words, variables, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
+    done = run(
+        plan.words, monitored(plan.environment, folder), folder, timeout_seconds, on_line,
+        grace_seconds=plan.grace_seconds,
+    )  # fmt: skip
     failed = run_record.first_failed_rank("\n".join(done.last_lines))
     reports = _read_reports(folder)
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
@@ -164,10 +166,10 @@ def train(
 def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
     """Read the files of script_rank, by rank."""
     found = {}
-    for each in folder.glob(f"{_LEFT}*"):
+    for each in folder.glob(f"{REPORT}*"):
         with contextlib.suppress(OSError, ValueError):
             value = plain(bounded.read(each, _LIMIT_BYTES))
-            found[int(each.name.removeprefix(_LEFT))] = value if isinstance(value, dict) else {}
+            found[int(each.name.removeprefix(REPORT))] = value if isinstance(value, dict) else {}
     return dict(sorted(found.items()))
 
 

@@ -1,30 +1,27 @@
-"""Run a user's script like `python SCRIPT ARGS...`, and end the interpreter only when torch's gloo threads are idle.
+"""In each rank of `launch --script`: record its steps, memory and uncaught error, and end when gloo's threads are idle.
+
+finetune/autostart/sitecustomize.py loads this file by path into the user's Python, so it needs only the standard
+library. At its end the rank writes its report into the run's folder.
 
 In torch 2.13 a gloo worker thread takes the GIL to release the tensors of a finished collective
 (torch/csrc/PyInterpreter.cpp, decref). If the thread first runs while the interpreter is being finalized, Python up to
 3.13 ends the thread at that point, and the process aborts with "terminate called without an active exception" after all
-its work. Plain `python` aborts in the same way; this module waits for the threads.
-
-This file runs in the user's Python and therefore needs only the standard library. The variable REPORT contains a path
-without the rank at its end. The file is written however the script ends in Python: seconds of its optimizer steps, peak
-memory, and uncaught error.
+its work. Therefore the rank waits for the threads.
 """
 
 from __future__ import annotations
 
 import atexit
-import builtins
 import contextlib
 import json
 import os
 import runpy
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
-REPORT = "TOPOFLIGHT_SCRIPT_REPORT"
+REPORT = "left."  # name of the report, followed by the rank
 _HOOK = Path(__file__).resolve().parents[2] / "contracts" / "import_hook.py"
 MOST_STEPS = 4096  # number of step times stored
 _MOST_ERROR = 2000  # characters
@@ -78,8 +75,9 @@ class Watch:
             if len(self.ends) <= MOST_STEPS:
                 self.ends.append(time.perf_counter())
 
-    def write_report(self, error: BaseException | None) -> None:
-        """Write step times, memory and the error."""
+    def end(self) -> None:
+        """Write step times, memory and the error that ended the script, then wait for gloo."""
+        error: BaseException | None = getattr(sys, "last_value", None)  # set before sys.excepthook is called
         memory, counts = max(0, _resident("VmHWM") - self.resident_before), "resident memory above that of its imports"
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
@@ -89,9 +87,10 @@ class Watch:
             "memory_bytes": memory, "memory_counts": counts, "rss_peak_bytes": _resident("VmHWM"),
             "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MOST_ERROR]}",
         }  # fmt: skip
-        with contextlib.suppress(KeyError, OSError):  # without it the record contains less
-            path = Path(os.environ[REPORT] + os.environ.get("RANK", "0"))
+        with contextlib.suppress(OSError):  # without it the record contains less
+            path = Path(os.environ["TOPOFLIGHT_RUN"], REPORT + os.environ["RANK"])
             path.write_text(json.dumps(report), encoding="utf-8")
+        wait_for_gloo()
 
 
 def _resident(name: str) -> int:
@@ -102,26 +101,8 @@ def _resident(name: str) -> int:
     return 0
 
 
-def run(script: str) -> None:
-    """Run the script as __main__, with its folder on sys.path if Python would add it."""
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(script).resolve().parent)
-    code = compile(Path(script).read_bytes(), script, "exec")
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__dict__.update(__file__=script, __builtins__=builtins)
-    exec(code, main.__dict__)  # noqa: S102 - the user's own script
-
-
-if __name__ == "__main__":
-    del sys.argv[0]
-    atexit.register(wait_for_gloo)  # registered first, so it runs last
+def start() -> None:
+    """Watch this process, a rank, until its end."""
     watch = Watch()
+    atexit.register(watch.end)  # registered before any other, so it runs last
     runpy.run_path(str(_HOOK))["AfterImport"]("torch.optim.optimizer", watch.begin)
-    failure: BaseException | None = None
-    try:
-        run(sys.argv[0])
-    except BaseException as raised:
-        failure = None if isinstance(raised, SystemExit) and not raised.code else raised
-        raise
-    finally:
-        watch.write_report(failure)

@@ -12,9 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
-
 from agent.base import units
+from agent.base.output import render_template
 from agent.checks.measured import make_finding
 from agent.jobs.benchmark import gpu_processes, has_gpu, links_of, network_environment
 from collectives.bench.plan import SpecError
@@ -81,12 +80,12 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
 
 def resolvable_address(rendezvous: str) -> str:
     """Replace the name of a node that this host cannot resolve by its NodeAddr in Slurm's configuration."""
+    from agent.jobs.slurm import SlurmError, slurm
+
     host, _, port = rendezvous.rpartition(":")
     with suppress(OSError):
         socket.getaddrinfo(host or "localhost", None)
         return rendezvous
-    from agent.jobs.slurm import SlurmError, slurm
-
     with suppress(SlurmError):  # without Slurm there is no scontrol
         if address := re.search(r"\bNodeAddr=(\S+)", slurm("scontrol", "show", "node", host)):
             return f"{address[1]}:{port}"
@@ -135,12 +134,12 @@ def _finding(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
         return make_finding("search.node.unjudged", node, evidence=evidence, why=verdict.seen or WHY[verdict.reason])
     if verdict.reason in ("lost", "stuck"):
         return make_finding(f"search.node.{verdict.reason}", node, evidence=evidence, why=verdict.seen)
-    named = ", ".join(map(str, verdict.rails))
+    rails = f"; of its rails (ranks with the same local number) only {', '.join(map(str, verdict.rails))}"
     return make_finding(
         f"search.node.{verdict.reason}", node, by_loss(verdict.loss), evidence=evidence,
         subject=verdict.what[0].partition(" ")[0] if verdict.reason == "part" else "",
         what=" and ".join(verdict.what), share=_share(verdict.loss),
-        rails=f"; of its rails (ranks with the same local number) only {named}" if named else "",
+        rails=rails if verdict.rails else "",
     )  # fmt: skip
 
 
@@ -220,6 +219,6 @@ def picture(result: SearchResult) -> str:
     title = f"{summary(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
     words = ("no byte moves", "twice the time and more", "10 % more time and more", "less")
     legend = [(colour, text) for (_, colour), text in zip(COLOURS, words, strict=True)]
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    drawing = templates.get_template("search.svg.j2")
-    return drawing.render(title=plain.printable(title), nodes=nodes, cells=cells, legend=legend)
+    return render_template(
+        __file__, "search.svg.j2", title=plain.printable(title), nodes=nodes, cells=cells, legend=legend
+    )

@@ -62,7 +62,7 @@ def script_of(
 ) -> tuple[str, list[str]]:
     """Return the batch script of the job described by the options, and notes. Raises InputError or ValueError."""
     select((), require=options["require"], known=ALL_CODES)
-    nodes, notes = options["nodes"] or 1, list[str]()
+    nodes, notes, exclude = options["nodes"] or 1, list[str](), options["exclude"] or ""
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if options["over"]:
@@ -83,6 +83,8 @@ def script_of(
         raise ScriptError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
     rate = storage_rate(options["storage_rate"])
     seconds = grace(advice, rate, SAVE_SECONDS)
+    if "/" in exclude or os.path.isfile(exclude):
+        exclude = read_input(exclude, _LIST_BYTES, hint="").decode(errors="replace")
     more = dict(word.partition("=")[::2] for word in options["sbatch"])
     if options["partition"]:
         check_word("--partition", options["partition"])
@@ -90,7 +92,7 @@ def script_of(
     script = batch_script(
         name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dumps(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
-        exclude=compress_host_list(_hosts(options["exclude"])), time_limit=options["time_limit"], more=more,
+        exclude=compress_host_list(expand_host_list(exclude)), time_limit=options["time_limit"], more=more,
         gate=not options["no_preflight"], require=options["require"], measure=options["measure"],
         ipc_lock=any(need.name == "memlock" for need in advice.needs), save_seconds=seconds,
         restarts=RESTARTS if options["restarts"] is None else options["restarts"],
@@ -99,20 +101,12 @@ def script_of(
     return script, [*notes, *plan.notes, *filter(None, [notice])]
 
 
-def _hosts(word: str | None) -> tuple[str, ...]:
-    """Return the hosts of --exclude: a list, or a file of lists."""
-    if word and ("/" in word or os.path.isfile(word)):
-        word = read_input(word, _LIST_BYTES, hint="").decode(errors="replace")
-    return expand_host_list(word or "")
-
-
 def submit(script: str, folder: Path) -> str:
     """Write the script to the output folder and submit it; return the job id. Raises SlurmError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
-    queued = [
-        row.split()[0] for row in slurm("squeue", "--me", "-h", "-o", "%A %o").splitlines() if row.endswith(f" {path}")
-    ]
+    rows = slurm("squeue", "--me", "-h", "-o", "%A %o").splitlines()
+    queued = [row.split()[0] for row in rows if row.endswith(f" {path}")]
     if queued and "#SBATCH --dependency" not in script:
         raise SlurmError(f"--output {folder}: job {queued[0]} writes there. Cancel it, choose another folder, or start "
                          f"after it with --sbatch dependency=afterany:{queued[0]}")  # fmt: skip
@@ -166,13 +160,13 @@ def job_files(job_id: str) -> JobFiles:
     """
     fields = _shown(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
-    words = ", ".join(filter(None, (state, *(fields.get(name) for name in ("Reason", "Restarts")))))
+    words = ", ".join(filter(None, (state, fields.get("Reason"), fields.get("Restarts"))))
     does = _AGAIN.get(fields.get("Reason", ""), _AGAIN.get(state)) if fields.get("Restarts") else ""
     again = f"{does} ({words})" if does else ""
     work = Path(fields.get("WorkDir") or Path.cwd())
     script = work / fields.get("Command", "")
     of_job = [work, *([script.parent] if os.path.isfile(script) else [])] if fields else []
-    folders = tuple(dict.fromkeys([*of_job, Path.cwd()]))
+    folders = dict.fromkeys([*of_job, Path.cwd()])
     names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
     own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array task
     for folder in folders:
@@ -217,9 +211,7 @@ def _shown(job_id: str) -> dict[str, str]:
     if (count := len(re.findall(r"^JobId=", shown, re.MULTILINE))) > 1:
         raise SlurmError(f"job {job_id} is {count} jobs: give the id of one, as `squeue` and `scontrol` show them")
     found = dict(line.strip().partition("=")[::2] for line in shown.splitlines())
-    for name, nothing in (("Reason", "None"), ("Restarts", "0")):
-        value = re.search(rf"\s{name}=(\S*)", shown)
-        found[name] = value[1] if value and value[1] != nothing else ""
-    if found["Restarts"]:
-        found["Restarts"] = f"restart {found['Restarts']}"
+    for name, nothing, words in (("Reason", "None", ""), ("Restarts", "0", "restart ")):
+        value = re.search(rf"\s{name}=(\S+)", shown)
+        found[name] = words + value[1] if value and value[1] != nothing else ""
     return found

@@ -22,8 +22,7 @@ from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
 from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
-from agent.cluster.gate import checks_of
-from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
+from agent.cluster.nodes import Fleet, NodeRecord, checks_of, seconds_of
 from agent.jobs import search
 from agent.pages.report import Row, digest, lines, make_environment, rendered, rows
 from contracts import question

@@ -98,8 +98,6 @@ def comparison(out: Console, record: RunRecord) -> None:
     for line in compare(record):
         forecast, measured = compared_words(line)
         out.print(f"{line.title}: forecast {forecast}, measured {measured}: {line.verdict}")
-        if line.quantity == "step_seconds" and (parts := division(record)):
-            out.print(f"  {escape(parts)}")
 
 
 def compared_words(line: Comparison) -> tuple[str, str]:
@@ -163,17 +161,6 @@ class Bars:
             (label, step / full, f"{units.seconds(step)} a step" + (f" ({step / best:.2f} x)" if step > best else ""))
             for label, step in self.steps.items()
         ]
-
-
-def division(record: RunRecord) -> str:
-    """Return what the step waits for longest, and the seconds of each part; empty if nothing was profiled."""
-    by_part = ", ".join(
-        f"{part.words} {units.seconds(record.seconds_of(part))}"
-        + (f" (forecast {units.seconds(part.forecast_seconds)})" if part.forecast_seconds is not None else "")
-        for part in record.parts
-    )
-    overlap = "these parts overlap" if record.parts_overlap else ""
-    return "; ".join(text for text in (record.worst, by_part, overlap) if text)
 
 
 def transport_of(record: RunRecord) -> str:

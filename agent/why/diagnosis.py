@@ -391,10 +391,11 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
         times = measured / forecast.mid if forecast.mid else measured / forecast.high
         sentence = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
-        parts = tuple(
-            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
+        exposed = record.communication.exposed_share if record.communication else None
+        waiting = (f"collectives that nothing hides take {exposed:.0%} of the step",) if exposed else ()
+        cause = Cause(
+            code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(sentence, *waiting)
         )
-        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(sentence, *parts))
         causes = (*verdict.causes, cause)
         return replace(
             verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes

@@ -16,7 +16,7 @@ from typing import Final
 
 from collectives.nccl_log.codes import DULL_STARTS, HARMLESS, codes_of
 from collectives.nccl_log.ledger import Channel, Ledger, Runs, Writer, host_name
-from collectives.nccl_log.messages import END, Firsts, Place
+from collectives.nccl_log.messages import END, STEP, Firsts, Place
 from contracts.tables import read_patterns
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; the time of the patterns must be limited
@@ -217,6 +217,8 @@ class LineReader:
             ledger.prove(fact, shown)
         if END in facts:
             ledger.ended.keep(self.file, ledger.lines)
+        if STEP in facts:
+            ledger.steps.keep(self.file, (*ledger.steps.get(self.file, (0, 0, 0))[1:], ledger.lines))
         if ledger.facts.variable:
             ledger.record_variable(ledger.facts.variable, shown)
         codes = codes_of(message, foreign=foreign)

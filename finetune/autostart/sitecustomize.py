@@ -1,6 +1,7 @@
 """Start the rank monitor in any training script: Python runs this file at startup if its folder is on sys.path.
 
-`topoflight run` and `launch --script` put the folder first in PYTHONPATH and set TOPOFLIGHT_RUN to the run's folder. A
+`topoflight run` and `launch --script` put the folder first in PYTHONPATH and set TOPOFLIGHT_RUN to the run's folder.
+`launch --script` also sets TOPOFLIGHT_SCRIPT to the script, whose ranks report their steps and their error. A
 sitecustomize of the user, which this one hides, is also run. This code must not raise an error or print, because that
 would disturb the script. The monitor is loaded by path, so that no module of the script can shadow it.
 """
@@ -46,6 +47,8 @@ def _wrap(module: Any) -> None:
 
 if "TOPOFLIGHT_RUN" in os.environ:
     with contextlib.suppress(Exception):
+        if "RANK" in os.environ and sys.orig_argv[1:2] == [os.environ.get("TOPOFLIGHT_SCRIPT")]:
+            _load_file("_topoflight_script_rank", "agent/jobs/script_rank.py").start()
         after_import = _load_file("_topoflight_import_hook", "contracts/import_hook.py").AfterImport
         for name in ("torch.distributed.distributed_c10d", "torch.distributed.launcher.api"):
             after_import(name, _wrap)

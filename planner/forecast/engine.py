@@ -221,7 +221,6 @@ class Engine:
     gradient_buffer: bool = False  # one buffer holds all gradients during the whole step
     adds_in_products: bool = False  # products accumulate gradients over micro-batches, without a separate pass
     ddp_bucket_copies: bool = False  # DDP's gradients are separate tensors, not views of its buckets
-    splits_heads: bool = False  # context parallelism exchanges tokens for heads (Ulysses) instead of using a ring
     ends_apart: bool = False  # FSDP2 with the embedding and the head as separate units
     # traffic
     gradient_bytes: int = 2  # per gradient that FSDP or ZeRO reduces

@@ -158,18 +158,6 @@ class _StepInputs:
         return self.share.element * self.tokens * self.job.model.hidden
 
     @property
-    def exchanged_bytes(self) -> tuple[float, float]:
-        """Bytes of a layer's queries, keys and values, and of its attention output, for this rank's tokens."""
-        model = self.job.model
-        each = self.share.element * self.tokens * model.head_dim
-        return each * (model.heads + 2.0 * model.kv_heads), each * model.heads
-
-    @property
-    def exchanges(self) -> float:
-        """Number of exchanges in context parallelism: both passes, plus one for recomputation."""
-        return 2.0 + (self.layout.checkpointing != "none")
-
-    @property
     def gathered_bytes(self) -> float:
         """Bytes of the largest stage's weights when gathered; adapters in addition to frozen weights."""
         share, qlora = self.share, self.job.train.method == "qlora"
@@ -306,8 +294,6 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
             stored = (gathers + again - 1) * step.head_bytes
         found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
-    if layout.cp > 1:
-        found["cp", "all_to_all"] = m * step.share.layers * step.exchanges * sum(step.exchanged_bytes)
     if layout.dp_replicate > 1 or (layout.data_parallel * layout.cp > 1 and not step.share.sharded):
         trained = share.part(share.trained, share.routed_trained, sharded=step.share.sharded)
         found["dp_replicate", "all_reduce"] = reduced * trained
@@ -381,17 +367,10 @@ def _time_tensor_parallel(step: _StepInputs, *, ends: bool = False) -> float:
 
 
 def _time_context_parallel(step: _StepInputs) -> float:
-    """Return the exposed seconds of context parallelism. A ring overlaps with attention; a gather with the own part.
-
-    If tokens are exchanged for heads instead, no overlap is possible.
-    """
+    """Return the exposed seconds of context parallelism. A ring overlaps with attention; a gather with the own part."""
     layout, model, attention = step.layout, step.job.model, step.cost.attention
     if layout.cp == 1:
         return 0.0
-    if step.job.engine.splits_heads:
-        links, (into, out) = step.job.links, step.exchanged_bytes
-        once = sum(links.all_to_all_seconds(each, layout.cp, strides(layout)[0]) for each in (into, out))
-        return step.exchanges * once
     heads = model.kv_heads / min(layout.tp, model.kv_heads)
     kv = 2.0 * step.share.element * step.tokens * layout.cp * heads * model.head_dim
     ring = step.job.links.ring_seconds(kv, layout.cp, strides(layout)[0])

@@ -198,15 +198,13 @@ def from_advice(
     name: str,
     image: str,
     nodes: int,
-    allocatable: Sequence[str] | None = None,
     named: Sequence[str] = (),
     **settings: Any,
 ) -> JobSpec:
     """Return a job that follows a recommendation: environment, processes per node, and resources of the pods.
 
-    `allocatable` lists the extended resources of the nodes; None if the cluster was not queried. `named` lists the
-    resources given by the user. A need with a family of resources ("rdma/*: 1") is met by a resource of `named`, or by
-    the only resource of this family in `allocatable`. Raises JobError if there is none or more than one.
+    `named` lists the resources given by the user. A need with a family of resources ("rdma/*: 1") is met by one of
+    them. Raises JobError if there is none.
     """
     if advice.chosen is None:
         raise JobError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
@@ -218,8 +216,11 @@ def from_advice(
              ("resource", "network", "shm_bytes", "capability", "compute_domain")}  # fmt: skip
     for need in needs["resource"]:
         resource, _, count = need.partition(": ")
-        if not (resource.endswith("/*") and family(resource, named)):
-            limits[_resolve_resource(resource, allocatable)] = count
+        if not resource.endswith("/*"):
+            limits[resource] = count
+        elif not family(resource, named):
+            raise JobError(f"resource {resource}: give the name that `kubectl get nodes -o yaml` shows in "
+                           f"status.allocatable, with --resource NAME={count}")  # fmt: skip
     environment = {s.name: s.value for s in advice.settings}
     if advice.backend == "nccl":
         limits["nvidia.com/gpu"] = str(world // nodes)
@@ -248,14 +249,3 @@ def family(resource: str, names: Sequence[str]) -> list[str]:
         if found := [name for name in names if name.startswith(prefix) and not _GPU.match(name)]:
             return found
     return []
-
-
-def _resolve_resource(resource: str, allocatable: Sequence[str] | None) -> str:
-    if not resource.endswith("/*"):
-        return resource
-    found = family(resource, allocatable or ())
-    if len(found) == 1:
-        return found[0]
-    offered = f"the nodes offer {', '.join(found) or 'none'}"
-    detail = offered if allocatable is not None else "the cluster was not asked (set KUBECONFIG or --context)"
-    raise JobError(f"resource {resource}: {detail}; name the one to use with --resource NAME=COUNT")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from contracts.layout import ROPE_TYPES, TRAINED, WHOLE_ROPE, Layout, most_ranks
+from contracts.layout import ROPE_TYPES, TRAINED, Layout
 from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
 from planner.forecast.engine import Fsdp, Share
 from planner.forecast.models import hub_id
@@ -31,36 +31,11 @@ class Topoflight(Fsdp):
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
         if unknown := set(model.rope_types) - set(ROPE_TYPES):
             return f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not {min(unknown)!r}"
-        if layout.cp > 1 and (why := self._find_context_refusal(model, train, layout)):
-            return why
         if layout.pp > 1 and model.tied_embeddings:
             return "topoflight does not support PP with tied embeddings: two stages would each train a copy"
         if layout.sequence_parallel and not self.splits_sequence(train):
             return "topoflight does not support sequence parallelism with adapters or with eager attention"
         return "topoflight does not support fp16" if layout.precision == "fp16" else None
-
-    def _find_context_refusal(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-        """Return why the sequence cannot be split. Context-parallel ranks split the heads during attention."""
-        if layout.tp > 1 or layout.pp > 1:
-            return "topoflight combines CP with data parallelism only, not with TP or PP"
-        if model.heads % layout.cp or model.kv_heads % layout.cp:
-            most = most_ranks(layout.cp, model.heads, model.kv_heads)
-            return (
-                f"{model.heads} heads and {model.kv_heads} key/value heads do not divide by CP={layout.cp}; "
-                f"CP={most} is the nearest that runs"
-            )
-        if whole := set(model.rope_types) & set(WHOLE_ROPE):
-            return (
-                f"topoflight does not support CP with rope_type={min(whole)!r}, whose angles depend on the whole length"
-            )
-        if train.attention != "sdpa" or layout.compile:
-            return "topoflight supports CP only with attn_implementation sdpa and without torch.compile"
-        return None
-
-    def layer_activations(self, share: Share) -> float:
-        """With CP the input of the output projection is a separate tensor, not the attention output."""
-        more = share.model.heads * share.model.head_dim if share.layout.cp > 1 else 0
-        return super().layer_activations(share) + share.tokens * share.element * more
 
     def stored_tensors(self, share: Share) -> tuple[float, float]:
         """Count what transformers' Llama layer saves in bf16: two fp32 copies for the norms, and their outputs.
@@ -140,10 +115,9 @@ class Topoflight(Fsdp):
 ENGINE = Topoflight(
     name="topoflight",
     splits_documents=True,
-    can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp", "cp"}),
+    can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp"}),
     offloads=("all",),
     ends_apart=True,
-    splits_heads=True,
     # of torch's own loss, counted with a TorchDispatchMode; Liger's kernel, if installed, uses fewer
     loss_bytes=(62.0, 44.0),
     loss_again=True,

@@ -90,11 +90,6 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     assert b"Forbidden" in found["n2"]["error.txt"] and b"forbidden" in found["cluster"]["nodetopologies.json.txt"]
     assert b"a harmless line" in found["n2"]["log.txt"]
     assert not any(secret.encode() in data for secret in SECRETS for files in found.values() for data in files.values())
-    assert found["cluster"]["agents.txt"].decode().splitlines() == [
-        "n2: the agent's pod does not run: agent-n2: agent: ImagePullBackOff: no such image",
-        "no node: the agent's pod does not run: agent-x: Unschedulable: a taint",
-    ]
-    assert "ImagePullBackOff" in done.stderr
     assert (
         b"violates PodSecurity" in found["cluster"]["events.json"]
         and "agent-x" in found["cluster"]["pods.json"].decode()

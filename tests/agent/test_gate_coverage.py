@@ -19,7 +19,7 @@ from scanned import scan
 
 from agent.checks.measured import PROBE_CODES
 from agent.checks.verdict import View, build_view, judge
-from agent.cluster.gate import checks_of
+from agent.cluster.nodes import checks_of
 from agent.cluster.publish import node_feature, record_of_view
 from agent.http.server import create
 from agent.http.state import State

@@ -23,7 +23,7 @@ from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate
 from agent.http.answers import read_record
 from agent.jobs.launch import Launched, record_of
-from agent.jobs.preflight import _stopping
+from agent.jobs.preflight import stopping
 from contracts import run_record
 from contracts.job_config import read_config
 from contracts.job_plan import dumps, read
@@ -61,11 +61,11 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
     checks, options = view(SICK).checks, {"skip": (), "force": False}
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
-    assert all(code in _stopping(options, checks, Baseline()) for code in failed)
-    assert _stopping({**options, "force": True}, checks, Baseline()) == ""
-    assert _stopping({**options, "skip": tuple(failed)}, checks, Baseline()) == ""
+    assert all(code in stopping(checks, options, Baseline()) for code in failed)
+    assert stopping(checks, {**options, "force": True}, Baseline()) == ""
+    assert stopping(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
     everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
-    assert _stopping(options, checks, Baseline(statuses=everywhere_the_same)) == ""
+    assert stopping(checks, options, Baseline(statuses=everywhere_the_same)) == ""
 
 
 def launched(folder: Path, code: int, log: str = "") -> Launched:

@@ -16,8 +16,8 @@ from rigs.tables import each_row
 from agent.base import units
 from agent.base.hosts import distinct_names
 from agent.checks.verdict import judge
-from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import Fleet, NodeRecord
+from agent.cluster.nodes import checks_of as gate_of_nodes
 from agent.http.state import nodes_document
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
@@ -99,7 +99,7 @@ def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
     assert seen.matching == nodes == sum(map(len, seen.shown))
     report = Report(checks=seen.checks, verdict=seen.verdict, nodes=tuple(held.records()))
     assert f"<summary>{nodes - bad} equal nodes</summary>" in report_page(report)
-    held.set([*held.records(), record_of(NAMES[0], "other", links="NV4")])
+    held = Fleet([*held.records(), record_of(NAMES[0], "other", links="NV4")])
     assert page(held).count("no finding") == 2
 
 

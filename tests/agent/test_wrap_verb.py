@@ -16,7 +16,7 @@ from resident import free_port
 from rigs.command import topoflight
 from rigs.recorded import path_of
 
-from agent.jobs import script_rank
+from agent.jobs.script import monitored
 
 H100 = str(path_of())
 FILE = Path(__file__).with_name("wrapped_job.yaml")
@@ -184,9 +184,10 @@ def test_a_script_ends_well_where_gloos_threads_get_no_cpu(tmp_path: Path) -> No
     ranks, port = [], free_port()
     for rank in ("0", "1"):
         variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                     "OMP_NUM_THREADS": "1", script_rank.REPORT: str(tmp_path / "left.")}  # fmt: skip
-        words = [sys.executable, script_rank.__file__, str(tmp_path / "sft.py"), "--config", f"{tmp_path}/config.yaml"]
-        ranks.append(subprocess.Popen(words, env={**os.environ, **variables}, stdout=subprocess.PIPE,
+                     "OMP_NUM_THREADS": "1", "TOPOFLIGHT_SCRIPT": f"{tmp_path}/sft.py"}  # fmt: skip
+        words = [sys.executable, f"{tmp_path}/sft.py", "--config", f"{tmp_path}/config.yaml"]
+        environment = monitored({**os.environ, **variables}, tmp_path)
+        ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True))  # fmt: skip
     ended(ranks)
     assert (tmp_path / "left.0").exists() and (tmp_path / "left.1").exists()

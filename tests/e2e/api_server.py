@@ -43,10 +43,10 @@ def pods_of(job: Json) -> int:
 
 
 def selected(item: Json, selector: str) -> bool:
-    """Whether an object has the labels: NAME=VALUE, and !NAME for a label that it must not have."""
+    """Whether an object has the labels NAME=VALUE."""
     labels = item["metadata"].get("labels") or {}
     words = [word.partition("=") for word in selector.split(",") if word]
-    return all(name[1:] not in labels if name[0] == "!" else labels.get(name) == value for name, _, value in words)
+    return all(labels.get(name) == value for name, _, value in words)
 
 
 def write_kubeconfig(path: Path, url: str, *, user: str = "{token: agent-token}", namespace: str = "") -> Path:
@@ -80,13 +80,11 @@ class ApiServer:
         self.used: set[Right] = set()  # the rights that requests needed, granted or not
         self.forbidden: set[str] = set()  # collections that nobody may read
         self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
-        self.refused: dict[str, int] = {}  # name of an object -> what a patch of it is answered with
         self.requests: list[tuple[str, str]] = []
         self.controllers = True  # whether a job's pods are made
         self.pods_refused = ""  # what admission says of them
         self.pod_status: Json = {"phase": "Running"}
         self.warnings: list[str] = []  # sent with each object that is made
-        self.page = 0  # a forced page size, where not 0
         self.port = 0
         self._server: ThreadingHTTPServer | None = None
         self._place: socket.socket | None = None  # holds the port while nobody listens: others look for free ones
@@ -201,8 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._status(401, "Unauthorized", "Unauthorized")
             return
         try:
-            if url.path.count("/") > 2:  # discovery of a group is every account's
-                self._authorize(url.path)
+            self._authorize(url.path)
             self._route(url.path, query, body)
         except RefusedError as refused:
             self._status(refused.status, refused.reason, str(refused))
@@ -238,9 +235,6 @@ class _Handler(BaseHTTPRequestHandler):
             allowed = (spec["user"], asked["verb"], asked["path"]) in self.api.allowed
             self._answer(201, {**body, "status": {"allowed": allowed}})
             return
-        if path.startswith("/apis/") and path.count("/") == 2:
-            self._group(path)
-            return
         collection, namespace, name, sub = self._split(path)
         if collection in self.api.forbidden:
             what = collection.rpartition("/")[2]
@@ -258,15 +252,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.api.delete(collection, namespace, name))
         else:
             raise RefusedError(405, "MethodNotAllowed", self.command)
-
-    def _group(self, path: str) -> None:
-        """The versions of an API group, as discovery tells them."""
-        versions = sorted({each.split("/")[3] for each in self.api.kinds if each.startswith(f"{path}/")})
-        if not versions:
-            raise RefusedError(404, "NotFound", "the server could not find the requested resource")
-        group = path.rpartition("/")[2]
-        told = [{"groupVersion": f"{group}/{version}", "version": version} for version in versions]
-        self._answer(200, {"kind": "APIGroup", "apiVersion": "v1", "name": group, "versions": told})
 
     def _split(self, path: str) -> tuple[str, str, str, str]:
         words = path.split("/")
@@ -291,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
             start, version = 0, self.api.version
             if "continue" in query:
                 version, start = map(int, query["continue"].split(":"))
-            size = self.api.page or int(query.get("limit", 0)) or len(names) or 1
+            size = int(query.get("limit", 0)) or len(names) or 1
             items = [self.api.objects[key] for key in names[start : start + size]]
             about: Json = {"resourceVersion": str(version)}
             if start + size < len(names):
@@ -335,8 +320,6 @@ class _Handler(BaseHTTPRequestHandler):
         applying = self.headers["Content-Type"] == "application/apply-patch+yaml"
         if applying and "fieldManager" not in query:
             raise RefusedError(422, "Invalid", "PatchOptions.meta.k8s.io is invalid: fieldManager: Required value")
-        if name in self.api.refused:
-            raise RefusedError(self.api.refused[name], "Refused", f"{name} is refused")
         with self.api.lock:
             key = collection, namespace, name
             if key not in self.api.objects and (not applying or sub):

@@ -168,12 +168,10 @@ def node(name: str, *, gpus: int = 8, labels: dict[str, str] | None = None) -> I
     ready = {"type": "Ready", "status": "True", "reason": "EndToEndTest", "message": "no kubelet",
              "lastHeartbeatTime": now(), "lastTransitionTime": now()}  # fmt: skip
     try:
-        client.request("PATCH", path + "/status", headers={"Content-Type": "application/merge-patch+json"}, body={
+        client.request("PATCH", path + "/status", content_type="application/merge-patch+json", body={
             "status": {"capacity": size, "allocatable": size, "conditions": [ready]}})  # fmt: skip
         # set at birth by an admission plugin, lifted by a controller that does not run everywhere
-        client.request(
-            "PATCH", path, headers={"Content-Type": "application/merge-patch+json"}, body={"spec": {"taints": None}}
-        )
+        client.request("PATCH", path, content_type="application/merge-patch+json", body={"spec": {"taints": None}})
         yield name
     finally:
         kubectl("delete", "node", name, "--ignore-not-found", "--wait=false")

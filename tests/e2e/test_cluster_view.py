@@ -24,8 +24,7 @@ from starlette.testclient import TestClient
 
 from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, connect, path_of
-from agent.cluster.gate import checks_of
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, row
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, checks_of, from_resource, row
 from agent.cluster.publish import MOST_FINDINGS, Publisher, node_feature, record_of_view, to_resource
 from agent.http import state as server_state
 from agent.http.server import create
@@ -219,9 +218,7 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     back = from_resource(made)
     told = row(back)
     assert told["silent"] and (told["verdict"], told["last_verdict"]) == ("unknown", "warn")
-    held = Fleet()
-    held.set([back])
-    (check,) = checks_of(["n1"], held)
+    (check,) = checks_of(["n1"], Fleet([back]))
     assert check.status == "fail" and "its agent ended" in check.message
     agent_runs(time.time() + 5)
     (again,) = api.of_kind("NodeTopology")

@@ -190,5 +190,5 @@ def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Cluster, tmp_path:
 
 def test_a_rate_is_written_as_recommend_takes_it() -> None:
     """Fractions and megabits too."""
-    wide, narrow = networks.parse(["eth0,8.4G", "net1=training/macvlan,800M"])
+    wide, narrow = networks.parse(["eth0,8.4G", "net1=training/macvlan,800M"], here=False)
     assert (wide.rate, narrow.rate, narrow.attachment) == ("8.4G", "800M", "training/macvlan")

@@ -16,7 +16,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
 from agent.cluster.client import ApiError
-from agent.jobs import submission
+from agent.jobs import cluster_job
 from contracts.job_plan import JobPlan, read
 
 rows = rows_of(__file__)
@@ -44,7 +44,7 @@ def documents(kind: str) -> tuple[dict[str, Any], ...]:
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
     """A real server admits manifests in test_real_rights."""
-    lines = list(submission.create(client_of(api), documents(kind), dry_run=True))
+    lines = list(cluster_job.create(client_of(api), documents(kind), dry_run=True))
     assert lines and all(line.endswith("admitted (dry run)") for line in lines)
     assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
 
@@ -52,16 +52,9 @@ def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: st
 def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
     """And the error says that nothing was created."""
     client = client_of(api)
-    assert len(list(submission.create(client, documents("trainjob")))) == 3
+    assert len(list(cluster_job.create(client, documents("trainjob")))) == 3
     with pytest.raises(ApiError, match=r"trainjob/sft: the API server says 409.*nothing was created"):
-        list(submission.create(client, documents("trainjob")))
-
-
-def offer(api: ApiServer, **nodes: dict[str, str]) -> None:
-    """Nodes by their names, with what each has to give away."""
-    for name, allocatable in nodes.items():
-        node = {"kind": "Node", "metadata": {"name": name}, "status": {"allocatable": allocatable}}
-        api.put("/api/v1/nodes", "", node)
+        list(cluster_job.create(client, documents("trainjob")))
 
 
 def test_a_refusal_is_told_in_the_servers_words(kubeconfig: ApiServer) -> None:
@@ -194,25 +187,12 @@ def limits(*words: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("offers", "taken"), rows("own_device")())
-def test_the_nodes_own_device_is_taken(kubeconfig: ApiServer, offers: tuple[str, ...], taken: str) -> None:
-    """By the name that both nodes have to give away; what one has, or none is left of, does not count."""
-    both = {"cpu": "64", "rdma/used_up": "0", "ephemeral-storage": "1", **dict.fromkeys(offers, "1k")}
-    offer(kubeconfig, a={**both, "rdma/on_a_only": "1"}, b=both)
-    assert limits()[taken] == "1"
-    assert limits("--resource", "rdma/mine=1").keys() == {"rdma/mine", "nvidia.com/gpu"}  # the user's word comes first
+def test_the_users_resources_are_requested_and_a_missing_one_is_asked_for() -> None:
+    """Only the device plugin of the cluster knows the name of its RDMA resource."""
+    assert limits("--resource", "rdma/mine=1").keys() == {"rdma/mine", "nvidia.com/gpu"}
     assert limits("--resource", "rdma/a=1", "--resource", "rdma/b=1").keys() == {"rdma/a", "rdma/b", "nvidia.com/gpu"}
-
-
-def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
-    """None at all, or several; without a cluster, that none was asked."""
-    words = [*ROCE, "--api", "job", "--dry-run"]
-    assert "the nodes offer none" in CliRunner().invoke(launch, words).output
-    both = {"rdma/x": "1", "rdma/y": "1"}
-    offer(kubeconfig, a=both, b=both)
-    assert "the nodes offer rdma/x, rdma/y" in CliRunner().invoke(launch, words).output
-    asked_nobody = CliRunner(env={"KUBECONFIG": None}).invoke(launch, words)
-    assert asked_nobody.exit_code == 2 and "the cluster was not asked" in asked_nobody.output
+    refused = CliRunner().invoke(launch, [*ROCE, "--api", "job", "--dry-run"])
+    assert refused.exit_code == 2 and "--resource NAME=1" in refused.output
 
 
 COLLECTIONS = {

@@ -129,12 +129,9 @@ def test_what_names_no_class_is_refused(cluster: ApiServer, words: tuple[str, ..
 
 
 def test_beside_multus_the_claim_takes_the_rdma_device_once(cluster: ApiServer) -> None:
-    """Without the claim the device plugin has it, by the name that the nodes offer."""
-    roce = path_of("r760xa-2xA40-bf3")
-    for node in ("a", "b"):
-        status = {"allocatable": {"rdma/shared_eth": "1k"}}
-        cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node}, "status": status})
-    made = {each["kind"]: each for each in yaml.safe_load_all(run_job("--dry-run", host=roce).stdout)}
+    """Without the claim the device plugin has it."""
+    roce, named = path_of("r760xa-2xA40-bf3"), ("--resource", "rdma/shared_eth=1")
+    made = {each["kind"]: each for each in yaml.safe_load_all(run_job("--dry-run", *named, host=roce).stdout)}
     assert limits(made["Job"])["rdma/shared_eth"] == "1"
     forced = {each["kind"]: each for each in yaml.safe_load_all(run_job("--dry-run", *DRA, host=roce).stdout)}
     assert limits(forced["Job"]) == {}

@@ -58,7 +58,7 @@ def examples_of(packing):
 @cache
 def mesh_of(*degrees):
     """One mesh for all cases of the same degrees: their process groups take longer to make than a step."""
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
     layout = Layout(world_size=dist.get_world_size(), **dict(zip(names, degrees, strict=True)))
     return build_mesh(layout, torch.device("cpu"))
 
@@ -83,7 +83,6 @@ def run(case, layout, mesh, stored=None):
     loader = Loader(
         examples=examples, pad=2, micro_batch=layout.micro_batch, micro_batches=layout.gradient_accumulation,
         rank=at, ranks=layout.data_parallel, seed=1,
-        part=mesh.get_local_rank("cp") if mesh and layout.cp > 1 else 0, parts=layout.cp,
         fixed_length=config.max_length if layout.pp > 1 or layout.compile else None,  # one shape, one compilation
     )  # fmt: skip
     losses, norms, grads, events = [], [], {}, ()
@@ -196,7 +195,7 @@ def main(path, rank, world):
         ref_losses, ref_norms, ref_grads = references[*of, layout.precision]
         exact_losses, _, exact_grads = references[*of, "fp32"]  # the same weights, computed in fp32
         assert layout.global_batch == SEQUENCES, (case, layout.global_batch)
-        mesh = mesh_of(layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
+        mesh = mesh_of(layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
         losses, norms, grads, missing, got, collectives = run(case, layout, mesh)
         # What runs is what was asked, and is not taken for any other layout of the list.
         others = [layout_of(c, world) for c in cases]

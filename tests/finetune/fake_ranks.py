@@ -29,23 +29,22 @@ from contracts.job_config import JobConfig
 from contracts.layout import Layout
 from finetune.data import Batch
 from finetune.model import build_model
-from finetune.parallel import Engine, build_mesh, sharding_mesh
+from finetune.parallel import Engine, build_mesh
 from finetune.verify import compare, observe
 
 KINDS = {
     "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter", "allreduce_": "all_reduce", "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce", "send": "send", "broadcast_": "broadcast", "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all", "shard_dim_alltoall": "all_to_all",
+    "all_reduce_": "all_reduce", "send": "send", "broadcast_": "broadcast",
 }  # fmt: skip
 
 
 class Listening(TorchDispatchMode):
     """Notes each collective: over which axis, which kind, and the bytes of its whole (the larger side)."""
 
-    def __init__(self, axes, exchanges):
+    def __init__(self, axes):
         super().__init__()
-        self.axes, self.exchanges, self.heard = axes, exchanges, Counter()
+        self.axes, self.heard = axes, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -61,9 +60,7 @@ class Listening(TorchDispatchMode):
 
     def note(self, group, kind, size):
         """One collective."""
-        # Ranks of one sequence alone also shard, in the same group.
-        axis = "cp" if self.exchanges and kind == "all_to_all" else self.axes.get(group, "world")
-        self.heard[axis, kind, size] += 1
+        self.heard[self.axes.get(group, "world"), kind, size] += 1
 
     def reduce(self, _state, bucket):
         """In place of DDP's all-reduce, which wants a future's result: a fake work has none."""
@@ -121,9 +118,6 @@ def trace(case):
     try:
         mesh = build_mesh(layout, device)
         axes = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names if mesh[name].size() > 1}
-        if layout.cp > 1:
-            over = sharding_mesh(layout, mesh)
-            axes[over.get_group(over.mesh_dim_names[-1]).group_name] = "dp_shard"
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         method = case["method"]
         config = JobConfig(
@@ -132,16 +126,15 @@ def trace(case):
         with torch.device("meta"):
             model = build_model(config, layout.precision)
         engine = Engine(without_memory(model, fake), layout, device, mesh)
-        shape, listening = (layout.micro_batch, length), Listening(axes, exchanges=layout.cp > 1)
+        shape, listening = (layout.micro_batch, length), Listening(axes)
         for module in engine.modules:
             if isinstance(module, DistributedDataParallel):
                 module.register_comm_hook(None, listening.reduce)
         with fake:
-            whole = Batch(
+            batch = Batch(
                 tokens=torch.zeros(shape, dtype=torch.long), labels=torch.zeros(shape, dtype=torch.long),
                 positions=torch.arange(length)[None].expand(shape),
             )  # fmt: skip
-            batch = whole.part(0, layout.cp)
             with listening:
                 engine.train_step([batch] * layout.gradient_accumulation, 1)
         seen = observe(engine)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -31,7 +30,7 @@ from contracts.run_record import record_of
 ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 # A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.
-NETWORKS = ["--over", "eth0=60mbit", "--over", "net1=150mbit"]
+NETWORKS = ["--over", "eth0,60M", "--over", "net1,150M"]
 CARRIED = 1448 / 1514 / 8  # what an Ethernet frame of 1514 bytes carries for TCP, in bytes per bit
 ROUNDS = 3  # at most: something else may have had the cores
 
@@ -96,12 +95,12 @@ def test_a_run_that_failed_names_the_rank_that_failed_first_and_its_error(tmp_pa
     assert told in " ".join(text.strip() for text in drawn.itertext())
 
 
-@each_row("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])
+@each_row("word", ["eth0", "eth0,fast", "eth0,0M", "lo,10M", "e th,1G", "a" * 16 + ",1G", "eth0=a/b,1G"])
 def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
     """As any user's mistake: exit code 2."""
     done = CliRunner().invoke(compare_networks, ["--over", word])
     assert done.exit_code == 2
-    assert f"--over {word!r}: must be INTERFACE=RATE" in done.stderr
+    assert f"--over {word!r}: must be INTERFACE,RATE" in done.stderr
 
 
 def compare(*words, **options):
@@ -159,7 +158,7 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
     assert (rdma["status"], rdma["step_seconds"]) == ("not available", None)
     assert (folder / "networks.svg").read_text().count("a step") >= 2
     left = [p for p in psutil.process_iter() if p.pid not in before and str(ROOT) in " ".join(cmdline(p))]
-    assert not psutil.wait_procs(left, timeout=30)[1]  # the fork server ends after the verb
+    assert not psutil.wait_procs(left, timeout=30)[1]
     assert {"eth0", "net1"}.isdisjoint(set(psutil.net_if_addrs()) - INTERFACES)
 
 
@@ -175,22 +174,20 @@ def run_in_hosts(rig, folder, places, device, address):
     for rank, host in enumerate(places):
         environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(places[:rank].count(host)),
                        "MASTER_PORT": "29511", "MASTER_ADDR": address, **over}  # fmt: skip
-        log = folder / f"rank{rank}.log"
-        ranks.append(namespaces.fork_rank("finetune.train", words, environment, rig.pids[host], rig.name(host), log))
-    codes = namespaces.wait_for_ranks(ranks, 600, threading.Event())
-    return codes, json.loads((folder / "run.json").read_text())
+        ranks.append(rig.popen(host, [sys.executable, "-m", "finetune.train", *words], env=environment))
+    return [rank.wait(600) for rank in ranks], json.loads((folder / "run.json").read_text())
 
 
 @needs_namespaces
 @pytest.mark.ranks
 @pytest.mark.netns
 @pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("forked_ranks")
 def test_one_host_beats_two_and_a_route_around_the_named_network_is_told(tmp_path):
     """Two ranks of one host wait less than those of two; the record has the network that the kernel tells.
 
     A route sends what goes to net1's addresses over eth0, though GLOO_SOCKET_IFNAME names net1.
     """
-    namespaces.start_fork_server()
     with hosts(2, default_rate="60mbit") as rig:
         two, apart = run_in_hosts(rig, tmp_path / "two", [0, 1], "eth0", rig.address(0))
         one, together = run_in_hosts(rig, tmp_path / "one", [0, 0], "lo", "127.0.0.1")

@@ -16,21 +16,21 @@ from finetune.rows import load_tokenizer
 pytestmark = pytest.mark.long
 
 LENGTH = 70
-ROWS = {
+ROWS = {  # the lengths of the documents of each row
     "plain": None,
-    "packed": [[10, 33, LENGTH], [LENGTH, LENGTH, LENGTH]],
-    "documents of one token": [[1, 2, LENGTH], [LENGTH - 1, LENGTH, LENGTH]],
+    "packed": [[10, 23, LENGTH - 33], [LENGTH]],
+    "documents of one token": [[1, 1, LENGTH - 2], [LENGTH - 1, 1]],
 }
 
 
-def dense(ends, window):
+def dense(rows, window):
     """[rows, tokens, tokens]: who sees whom."""
     at = torch.arange(LENGTH)
     back = at[:, None] - at
     seen = ((back >= 0) & (back < (window or LENGTH))).expand(2, -1, -1)
-    if ends is None:
+    if rows is None:
         return seen
-    number = torch.stack([torch.bucketize(at, torch.tensor(sorted(set(row))), right=True) for row in ends])
+    number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
     return seen & (number[:, :, None] == number[:, None])
 
 
@@ -38,13 +38,14 @@ def dense(ends, window):
 @each_row("window", [None, 5, 16, 64, 100])
 def test_documents_and_windows_equal_a_dense_mask(name, window):
     """Results and gradients of grouped heads; a window reaches over several blocks, one, or none."""
-    draw, ends = torch.Generator().manual_seed(1), ROWS[name]
+    draw, rows = torch.Generator().manual_seed(1), ROWS[name]
     shapes = ((2, 8, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 16))
     given = [torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes]
-    documents = None if ends is None else Documents.of(torch.tensor(ends, dtype=torch.int32), LENGTH)
+    at = None if rows is None else torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    documents = None if at is None else Documents.of(at)
     got, _ = attend(None, *given, None, sliding_window=window, documents=documents)
     wanted = torch.nn.functional.scaled_dot_product_attention(
-        *given, attn_mask=dense(ends, window)[:, None], enable_gqa=True
+        *given, attn_mask=dense(rows, window)[:, None], enable_gqa=True
     ).transpose(1, 2)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     back = torch.randn(wanted.shape, generator=draw)
@@ -59,13 +60,13 @@ def test_a_packed_row_trains_as_under_the_mask_of_transformers():
     )
     rows, _ = prepare(config, "train", load_tokenizer(config))
     batch = collate(pack(rows, 160)[:2], 2, 160, 2)
-    assert batch.ends is not None
+    assert batch.packed
     results = []
     for kernel in ("by_document", "sdpa"):
         model = filled_model(config)
         model.set_attn_implementation(kernel)
         (chunk,) = cut(model, [(0, 4)], [0], fused_loss=False)
-        loss = chunk(batch.tokens, batch.positions, batch.labels, batch.ends if kernel == "by_document" else None).sum()
+        loss = chunk(batch.tokens, batch.positions, batch.labels, packed=kernel == "by_document").sum()
         loss.backward()
         results.append((loss.detach(), [p.grad for p in chunk.parameters()]))
     (loss, grads), (wanted, others) = results
@@ -79,10 +80,10 @@ SCRIPT = f"""
 import resource, torch
 from finetune.model import Documents, attend
 torch.set_num_threads(1)
-ends = torch.arange(1024, {LONG} + 1, 1024, dtype=torch.int32)[None]
+positions = torch.arange({LONG})[None] % 1024
 q, k, v = (torch.randn(1, heads, {LONG}, 16, requires_grad=True) for heads in (4, 2, 2))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-attend(None, q, k, v, None, documents=Documents.of(ends, {LONG}))[0].sum().backward()
+attend(None, q, k, v, None, documents=Documents.of(positions))[0].sum().backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

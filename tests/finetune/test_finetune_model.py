@@ -15,17 +15,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
 from contracts.job_config import ConfigError, JobConfig
-from contracts.job_plan import NamedValue, RunForecast
 from contracts.layout import ROPE_TYPES, Layout
-from contracts.run_record import RunPart
 from finetune import train
 from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
 from finetune.loop import build_schedule, clip_gradients
 from finetune.model import build_model, causal_lm, cut
 from finetune.parallel import parallelize, stage_bounds
-from finetune.parts import divide, part_of, with_forecast, without_profiler
 from finetune.plan import refusals
+from finetune.profiler import measure_communication
 from finetune.rows import IGNORED, load_tokenizer
 from planner.forecast.engine import share_of
 from planner.forecast.memory import checkpoint_bytes
@@ -69,7 +67,7 @@ def total(chunks, batch):
     """The summed loss through all chunks."""
     x = batch.tokens
     for chunk in chunks:
-        x = chunk(x, batch.positions, batch.labels, batch.ends)
+        x = chunk(x, batch.positions, batch.labels, batch.packed)
     return x.sum()
 
 
@@ -116,7 +114,7 @@ def test_a_layer_keeps_in_bf16_what_the_planner_counts(tmp_path, lora, kernel):
 
         tokens = torch.zeros((4, length), dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-            loss = chunk(tokens, torch.arange(length).expand(4, -1), tokens, None)
+            loss = chunk(tokens, torch.arange(length).expand(4, -1), tokens)
         assert loss.requires_grad
         kept.append(sum(seen.values()))
         train_spec = TrainSpec(method="lora" if lora else "full", sequence_length=length, attention=kernel)
@@ -254,14 +252,6 @@ class Event:
         self.time_range = type("Range", (), {"start": start * 1e6, "end": end * 1e6})
 
 
-FSDP = Layout(world_size=2, dp_shard=2, precision="fp32")
-
-
-def by_part(found):
-    """Measured seconds by part."""
-    return {one.part: one.measured_seconds for one in found.parts}
-
-
 def test_communication_that_work_hides_is_not_exposed():
     """Two steps of five seconds, four of the ten collectives, of which one has nothing beside it."""
     events = [
@@ -274,16 +264,11 @@ def test_communication_that_work_hides_is_not_exposed():
         Event("Optimizer.step#AdamW.step", 7, 9),
         Event("aten::mul", 7, 8),
     ]
-    found = divide(events, 10.0, 2, FSDP)
-    assert found.communication.share == pytest.approx(0.4)
-    assert found.communication.exposed_share == pytest.approx(0.1)
-    assert found.communication.seconds_by_kind == pytest.approx({"all_gather": 4.0, "all_reduce": 1.0})
-    assert by_part(found) == pytest.approx(
-        {"compute": 1.5, "gather": 0.0, "reduce": 0.5, "optimizer": 1.0, "idle": 2.0}
-    )
-    alone = divide([Event("aten::mm", 0, 1)], 1.0, 1, FSDP)
-    assert alone.communication is None
-    assert by_part(alone) == {"compute": 1.0, "optimizer": 0.0, "idle": 0.0}
+    found = measure_communication(events, 10.0)
+    assert found.share == pytest.approx(0.4)
+    assert found.exposed_share == pytest.approx(0.1)
+    assert found.seconds_by_kind == pytest.approx({"all_gather": 4.0, "all_reduce": 1.0})
+    assert measure_communication([Event("aten::mm", 0, 1)], 1.0) is None
 
 
 def test_on_a_device_only_what_runs_there_counts():
@@ -294,43 +279,8 @@ def test_on_a_device_only_what_runs_there_counts():
         Event("ncclDevKernel_AllGather_RING_LL(args)", 0, 4, device="CUDA"),
         Event("ampere_bf16_gemm", 3, 5, device="CUDA"),
     ]
-    found = divide(events, 10.0, 1, FSDP)
-    assert by_part(found) == pytest.approx({"compute": 2.0, "gather": 3.0, "optimizer": 0.0, "idle": 5.0})
-
-
-def test_what_the_profiler_adds_on_a_gpu_is_not_idle_time():
-    """Two profiled steps of five seconds, two and a half of them kernels; without the profiler a step takes three."""
-    events = [
-        Event("ncclDevKernel_AllGather_RING_LL(args)", 0, 2, device="CUDA"),
-        Event("ampere_bf16_gemm", 1, 5, device="CUDA"),
-    ]
-    found = without_profiler(divide(events, 10.0, 2, FSDP), 3.0)
-    taken = {one.part: one.measured_seconds for one in found}
-    assert taken == pytest.approx({"compute": 2.0, "gather": 0.5, "optimizer": 0.0, "idle": 0.5})
-    assert sum(one.share for one in found) == pytest.approx(1.0)
-    (*_, idle) = without_profiler(divide(events, 10.0, 2, FSDP), 2.0)  # other steps than the profiled ones
-    assert idle.measured_seconds == 0.0
-    on_cpu = divide([Event("aten::mm", 0, 1)], 2.0, 1, FSDP)
-    assert without_profiler(on_cpu, 1.5) is on_cpu.parts
-
-
-@each_row(("members", "kind", "shapes", "part"), ROWS["collectives"])
-def test_a_collective_belongs_to_the_parallelism_that_sends_it(members, kind, shapes, part):
-    """By its kind, and by the shape of what it sends where two use the same kind."""
-    world = math.prod(members.get(n, 1) for n in ("dp_replicate", "dp_shard", "tp", "pp"))
-    assert part_of(kind, shapes, Layout(world_size=world, precision="fp32", **members)) == part
-
-
-def test_a_part_stands_beside_its_members_of_the_forecast():
-    """A part that was not forecast has no figure; one with several members has their sum."""
-    parts = [
-        RunPart(part="compute", share=0.6, measured_seconds=1.2),
-        RunPart(part="gather", share=0.31, measured_seconds=0.62),
-        RunPart(part="reduce", share=0.02, measured_seconds=0.04),
-    ]
-    named = RunForecast(time_parts=[NamedValue(name="gemm", value=1.0), NamedValue(name="attention", value=0.1)])
-    assert [one.forecast_seconds for one in with_forecast(parts, named)] == pytest.approx([1.1, 0.0, 0.0])
-    assert [one.forecast_seconds for one in with_forecast(parts, RunForecast())] == [None, None, None]
+    found = measure_communication(events, 10.0)
+    assert (found.share, found.exposed_share) == (pytest.approx(0.4), pytest.approx(0.3))
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
@@ -366,6 +316,3 @@ def test_rotary_positions_that_nobody_knows_are_refused_by_name(tmp_path):
         assert TOPOFLIGHT.refuses(model_from_config(said), TrainSpec(), Layout(world_size=1)) == (
             f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not 'spiral'"
         )
-    long = model_from_config({**shape, "rope_parameters": {"rope_type": "longrope"}})
-    assert TOPOFLIGHT.refuses(long, TrainSpec(), Layout(world_size=2, dp_shard=2)) is None
-    assert "rope_type='longrope'" in (TOPOFLIGHT.refuses(long, TrainSpec(), Layout(world_size=2, cp=2)) or "")

@@ -177,7 +177,7 @@ def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkey
     code, record = run_job(tmp_path / "out", plan=plan)
     assert code == MismatchError.code
     assert record["status"] == "mismatch"
-    assert "GLOO_SOCKET_IFNAME=net1" in record["reason"]
+    assert "GLOO_SOCKET_IFNAME: asked net1, got None" in record["reason"]
     assert record["loss"]["first"] is None
 
 
@@ -202,7 +202,7 @@ def test_forecast_and_measurement_stand_side_by_side(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [
-        (["layout.cp=1", "layout.precision=fp16"], "fp16"),
+        (["layout.precision=fp16"], "fp16"),
         (["lora_target_modules=[nothing]"], "lora_target_modules"),
         (["dataset_name=nowhere.jsonl"], "no such file"),
         (["model_name_or_path=random:huge"], "random:huge"),

@@ -23,7 +23,6 @@ import yaml
 from test_finetune_equivalence import HERE, ROOT
 
 from contracts.layout import Layout
-from finetune.parallel import shards
 from planner.forecast import machines
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
@@ -57,7 +56,7 @@ def planned(model, method, world):
 
 def kind_of(layout):
     """What makes two layouts different code: one of each kind is traced per model, method and world."""
-    axes = [name for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp") if getattr(layout, name) > 1]
+    axes = [name for name in ("dp_replicate", "dp_shard", "tp", "pp") if getattr(layout, name) > 1]
     kept = layout.dp_shard > 1 and not layout.reshard_after_forward
     chunks = layout.pp > 1 and layout.virtual_stages > 1
     return (*axes, kept, chunks, layout.sequence_parallel, layout.checkpointing, layout.offload)
@@ -149,8 +148,8 @@ def hold(got, name, method, layout, layers=None, stage=0):
     if method == "qlora":  # as a state of bitsandbytes', which no parameter counts
         held -= memory_parts(model, job.train, replace(layout, offload="all"), ENGINE).weights
     rows = model.vocab // layout.tp
-    most = held * (1 + NORMS + (-rows % shards(layout)) / rows)
-    if method != "full" and shards(layout) > RANK:  # the first ranks have a row each of an adapter's factors
+    most = held * (1 + NORMS + (-rows % layout.dp_shard) / rows)
+    if method != "full" and layout.dp_shard > RANK:  # the first ranks have a row each of an adapter's factors
         most += 4 * lora_weights(model, job.train) / layout.pp / RANK
     # Of a stage between the ends the forecast bounds what it holds and sends.
     floor = 0.0 if between else 1 - NORMS
@@ -173,7 +172,7 @@ def padding(model, method, layout, due, key):
 
     A factor of an adapter has `RANK` rows: over more ranks than that most of what is sent of it is padding.
     """
-    rows, ranks = model.vocab // layout.tp, shards(layout)
+    rows, ranks = model.vocab // layout.tp, layout.dp_shard
     head = (-rows % ranks) / rows
     if method == "full" or ranks <= RANK:
         return head

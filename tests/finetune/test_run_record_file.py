@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from agent.pages.report import make_environment
-from agent.terminal.measured import division
+from agent.terminal.measured import run_words
 from contracts import run_record
 from contracts.job_config import JobConfig
 from contracts.run_record import compare, own_exit_code, record_of
@@ -22,34 +22,21 @@ from finetune.recorder import flops_per_token
 
 pytestmark = pytest.mark.long
 
-PARTS = [
-    {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "forecast_seconds": 1.1},
-    {"part": "gather", "measured_seconds": 0.62, "share": 0.31, "forecast_seconds": None},
-    {"part": "reduce", "measured_seconds": 0.02, "share": 0.01, "forecast_seconds": 0.01},
-]
 INTERVAL = {"low": 1.6, "mid": 1.9, "high": 2.3}
 RECORD = {
-    "status": "complete", "measured": {"step_seconds": 2.0}, "parts": PARTS,
+    "status": "complete", "measured": {"step_seconds": 2.0}, "communication": {"exposed_share": 0.31},
     "comparison": [{"quantity": "step_seconds", "forecast": INTERVAL, "measured": 2.0}],
     "plan": {"forecast": {"step_seconds": INTERVAL, "memory_bytes": {"low": 1, "mid": 2, "high": 3}}},
 }  # fmt: skip
 
 
-def test_the_parts_stand_beside_the_forecast():
-    """The worst communication is named; a part that was not forecast has no figure."""
-    step, memory = compare(record_of(RECORD))
+def test_measurements_are_compared_with_the_forecast():
+    """What was not measured is unknown."""
+    record = record_of(RECORD)
+    step, memory = compare(record)
     assert (step.verdict, memory.verdict) == ("inside", "unknown")
-    assert division(record_of(RECORD)) == (
-        "all-gather 31 % exposed; compute 1.2 s (forecast 1.1 s), all-gather 620 ms, "
-        "gradient reduction 20 ms (forecast 10 ms)"
-    )
-    profiled = [{**part, "measured_seconds": 1.1 * part["measured_seconds"]} for part in PARTS]
-    slower = record_of({**RECORD, "parts": profiled})
-    assert division(slower) == division(record_of(RECORD)), "the profiler's own time is in no part"
-    over = record_of({**RECORD, "parts": [{**part, "share": 0.6} for part in PARTS]})
-    assert division(over).endswith("these parts overlap")
-    drawn = make_environment().get_template("sections.html.j2").module.runs([record_of(RECORD)])
-    assert "all-gather 31 % exposed" in drawn
+    assert run_words(record) == "steps unknown, loss unknown, tokens/s unknown, communication 31% exposed"
+    assert "step: 2 s" in make_environment().get_template("sections.html.j2").module.runs([record])
 
 
 @each_row(

@@ -253,7 +253,7 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     advice = answer(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in advice.settings)
-    made, told = cluster_job.for_pods(advice, {"machine": None, "resources": (), "nodes": 2, **given}, [found])
+    made, told = in_pods(advice, [found], here=not (given.get("hosts") or given.get("machine")))
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in made.settings) is kept
     assert bool(told) is not kept
     if told:

@@ -30,9 +30,7 @@ def record_of(found: str | Snapshot = H100, name: str | None = None, **changed: 
 
 def fleet_of(*records: NodeRecord) -> Fleet:
     """A cluster that has these records."""
-    held = Fleet()
-    held.set(records)
-    return held
+    return Fleet(records)
 
 
 def resource_of(record: NodeRecord) -> dict[str, Any]:
