@@ -126,7 +126,6 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "hosts", [((), 1.0)]
     yield "fact_timestamp_seconds", list(_fact_times(view))
     yield "probe_success", [((name,), float(not isinstance(found, Failed))) for name, found in outcomes]
-    yield "probe_absent", [((name,), float(not isinstance(found, (Ok, Failed)))) for name, found in outcomes]
     yield "probe_duration_seconds", [((name,), float(getattr(found, "seconds", 0.0))) for name, found in outcomes]
     bad = ("warn", "fail")  # only these have a label for their subject, which alerts use
     missed = Counter(
@@ -170,24 +169,11 @@ def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
     known = (p for p in node.pairs if p.label != UNKNOWN)  # no sample for a lost GPU, or if the driver does not answer
     between = [(index[p.a], index[p.b], p) for p in known if p.a in index and p.b in index]
     both = [*between, *((b, a, p) for a, b, p in between)]
-    yield "gpu_link_info", [((a, b, p.label), 1.0) for a, b, p in both]
     yield "gpu_link_distance", [((a, b), float(p.path)) for a, b, p in both if p.path is not None]
     yield "gpu_link_nvlinks", [((a, b), float(p.nvlinks)) for a, b, p in both if node.nvlink_known]
-    expected: Values = [((a, b), p.bytes_per_second) for a, b, p in both if p.bytes_per_second]
-    yield "gpu_link_expected_bytes_per_second", expected
     to_nics = _to_nics(node, index)
     yield "gpu_nic_info", [((gpu, nic, p.label, near), 1.0) for gpu, nic, near, p in to_nics]
     yield "gpu_nic_distance", [((gpu, nic), float(p.path)) for gpu, nic, _, p in to_nics if p.path is not None]
-    closest: Values = [
-        ((index[n.gpu],), float(n.path)) for n in node.nearest_nic if n.path is not None and n.gpu in index
-    ]
-    yield "gpu_nic_nearest_distance", closest
-    derived: dict[tuple[str, ...], float] = {}  # the slowest of several islands or rails
-    for each in node.expectations:
-        if each.busbw_bytes_per_second:
-            key = (each.op, each.scope)
-            derived[key] = min(derived.get(key, each.busbw_bytes_per_second), each.busbw_bytes_per_second)
-    yield "expected_busbw_bytes_per_second", list(derived.items())
 
 
 def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, str, Pair]]:
@@ -213,9 +199,6 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     }
     whole = result.complete and bool(verified) and len(verified) == len(result.measurements)
     yield "bench_success", [((), float(whole))]
-    yield "bench_duration_seconds", [((), result.seconds)]
-    yield "bench_ranks", [((), float(result.world_size))]
-    yield "bench_algbw_bytes_per_second", [(k, m.algbw_bytes_per_second) for k, m in slowest.items()]
     yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in slowest.items()]
     yield (
         "bench_expected_busbw_bytes_per_second",
@@ -223,7 +206,6 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     )
     least: Values = [(k, low) for k, m in slowest.items() if is_judged_result(m) and (low := least_of(m)) is not None]
     yield "bench_least_busbw_bytes_per_second", least
-    yield "bench_spread_ratio", [(k, m.spread_ratio) for k, m in slowest.items() if m.spread_ratio is not None]
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:KEPT_RANKS]
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())
@@ -232,7 +214,6 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
 def _evidence_values(found: Evidence) -> Iterator[tuple[str, Values]]:
     counts = (("send", found.send), ("receive", found.receive))
     yield "gdrdma_channels_ratio", [((name,), c.gdrdma / c.total) for name, c in counts if c.total]
-    yield "network_channels", [((name,), float(c.total)) for name, c in counts]
     common = sorted(found.transports.items(), key=lambda item: (-item[1], item[0]))[:KEPT_TRANSPORTS]
     yield "transport_channels", [((name,), float(count)) for name, count in common]
     names = (found.inter_node_transport or "none", found.intra_node_transport or "none", found.gdrdma)

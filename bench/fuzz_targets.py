@@ -32,10 +32,10 @@ from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, build_view
 from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet
+from agent.http import pages
 from agent.http.access import read_tokens
 from agent.http.questions import read_form
 from agent.http.state import nodes_document
-from agent.pages import render as pages
 from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agent.base.hosts import snapshots  # noqa: E402
+from agent.base.options import snapshots  # noqa: E402
 from collectives.bench import run as bench  # noqa: E402
 from contracts import run_record  # noqa: E402
 from contracts.tables import read_table  # noqa: E402

@@ -76,7 +76,7 @@ class Recommendation:
     helps_most: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()  # missing facts, and their effect on the answer
     slowed: tuple[str, ...] = ()  # faults of these nodes that the forecast includes
-    sound: RankedLayout | None = None  # best layout after repairs; None if there are no faults
+    sound: RankedLayout | None = None  # best layout without the faults; None without faults, or if the graph shows them
     sound_here: RankedLayout | None = None  # that layout on the nodes in their current state
     total_steps: int | None = None  # of the whole run, if steps or tokens are limited
     total_seconds: Interval | None = None  # of the whole run
@@ -84,6 +84,26 @@ class Recommendation:
     node_hour_price: float | None = None  # given by the user
     rows: int | None = None  # in the data set, if counted
     schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """Machines of one type over one network: time and cost of the training run."""
+
+    machine: str
+    nodes: int
+    network: str  # "catalogue", "100G tcp"
+    ranks: int
+    layout: str = ""  # "" if no layout fits
+    global_batch: int = 0  # sequences per step
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    memory_bytes: float | None = None
+    seconds: Interval | None = None  # of the whole run
+    gpu_hours: float | None = None
+    cost: Interval | None = None  # None without a price
+    best: bool = False  # no other point is both faster and cheaper (without prices: with fewer GPU-hours)
+    reason: str = ""  # why no layout fits
 
 
 class ExportError(ValueError):

@@ -1,4 +1,7 @@
-"""Recommends environment and layout, with forecast and rejected layouts, for one job on one cluster."""
+"""Recommends environment and layout, with forecast and rejected layouts, for one job on one cluster.
+
+A sweep has the best layout of a job for each machine, number of nodes and network.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
+from contracts.tables import read_texts
 from contracts.trl import spelled
 from hardware.gpus import Gpu, gpu_named, gpus, scale_to_board
 from hardware.machines import catalogue
-from hardware.units import GIB
-from planner.advice import RankedLayout, Recommendation, Rejected
+from hardware.units import GIB, GIGA
+from planner.advice import FrontierPoint, RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
+from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
-from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, repair_links, repaired, slowed
+from planner.forecast.faults import Findings, apply_findings, are_separable, cut_domains, pick_costly, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
@@ -49,6 +54,7 @@ _FINETUNE_RANKS = 32  # full training on more ranks is assumed to be pre-trainin
 _TOKENS_PER_STEP = ((20e9, 1 << 20), (200e9, 1 << 22), (math.inf, 1 << 24))
 
 
+_text = read_texts(__file__, "recommend.toml")
 MeasuredStep = tuple[Mapping[str, Any], float]  # (fields of its layout, seconds)
 
 
@@ -63,29 +69,26 @@ def _find_rates(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], train: TrainSpec, ranks_per_node: int, precision: str,
     unknowns: list[str],
 ) -> Rates:  # fmt: skip
-    node = cluster.nodes[0]
-    engine = engine_named(train.engine)
+    node, engine = cluster.nodes[0], engine_named(train.engine)
     if node.gpus:
         models = dict.fromkeys(gpu.model for each in cluster.nodes for gpu in each.gpus if gpu.usable)
         known = [gpu for name in models if (gpu := gpu_named(name))]
         if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest GPU model
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
+        model, memory = node.gpus[0].model, node.gpus[0].memory_bytes
         other = next(gpu for gpu in gpus() if gpu.is_fallback)
-        unknowns.append(
-            f"GPU {node.gpus[0].model!r} is not in the catalogue: the speed of {other.name} is assumed; "
-            "run topoflight calibrate"
-        )
+        unknowns.append(_text("unknown_gpu", model=model, name=other.name))
         rates = gpu_rates(other, train, engine, precision)
-        memory = float(node.gpus[0].memory_bytes) if node.gpus[0].memory_bytes else None
-        words = f"GEMM {rates.gemm / 1e12:.4g} TFLOP/s: assumed"
-        name = node.gpus[0].model or "unknown GPU"
-        return replace(rates, memory_bytes=memory, how="assumed", device=name, inputs=(words,))
+        return replace(
+            rates, memory_bytes=float(memory) if memory else None, how="assumed", device=model or "unknown GPU",
+            inputs=(f"GEMM {rates.gemm / 1e12:.4g} TFLOP/s: assumed",),
+        )  # fmt: skip
     host = snapshots[0].facts(HostinfoFacts) if snapshots else None
     cores = (host.cores if host else None) or node.cpu_count
     if cores is None:
-        unknowns.append("CPU cores unknown: one per rank assumed")
-    memory = float(host.memory_bytes) / ranks_per_node if host and host.memory_bytes else None
-    return cpu_rates((cores or ranks_per_node) / ranks_per_node, memory)
+        unknowns.append(_text("unknown_cores"))
+    bytes_per_rank = float(host.memory_bytes) / ranks_per_node if host and host.memory_bytes else None
+    return cpu_rates((cores or ranks_per_node) / ranks_per_node, bytes_per_rank)
 
 
 def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, precision: str) -> Rates:
@@ -96,8 +99,7 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
     rates = gpu_rates(board, train, engine_named(train.engine), precision)
     if board is gpu:
         return rates
-    share = board.matmul_bf16 / gpu.matmul_bf16
-    note = f"a board of {watts:.0f} W, the data sheet's has {gpu.watts:.0f}: {share:.0%} of its rate"
+    note = _text("small_board", watts=watts, usual=gpu.watts, share=board.matmul_bf16 / gpu.matmul_bf16)
     return replace(rates, inputs=(*rates.inputs, note))
 
 
@@ -105,9 +107,7 @@ def unjudged(cluster: ClusterTopology) -> str:
     """Return why catalogue machines with GPUs that NCCL does not support get no forecast; else ""."""
     gpus = (gpu_named(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
     gpu = next((found for found in gpus if found is not None and found.maker != "NVIDIA"), None)
-    if gpu is None:
-        return ""
-    return f"{gpu.name}: RCCL is not judged yet, and no ceiling of training on it was measured"
+    return _text("unjudged", gpu=gpu.name) if gpu else ""
 
 
 def _get_capability(cluster: ClusterTopology) -> tuple[int, int] | None:
@@ -142,7 +142,7 @@ def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], u
                 held.append(f"{taken / GIB:.1f} GiB of {one.name} on {node.hostname}" + (f" (pid {pids})" * bool(pids)))
     if held:
         more = f" and of {len(held) - 4} more GPUs" if len(held) > 4 else ""
-        unknowns.append(f"other processes hold {', '.join(held[:4])}{more}: the forecast uses the rest of the memory")
+        unknowns.append(_text("held_memory", held=", ".join(held[:4]), more=more))
     return sizes
 
 
@@ -171,7 +171,7 @@ def _choose_batch(
 
 
 def _describe_batch(batch: int, train: TrainSpec) -> str:
-    return f"{BATCH}: {batch} sequences assumed ({batch * train.sequence_length:,} tokens a step)"
+    return _text("batch", batch=batch, tokens=batch * train.sequence_length)
 
 
 def _replace_batch(planned: Planned, batch: int) -> Planned:
@@ -209,61 +209,49 @@ def plan(
     precision = _check_request(cluster, train)
     cluster = cut_domains(cluster, findings or {})
     unknowns: list[str] = []
-    has_gpu = bool(cluster.nodes[0].gpus)
-    engine = engine_named(train.engine)
+    has_gpu, engine = bool(cluster.nodes[0].gpus), engine_named(train.engine)
     links = links or links_of(cluster, measurements, ranks_per_node=ranks_per_node)
     world = links.ranks_per_node * links.nodes
     requested = resolve_layout(dict(train.asked), world, links.ranks_per_node)
     precision = requested.get("precision", precision)
     forecast = precision  # precision of the forecast
     if not has_gpu and precision != "fp32":
-        unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
+        unknowns.append(_text("no_gpu", precision=precision))
         forecast = "fp32"
         precision = precision if "precision" in requested else "fp32"
     if model.max_positions and train.sequence_length > model.max_positions:  # rules check a learned position table
         unknowns.append(
-            f"{train.sequence_length} tokens are beyond {model.name}'s {model.max_positions} positions: whether "
-            "the model works at this length depends on its config.json (rope_scaling), which is not judged here"
+            _text("positions", tokens=train.sequence_length, model=model.name, positions=model.max_positions)
         )
     rates = _find_rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
     now = apply_findings(links, findings or {}, snapshots, interface=interface)
     links, gpu = now.links, gpu_named(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
     constants = DEFAULT if has_gpu else CPU
-    calibrated = False
     if calibration is not None:
         check_device(calibration, rates.device, forecast)
         rates = apply_calibration(calibration, rates, engine, constants)
-        calibrated = rates.how == "measured"
     capacity = rates.memory_bytes
     if has_gpu:
         sizes = _list_free_memory(cluster, snapshots, unknowns)
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
-        unknowns.append("device memory unknown: nothing was rejected for its memory")
+        unknowns.append(_text("unknown_memory"))
     lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
     if lost:
-        unknowns.append(f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the remaining GPUs")
+        unknowns.append(_text("lost_gpus", names=", ".join(lost[:8])))
     capability = _get_capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
-        unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
-    unknowns.extend(
-        _describe_unmeasured(speed)
-        for speed in (links.node if links.ranks_per_node > 1 else None, links.network)
-        if speed is not None and speed.how == "assumed"
-    )
+        unknowns.append(_text("no_bf16", device=rates.device))
+    used = (links.node if links.ranks_per_node > 1 else None, links.network)
+    unknowns += [_describe_unmeasured(speed) for speed in used if speed is not None and speed.how == "assumed"]
     models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
     if len(models) > 1:
-        unknowns.append(
-            f"the nodes have different GPUs ({', '.join(map(str, models))}): all ranks wait for the slowest"
-        )
+        unknowns.append(_text("mixed_gpus", models=", ".join(map(str, models))))
     longer = sum(rows for length, rows in train.length_histogram if length > train.sequence_length)
     if longer:
         rows = sum(rows for _, rows in train.length_histogram)
-        unknowns.append(
-            f"{longer:,} of {rows:,} rows are longer than the sequence length of {train.sequence_length} tokens: they "
-            "are cut"
-        )
+        unknowns.append(_text("cut_rows", longer=longer, rows=rows, tokens=train.sequence_length))
     return Planned(
         job=Job(
             model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
@@ -275,7 +263,7 @@ def plan(
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
-        calibrated=calibrated,
+        calibrated=rates.how == "measured",
         slowed=tuple(now.words),
         requested=requested,
     )  # fmt: skip
@@ -283,15 +271,11 @@ def plan(
 
 def _describe_unmeasured(speed: Speed) -> str:
     """Describe the effect of a link that was not measured, and how to measure it."""
-    words = f"{speed.link} bandwidth was not measured: {speed.bytes_per_second / 1e9:.3g} GB/s assumed"
-    if speed.why:
-        words += f" ({speed.why})"
+    why = f" ({speed.why})" if speed.why else ""
+    words = _text("unmeasured", link=speed.link, rate=speed.bytes_per_second / GIGA, why=why)
     if speed.within:
-        least, most = (rate / 1e9 for rate in speed.within)
-        words += (
-            f"; unknown network: the interval is for {least:.3g} to {most:.3g} GB/s. Measure it on these nodes "
-            "(`topoflight bench -o json`) and give the result with --bench"
-        )
+        least, most = (rate / GIGA for rate in speed.within)
+        words += _text("unknown_network", least=least, most=most)
     return words
 
 
@@ -304,7 +288,7 @@ def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
     due = forecast_named(planned, layout)
     ratio = seconds / due.forecast.step_seconds.mid
     rates = planned.job.rates
-    words = f"a step of {due.layout.family} took {seconds:.3g} s, {ratio:.2f} x its forecast: all forecasts are scaled"
+    words = _text("scaled", family=due.layout.family, seconds=seconds, ratio=ratio)
     job = replace(planned.job, rates=replace(rates, inputs=(*rates.inputs, words)))
     return replace(planned, job=job, scale=planned.scale * ratio, calibrated=True)
 
@@ -334,10 +318,8 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     accumulation, left = divmod(planned.global_batch, shape.data_parallel * shape.micro_batch)
     if "gradient_accumulation" not in named:
         if left:
-            raise LayoutError(
-                f"global batch {planned.global_batch} is not divisible by {shape.data_parallel} data-parallel ranks x "
-                f"micro_batch {shape.micro_batch}; change --global-batch or micro_batch"
-            )
+            batch, ranks = planned.global_batch, shape.data_parallel
+            raise LayoutError(_text("indivisible_batch", batch=batch, ranks=ranks, micro_batch=shape.micro_batch))
         shape = replace(shape, gradient_accumulation=accumulation)
     shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
     picked = fitting(planned.job, shape, planned.budget, named=named)
@@ -347,10 +329,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
 def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
     """Report that the upper end of a layout's memory interval exceeds the device."""
     needs = ranked.forecast.memory_bytes
-    return (
-        f"may run out of memory: {needs.low / GIB:.1f} to {needs.high / GIB:.1f} GiB are forecast, a GPU has "
-        f"{(planned.capacity or 0.0) / GIB:.1f} GiB. The first steps show it"
-    )
+    return _text("may_not_fit", low=needs.low / GIB, high=needs.high / GIB, capacity=(planned.capacity or 0.0) / GIB)
 
 
 def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
@@ -363,10 +342,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     broken = first_broken(planned.job, layout)
     why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
     if not why and budget is not None and needs > budget:
-        why = (
-            f"breaks memory-fits: needs {(needs - budget) / GIB:.1f} GiB more than the {budget / GIB:.1f} GiB "
-            "that are certain to fit"
-        )
+        why = _text("does_not_fit", missing=(needs - budget) / GIB, budget=budget / GIB)
     return replace(rank(planned, candidate), why=why)
 
 
@@ -374,31 +350,6 @@ def error_of_difference(planned: Planned, first: RankedLayout, second: RankedLay
     """Return the error of the ratio of two steps, as a share: errors that both forecasts have in common cancel."""
     one, other = planned.candidate(first.layout), planned.candidate(second.layout)
     return math.expm1(difference_sigma(planned.job, one, other))
-
-
-def _forecast_sound(planned: Planned, again: Planned) -> tuple[RankedLayout | None, RankedLayout | None]:
-    """Return the best layout of the nodes without their faults, and its forecast on the nodes as they are."""
-    again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
-    same = again.world == planned.world
-    if same:
-        again = replace(again, global_batch=planned.global_batch)
-    sound = best_layout(again)
-    return sound, forecast_layout(planned, sound.layout) if sound is not None and same else None
-
-
-def _list_unread_releases(version: tuple[int, int, int] | None) -> Iterator[str]:
-    newest = newest_read()
-    if version and version > newest:
-        yield (
-            f"NCCL {version_text(version)} is newer than {version_text(newest)}, the newest known here: what "
-            "later releases changed is not in these settings"
-        )
-
-
-def _list_tight_memory(planned: Planned, chosen: RankedLayout) -> Iterator[str]:
-    high, has = chosen.forecast.memory_bytes.high, planned.capacity
-    if has and high > TIGHT_SHARE * has:
-        yield f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB"
 
 
 def recommend(
@@ -410,7 +361,8 @@ def recommend(
 ) -> Recommendation:  # fmt: skip
     """Answer for one job on one cluster in its current state; `multi_node` None: it may use several nodes later.
 
-    `findings`: known faults of the nodes, by host name. The answer also includes the nodes without these faults.
+    `findings`: known faults of the nodes, by host name. If the graph does not show them, the answer also has the best
+    layout of the same nodes without them.
     """
     case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
@@ -434,51 +386,51 @@ def recommend(
     if measured_step:
         planned = scaled(planned, measured_step)
     sound = sound_here = None
-    if planned.slowed:
-        whole = repaired(cluster, against)
-        links = repair_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
-        if links:
-            again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
-            sound, sound_here = _forecast_sound(planned, again)
+    if planned.slowed and are_separable(against, cluster):
+        again = plan(
+            cluster, snapshots, model, train, calibration=calibration, ranks_per_node=ranks_per_node, links=links
+        )
+        again = replace(again, scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch)
+        sound = best_layout(again)
+        sound_here = forecast_layout(planned, sound.layout) if sound is not None else None
     found = search(planned)
     for other in _list_other_batches(planned):
         if found.best:
             break
         planned = _replace_batch(planned, other)
         found = search(planned)
-    uncertain = not found.best
-    if uncertain:
+    is_certain = bool(found.best)
+    if not is_certain:
         found = replace(found, best=search(planned, surely=False).best[:1])
-    chosen = None
-    runners: list[RankedLayout] = []
-    helps: tuple[str, ...] = ()
-    unknowns = [*planned.unknowns, *_list_unread_releases(nccl_version)]
-    assumed: tuple[str, ...] = ()
+    unknowns, assumed = list(planned.unknowns), ""
+    if nccl_version and nccl_version > (newest := newest_read()):
+        unknowns.append(_text("unread_release", version=version_text(nccl_version), newest=version_text(newest)))
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
     if not found.best and too_large and planned.requested and rows_are_assumed(train):
         found, assumed = _choose_for_shorter_rows(planned, found)
-        unknowns += assumed
-    for candidate in found.best[: 1 + _RUNNERS_UP]:
-        if chosen is None:
-            chosen = rank(planned, candidate)
-            helps = helps_most(planned.job, candidate, planned.capacity)
-            if uncertain and not assumed:
-                unknowns.append(may_not_fit(planned, chosen))
-                helps = (*nearest(planned), *helps) if planned.requested else helps
-        else:
-            runners.append(rank(planned, candidate, found.best[0]))
-    if chosen is None and planned.requested:
+        unknowns.append(assumed)
+    helps: tuple[str, ...] = ()
+    best = found.best[: 1 + _RUNNERS_UP]
+    chosen = rank(planned, best[0]) if best else None
+    if chosen is not None:
+        helps = helps_most(planned.job, best[0], planned.capacity)
+        high, has = chosen.forecast.memory_bytes.high, planned.capacity
+        if not is_certain and not assumed:
+            unknowns.append(may_not_fit(planned, chosen))
+            helps = (*nearest(planned), *helps) if planned.requested else helps
+        elif is_certain and has and high > TIGHT_SHARE * has:
+            unknowns.append(_text("tight_memory", high=high / GIB, capacity=has / GIB))
+    elif planned.requested:
         found.rejected.insert(0, _explain_refusal(planned, found))
         helps = nearest(planned)
-    elif chosen is None:
+    else:
         unknowns.append("no layout of this engine fits")
-    elif not (assumed or uncertain):
-        unknowns += _list_tight_memory(planned, chosen)
     fit = f"{len(found.best)} combinations of parallelism fit"
     note = Note(topic="search", text=f"{found.tried} layouts forecast, {fit}")
     return replace(
         answer, notes=(*env.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
-        runners_up=tuple(runners), rejected=tuple(found.rejected), helps_most=helps, unknowns=tuple(unknowns),
+        runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(found.rejected),
+        helps_most=helps, unknowns=tuple(unknowns),
         slowed=planned.slowed, sound=sound, sound_here=sound_here,
     )  # fmt: skip
 
@@ -487,10 +439,9 @@ AS_ASKED = "the settings as they stand"  # rejected if the job's own settings ca
 
 
 ROWS = "the rows "  # start of every unknown about row lengths in the data set
-BATCH = "global batch not given"  # start of the unknown about the batch
 
 
-def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str, ...]]:
+def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, str]:
     """Choose the layout that the settings name, although it does not fit rows of the assumed length.
 
     Rows are assumed to have `sequence_length` tokens, which real rows may never reach, so this length alone is no
@@ -499,13 +450,13 @@ def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tup
     `found` is returned unchanged. The second value explains the assumption to the user.
     """
     train, budget = planned.job.train, planned.budget or 0.0
-    words = f"{ROWS}are assumed to have {train.sequence_length} tokens, the most that max_length allows"
 
     def job_of(longest: int) -> Job:
         return replace(planned.job, train=replace(train, length_histogram=((longest, 1),)))
 
     if not search(replace(planned, job=job_of(1))).best:
-        return found, (f"{words}. Shorter rows do not help: the settings do not fit with rows of one token either",)
+        words = _text("assumed_rows_hopeless")
+        return found, _text("assumed_rows", tokens=train.sequence_length, consequence=words)
     longest, shorter = train.sequence_length, found
     while not shorter.best:
         longest //= 2
@@ -516,13 +467,10 @@ def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tup
         return memory_of(job_of(tokens), layout).total
 
     most = bisect_right(range(train.sequence_length), budget, lo=longest, key=needs) - 1
-    chosen = planned.candidate(layout, tight=True)
-    words += (
-        f". With a micro-batch of such rows a rank would need {chosen.memory.total / GIB:.1f} GiB, "
-        f"{(chosen.memory.total - budget) / GIB:.1f} GiB more than it may fill. The job fits if its longest row has at "
-        f"most {most} tokens. `topoflight recommend --lengths` checks this"
-    )
-    return replace(found, best=[chosen]), (words,)
+    chosen = planned.candidate(layout)
+    missing = (chosen.memory.total - budget) / GIB
+    words = _text("assumed_rows_longest", needed=chosen.memory.total / GIB, missing=missing, most=most)
+    return replace(found, best=[chosen]), _text("assumed_rows", tokens=train.sequence_length, consequence=words)
 
 
 def _list_other_batches(planned: Planned) -> Iterator[int]:
@@ -582,3 +530,76 @@ def nearest(planned: Planned) -> tuple[str, ...]:
 def best_layout(planned: Planned) -> RankedLayout | None:
     """Return only the best layout."""
     return next((rank(planned, one) for one in search(planned).best[:1]), None)
+
+
+def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float, float], ...]:
+    """Compare two forecasts by component: (name, seconds of the first, seconds of the second)."""
+    left = {part.name: part.value for part in first.forecast.time_parts}
+    right = {part.name: part.value for part in second.forecast.time_parts}
+    names = dict.fromkeys([*left, *right])
+    rows = [(name, left.get(name, 0.0), right.get(name, 0.0)) for name in names]
+    return (*rows, ("step", first.forecast.step_seconds.mid, second.forecast.step_seconds.mid))
+
+
+def frontier(
+    names: Sequence[str], nodes: Sequence[int], networks: Sequence[str | None], model: ModelSpec,
+    train: TrainSpec, *, tokens: float, prices: float | Mapping[str, float] | None = None,
+    transport: str | None = None, gpus_per_node: int | None = None,
+) -> tuple[FrontierPoint, ...]:  # fmt: skip
+    """Return the best layout for every machine, number of nodes and network; `tokens` are those of the whole run.
+
+    `prices` are per node-hour, for all machines or by machine; `networks` as for `machines.over_network`, None: the
+    machine's own network. Single nodes have no network and appear once. Raises MachineError for an invalid network.
+    """
+    for network in filter(None, networks):
+        machines.network_bytes_per_second(network)
+    points = [
+        _make_point(machines.cluster(name, count, gpus_per_node=gpus_per_node), machines.machine(name).name,
+               (network, transport), model, train, tokens, prices)
+        for name in names
+        for count in nodes
+        for network in (networks if count > 1 else networks[:1])
+    ]  # fmt: skip
+    spent = {id(p): p.cost.mid if p.cost else p.gpu_hours or math.inf for p in points}
+    fits = [p for p in points if p.seconds is not None]
+    priced = all(p.cost for p in fits)
+    beaten = {
+        id(p) for p in fits for q in fits
+        if q is not p and q.seconds and p.seconds and q.seconds.mid <= p.seconds.mid
+        and spent[id(q)] <= spent[id(p)] and (q.seconds.mid, spent[id(q)]) != (p.seconds.mid, spent[id(p)])
+    }  # fmt: skip
+    comparable = priced or not any(p.cost for p in fits)
+    return tuple(replace(p, best=comparable and p.seconds is not None and id(p) not in beaten) for p in points)
+
+
+def _make_point(
+    cluster: ClusterTopology, name: str, network: tuple[str | None, str | None], model: ModelSpec, train: TrainSpec,
+    tokens: float, prices: float | Mapping[str, float] | None,
+) -> FrontierPoint:  # fmt: skip
+    count, (speed, transport) = len(cluster.nodes), network
+    over = "-" if count == 1 else " ".join(filter(None, network)) if speed else "catalogue"
+    here = FrontierPoint(machine=name, nodes=count, network=over, ranks=cluster.world_size)
+    if speed and count > 1:
+        try:
+            cluster = machines.over_network(cluster, speed, transport)
+        except machines.MachineError as error:
+            return replace(here, reason=str(error))
+    if reason := unjudged(cluster):
+        return replace(here, reason=reason)
+    planned = plan(cluster, (), model, train)
+    best = best_layout(planned)
+    if best is None:
+        misses = (row.reason for row in search(planned).rejected if row.rule == "memory-fits")
+        return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest excess comes first
+    forecast = best.forecast
+    step = forecast.step_seconds
+    mid = tokens / forecast.tokens_per_second
+    seconds = step.scaled(mid / step.mid)
+    price = prices.get(name) if isinstance(prices, Mapping) else prices
+    cost = None if price is None else seconds.scaled(price * count / 3600.0)
+    return replace(
+        here, layout=best.layout.family, global_batch=planned.global_batch,
+        tokens_per_second=forecast.tokens_per_second, mfu=forecast.mfu,
+        memory_bytes=forecast.memory_bytes.mid, seconds=seconds, gpu_hours=mid / 3600.0 * cluster.world_size,
+        cost=cost,
+    )  # fmt: skip

@@ -86,10 +86,15 @@ class Planned:
         """Limit for the forecast bytes of a rank; None: unknown."""
         return bytes_that_fit(self.job, self.capacity) if self.capacity else None
 
-    def candidate(self, layout: Layout, *, tight: bool = False) -> Candidate:
-        """Return the forecast of one layout, whether or not it fits."""
-        parts, memory = step_parts(self.job, layout), memory_of(self.job, layout)
-        return Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale, tight=tight)
+    def candidate(self, layout: Layout, memory: MemoryParts | None = None) -> Candidate:
+        """Return the forecast of one layout, whether or not it fits; `memory` if it was forecast before."""
+        parts, memory = step_parts(self.job, layout), memory or memory_of(self.job, layout)
+        capacity = self.capacity or math.inf
+        return Candidate(
+            layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale,
+            tight=memory.total > TIGHT_SHARE * capacity, over=memory.total > capacity,
+            may_be_tight=memory_interval(self.job, memory.total).high > TIGHT_SHARE * capacity,
+        )  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,9 +215,8 @@ def search(planned: Planned, named: Mapping[str, object] | None = None, *, surel
     named = planned.requested if named is None else named
     if not surely:  # try the options that save most memory first
         named = {"checkpointing": job.engine.checkpointing[-1], **named}
-    run = _Search(
-        planned=planned, job=job, named=named, budget=bytes_that_fit(job, capacity, surely=surely) if capacity else None
-    )
+    budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
+    run = _Search(planned=planned, job=job, named=named, budget=budget)
     alone = Layout(world_size=1, precision=planned.precision)
     if broken := first_broken(job, alone, RULES_OF_DEGREES):  # independent of the degrees: due to model or precision
         run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
@@ -244,10 +248,8 @@ class _Search:
     def splits(self) -> Iterator[Layout]:
         """Yield every combination of degrees and sharding."""
         for tp, pp, cp, ep in _list_degrees(self.job, self.planned.world, self.found):
-            if any(
-                self.named.get(name, degree) != degree
-                for name, degree in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))
-            ):
+            degrees: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+            if any(self.named.get(name, degree) != degree for name, degree in degrees.items()):
                 continue
             dp = self.planned.world // (tp * pp * cp)
             if self.planned.global_batch % dp:
@@ -257,10 +259,8 @@ class _Search:
             in_node = max(1, max(links.ranks_per_node, links.island_size) // (tp * cp))
             shardings = _list_shardings(self.job, dp, in_node, self.named.get("dp_shard"))
             for sharding, shard, replicate_degree, reshard in shardings:
-                yield Layout(
-                    world_size=self.planned.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp,
-                    ep=ep, sharding=sharding, reshard_after_forward=reshard,
-                )  # fmt: skip
+                yield Layout(world_size=self.planned.world, dp_replicate=replicate_degree, dp_shard=shard,
+                             sharding=sharding, reshard_after_forward=reshard, **degrees)  # fmt: skip
 
     def attempt_batches(self, split: Layout) -> None:
         """Forecast one split with increasing micro-batch, until one fits with no number of chunks."""
@@ -328,24 +328,16 @@ class _Search:
         if isinstance(picked, float):
             self.over[key] = min(self.over.get(key, picked), picked)
             return None
-        layout, memory = picked
-        if layout.virtual_stages == 1:
-            self.fitted = layout
-        parts = step_parts(self.job, layout)
-        seconds = parts.total * self.planned.scale
-        capacity = self.planned.capacity or math.inf
-        tight, over = memory.total > TIGHT_SHARE * capacity, memory.total > capacity
-        slot = key, tight, over, layout.offload != "none"
-        self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
+        made = self.planned.candidate(*picked)
+        if made.layout.virtual_stages == 1:
+            self.fitted = made.layout
+        slot = key, made.tight, made.over, made.layout.offload != "none"
+        self.fastest[slot] = min(made.seconds, self.fastest.get(slot, made.seconds))
         held = self.best.get(slot)
-        made = Candidate(
-            layout=layout, parts=parts, memory=memory, seconds=seconds, tight=tight, over=over,
-            may_be_tight=memory_interval(self.job, memory.total).high > TIGHT_SHARE * capacity,
-        )  # fmt: skip
-        is_equal = seconds <= TIE * self.fastest[slot]
-        if held is None or seconds < held.seconds / TIE or (is_equal and made.risk < held.risk):
+        is_equal = made.seconds <= TIE * self.fastest[slot]
+        if held is None or made.seconds < held.seconds / TIE or (is_equal and made.risk < held.risk):
             self.best[slot] = made
-        return seconds
+        return made.seconds
 
     def note_what_was_left_out(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
@@ -356,15 +348,10 @@ class _Search:
         for dp in self.uneven:
             reason = f"global batch {self.planned.global_batch} does not divide by {dp}"
             rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
-        rejected += [
-            Rejected(
-                what=key,
-                rule="memory-fits",
-                reason=f"needs {excess / GIB:.1f} GiB more memory per rank than is available",
-            )
-            for key, excess in sorted(self.over.items(), key=lambda item: item[1])
-            if key not in kept
-        ]
+        for key, excess in sorted(self.over.items(), key=lambda item: item[1]):
+            if key not in kept:
+                reason = f"needs {excess / GIB:.1f} GiB more memory per rank than is available"
+                rejected.append(Rejected(what=key, rule="memory-fits", reason=reason))
 
     def rank(self) -> None:
         """Put the simplest layout first that no other beats by more than the forecast error; then the fastest."""
@@ -413,22 +400,26 @@ def fitting(
     `after`: what fitted for a layout with no more data; choices lighter than its choice are skipped.
     """
     least = float("inf")
+    for layout in _list_lighter(question, base, named, after):
+        memory = memory_of(question, layout)
+        if budget is None or memory.total <= budget:
+            return layout, memory
+        if layout.offload == "none":
+            least = min(least, memory.total - budget)
+    return least
+
+
+def _list_lighter(
+    question: Question, base: Layout, named: Mapping[str, object], after: Layout | None
+) -> Iterator[Layout]:
+    """Yield a layout with more and more checkpointing, then with offloading, which is slow."""
     offloaded = named.get("offload", "none") != "none" or (after is not None and after.offload != "none")
     for choice in () if offloaded else _CHOICES[_CHOICES.index(after.checkpointing) if after else 0 :]:
-        if choice not in question.engine.checkpointing or named.get("checkpointing", choice) != choice:
-            continue
-        layout = base if choice == "none" else replace(base, checkpointing=choice)
-        memory = memory_of(question, layout)
-        if budget is None or memory.total <= budget:
-            return layout, memory
-        least = min(least, memory.total - budget)
-    for where in question.engine.offloads:  # slow, so only if nothing else fits
-        if named.get("offload", where) != where or named.get("checkpointing", "full") != "full":
-            continue
+        if choice in question.engine.checkpointing and named.get("checkpointing", choice) == choice:
+            yield base if choice == "none" else replace(base, checkpointing=choice)
+    if named.get("checkpointing", "full") != "full":
+        return
+    for where in question.engine.offloads:
         layout = replace(base, checkpointing="full", offload=where)
-        if first_broken(question, layout) is not None:
-            continue
-        memory = memory_of(question, layout)
-        if budget is None or memory.total <= budget:
-            return layout, memory
-    return least
+        if named.get("offload", where) == where and first_broken(question, layout) is None:
+            yield layout

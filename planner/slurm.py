@@ -14,7 +14,7 @@ from typing import Any
 
 from contracts.run_record import RESUMABLE
 from planner.advice import render
-from planner.kubernetes.job import END_SECONDS, RUNS_GATE, SAVE_SECONDS
+from planner.kubernetes.manifests import END_SECONDS, RUNS_GATE, SAVE_SECONDS
 from planner.lint.expansion import limit_parsing, parse
 from planner.lint.shell import read_shell
 from planner.nccl_env.situation import Setting

@@ -27,15 +27,14 @@ from contracts import question
 from contracts.finding import Finding
 from contracts.tables import read_texts
 from planner import stacks
-from planner.advice import ExportError, RankedLayout, Recommendation, request_of
+from planner.advice import ExportError, FrontierPoint, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
-from planner.recommend import best_layout, plan, recommend
-from planner.sweep import FrontierPoint, frontier
+from planner.recommend import best_layout, frontier, plan, recommend
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology

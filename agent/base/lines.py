@@ -1,4 +1,4 @@
-"""Lines and consoles shared by all terminal output: status words with glyphs, and indented text."""
+"""What all terminal output shares: consoles, status words with glyphs, indented text, and tables."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any, TextIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from agent.base import streams
+from agent.base import discard_output
 from contracts.plain import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
 SHOWN = 8  # names printed in a row before the rest is given as a number
+MANY_COLUMNS = 6  # beyond these the gaps between columns are one character instead of three
 COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yellow", "fail": "bold red"}
 
 
@@ -46,6 +51,59 @@ def indented(out: Console, text: str, by: int = 7) -> None:
         out.print(Padding(text, (0, 0, 0, by), expand=False))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table as data, created once and used by the terminal and the pages."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def table_of(made: Grid) -> Table:
+    """Convert a grid to the table that the terminal prints."""
+    found = table(*made.columns)
+    for row in made.rows:
+        found.add_row(*map(escape, row))
+    return found
+
+
+def table(*columns: str) -> Table:
+    """Return an empty table in the common style; one with many columns has narrow gaps, to fit 80 characters."""
+    from rich import box
+    from rich.table import Table  # not every view has a table
+
+    gap = 0 if len(columns) > MANY_COLUMNS else 1
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False, padding=(0, gap))
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def grid(gap: int = 1, columns: int = 2) -> Table:
+    """Return a table without borders whose long words wrap and are never cut."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, gap))
+    for _ in range(columns):
+        made.add_column(overflow="fold")
+    return made
+
+
+def point(out: Console, mark: str, text: str) -> None:
+    """Print a line with a mark before it, and indent its further lines."""
+    row = grid()
+    row.add_row(mark, text)
+    out.print(row)
+
+
+def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Print the properties of one object: a name and a value per line."""
+    shown = grid()
+    for word, text in rows:
+        shown.add_row(f"  [bold]{word}[/bold]", escape(text))
+    out.print(shown)
+
+
 class _Plain:
     """A pipe that removes the trailing blanks with which tables pad their lines."""
 
@@ -71,7 +129,7 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Handle a closed pipe; rich calls this method."""
         self.quiet = True
-        streams.discard_output()
+        discard_output()
 
 
 def console() -> Console:

@@ -1,4 +1,4 @@
-"""Command-line options of a verb, read from verbs/VERB.toml, and the files and values that they name.
+"""Command-line options of a verb, read from verbs/VERB.toml, and the files, hosts and values that they name.
 
 `help` is the help text of the verb. Each table in such a file is one option. The table key is what the user types, and
 its members are the parameters of click.option; `type` is a name in `_TYPES` or a range. Help texts show defaults. A
@@ -8,9 +8,9 @@ begin with "-" includes all options of the file of that name, except those in it
 = true` overrides members of an included option.
 
 `requires` lists options of which at least one must be given with this option. `excludes` lists options that cannot be
-combined with it, and `allows` lists the only options that can. A name may end with the values that it applies to
-("--api=job|jobset"). A verb with an invalid combination ends before it does any work. An error in a table (an unknown
-type, member or table name) is raised when the verb is imported.
+combined with it. A name may end with the values that it applies to ("--api=job|jobset"). A verb with an invalid
+combination ends before it does any work. An error in a table (an unknown type, member or table name) is raised when the
+verb is imported.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from decimal import Decimal
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -32,6 +34,10 @@ from agent.base.output import print_text, unwritable
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded, tables
 from contracts.tables import read_table
+
+if TYPE_CHECKING:
+    from probes.api import Snapshot
+    from probes.child import Probes
 
 
 class InputError(click.ClickException):
@@ -82,6 +88,74 @@ def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
         raise InputError(f"{option} {path}: {why}")
 
 
+# The hosts that a command reads.
+
+
+RECORDINGS = (".json", ".json.gz", ".zip")
+
+
+def snapshots(
+    hosts: Sequence[Path], probes: Probes, *, root: str = "/", timeout_seconds: float = 30.0,
+    stop: threading.Event | None = None,
+) -> tuple[Snapshot, ...]:  # fmt: skip
+    """Run the probes on this host with `timeout_seconds` for each, or replay the recordings in order.
+
+    After `stop` is set the function returns soon: probes that have not answered are reported as failed, and unread
+    recordings are omitted.
+    """
+    if hosts:
+        return replayed(hosts, probes, stop)
+    from probes.scanner import Scanner
+
+    with Scanner(root, probes=probes, timeout_seconds=timeout_seconds, stop=stop) as scanner:
+        return (scanner.scan(),)
+
+
+def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
+    """Replay the recordings in order; omit those not read when `stop` is set. Raises InputError."""
+    from probes.child import replay
+    from probes.wire import RecordingError
+
+    found: list[Snapshot] = []
+    paths: list[Path] = []
+    for path in _files(hosts):
+        try:
+            if not (stop and stop.is_set()):
+                found += replay(path, probes, stop)
+                paths += [path] * (len(found) - len(paths))
+        except (OSError, RecordingError) as error:
+            raise InputError(str(error)) from None
+    return distinct_names(found, paths)
+
+
+def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
+    """Add the file names to hosts that have the same name, which is common for pods."""
+    times = Counter(snapshot.hostname for snapshot in found)
+    taken: Counter[str] = Counter()
+    made = []
+    for snapshot, path in zip(found, paths, strict=True):
+        if times[snapshot.hostname] > 1:
+            name = f"{snapshot.hostname} ({path.name.removesuffix('.gz').removesuffix('.json')})"
+            taken[name] += 1
+            snapshot = replace(snapshot, hostname=name if taken[name] == 1 else f"{name} {taken[name]}")
+        made.append(snapshot)
+    return tuple(made)
+
+
+def _files(hosts: Sequence[Path]) -> list[Path]:
+    """Return the files of --host; a folder is replaced by the recordings in it."""
+    files: list[Path] = []
+    for path in hosts:
+        inside = sorted(p for p in path.iterdir() if p.name.endswith(RECORDINGS)) if path.is_dir() else [path]
+        if not inside:
+            raise click.UsageError(f"{path}: no recording (*.json, *.json.gz, *.zip) in this folder")
+        files += inside
+    return files
+
+
+# Types of values.
+
+
 class _Output(click.Path):
     """The path of an output option, checked when the option is parsed."""
 
@@ -113,6 +187,8 @@ class _Count(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number. Raises BadParameter that lists what is allowed."""
+        from decimal import Decimal  # few commands have such an option
+
         found = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)([kmbt]?)", str(value), re.IGNORECASE)
         number = Decimal(found[1]) * 1000 ** " kmbt".index(found[2].lower() or " ") if found else None
         if number is None or number % 1:
@@ -138,9 +214,8 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 }
 
 
-_QUESTION = read_table(tables.__file__, "question.toml")  # the same table as contracts.question reads
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
-_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes", "allows")  # all others belong to click.option
+_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes")  # all others belong to click.option
 
 
 def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
@@ -183,7 +258,7 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            members = (found.get(key) or (_QUESTION | _table("shared"))[key]) | row
+            members = (found.get(key) or _table("shared").get(key) or _question()[key]) | row
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row
@@ -209,17 +284,19 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
     for text, row in texts.items():
         if not is_typed(text):
             continue
-        excluded = row.get("excludes", ())
-        if "allows" in row:
-            excluded = texts.keys() - {text, *row["allows"]}
         if row.get("requires") and not any(map(is_given, row["requires"])):
             raise click.UsageError(f"{text} requires {' or '.join(row['requires'])}.")
-        for other in filter(is_given, excluded):
+        for other in filter(is_given, row.get("excludes", ())):
             raise click.UsageError(f"{text} and {other} cannot be combined.")
 
 
 def _table(name: str) -> dict[str, Any]:
     return read_table(__file__, f"verbs/{name}.toml")
+
+
+def _question() -> dict[str, Any]:
+    """Return the table that contracts.question reads; half of the verbs need none of its options."""
+    return read_table(tables.__file__, "question.toml")
 
 
 def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
@@ -230,7 +307,7 @@ def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
     elif "type" in members:
         members["type"] = _type(members["type"])
     if "callback" in members:
-        members["callback"] = _CALLBACKS[members["callback"]]
+        members["callback"] = {"list_machines": _list_machines}[members["callback"]]
     if "default" in members:
         members.setdefault("show_default", True)
     elif "/" in key:  # --this/--not-this: None if the user gives neither
@@ -260,6 +337,3 @@ def _list_machines(context: click.Context, _option: click.Parameter, name: str |
             print_text(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}{also}")
         context.exit()
     return name
-
-
-_CALLBACKS = {"list_machines": _list_machines}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base import streams
+from agent.base import discard_output
 from contracts import plain
 from contracts.plain import printable
 
@@ -108,7 +105,7 @@ def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
         click.echo(shown, nl=nl, err=err)
     except BrokenPipeError:
         if not err:
-            streams.discard_output()
+            discard_output()
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
@@ -150,16 +147,3 @@ class Progress:
     def _print(self, line: str) -> None:
         if not self._quiet:
             print_text(line, err=True)
-
-
-def waiting(text: str) -> contextlib.AbstractContextManager[Any]:
-    """Show a live line on a terminal during an operation of a few seconds; print nothing in a pipe."""
-    return _stderr().status(text) if sys.stderr.isatty() else contextlib.nullcontext()
-
-
-@cache
-def _stderr() -> Console:
-    """Return the one console of stderr, because only live lines of one console can be nested."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, emoji=False)

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,34 +79,27 @@ def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
     return stored
 
 
-def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
-    """Read records of runs, newest first, without duplicates; a folder means its records and those one level below.
+def read_runs(place: Path) -> tuple[RunRecord, ...]:
+    """Read the records of runs in the state folder `place`, newest first.
 
     All records are held in memory, so the oldest beyond MOST_HELD_BYTES are not read.
     """
-    found: dict[tuple[str, str], RunRecord] = {}
+    found: list[RunRecord] = []
     held = 0
-    for place in places:
-        own = place / "run.json"  # other documents in the folder of a run, such as plan.json, are not records
-        files = [place] if place.is_file() else [*([own] if own.is_file() else place.glob("*.json")),
-                                                 *place.glob("*/run.json")]  # fmt: skip
-        for path in sorted(files, reverse=True)[:STORED_RUNS]:
-            with contextlib.suppress(OSError):  # the function that reads the file reports the error
-                held += path.stat().st_size
+    for path in sorted((place / RUNS_FOLDER).glob("*.json"), reverse=True)[:STORED_RUNS]:
+        try:
+            held += path.stat().st_size
             if held > MOST_HELD_BYTES and found:
                 break
-            try:
-                record = read_record(path)
-                found.setdefault(start_of(record, path), record)
-            except RecordError as error:
-                left_out(path, error)
-    newest = sorted(found.values(), key=lambda record: record.started_at or "", reverse=True)
-    return tuple(newest[:STORED_RUNS])
+            found.append(read_record(path))
+        except (OSError, RecordError) as error:
+            left_out(path, error)
+    return tuple(sorted(found, key=lambda record: record.started_at or "", reverse=True))
 
 
-def start_of(record: RunRecord, path: Path | None = None) -> tuple[str, str]:
+def start_of(record: RunRecord) -> tuple[str, str]:
     """Return the job and start time of a record; a host starts only one job at a time."""
-    return str(record.host), str(record.started_at or path)
+    return str(record.host), str(record.started_at)
 
 
 def sweep(place: Path) -> None:

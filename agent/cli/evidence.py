@@ -64,8 +64,7 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     """Print the verdict on a log, the remedy, and the problems with their lines; `verbose` adds the proving lines."""
     from rich.markup import escape
 
-    from agent.base.lines import block, indented
-    from agent.base.tables import pairs
+    from agent.base.lines import block, indented, pairs
     from collectives.nccl_log.transport import rank_words
 
     _opening(out, found)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base import units
-from agent.base.hosts import snapshots
-from agent.base.options import command
-from agent.base.output import console, emit, print_text, waiting, write_result
+from agent.base.options import command, snapshots
+from agent.base.output import Progress, console, emit, print_text, write_result
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -52,7 +51,7 @@ def capture(root: str, target: Path | None) -> None:
     from probes.registry import ALL
     from probes.scanner import Scanner, dumps
 
-    with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
+    with Scanner(root, probes=ALL) as scanner:
         text = dumps(scanner.capture()[1])
     if target is None:
         print_text(text, nl=False)
@@ -69,13 +68,13 @@ def bundle(
     from agent.jobs import bundle as making
 
     if cluster:
-        with waiting("bundle: asking the agents"):
-            hosts = making.of_cluster(namespace, context, nodes)
+        Progress().step("bundle: asking the agents")
+        hosts = making.of_cluster(namespace, context, nodes)
     else:
         from probes.registry import ALL
         from probes.scanner import Scanner
 
-        with waiting("bundle: asking this host"), Scanner(root, probes=ALL) as scanner:
+        with Scanner(root, probes=ALL) as scanner:
             snapshot, recording = scanner.capture()
         hosts = {snapshot.hostname: making.of_host(snapshot, recording, state=state)}
     content = making.pack_bundle(hosts)

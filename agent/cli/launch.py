@@ -8,23 +8,23 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS
-from agent.base.hosts import snapshots
-from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable
-from agent.base.output import Progress, console, print_text, render, waiting, write_result
+from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable, snapshots
+from agent.base.output import Progress, console, print_text, render, write_result
 from agent.base.units import count
 from contracts import plain
 
 if TYPE_CHECKING:
     from agent.cluster.client import Client
     from agent.jobs.launch import Launched
-    from collectives.bench.results import BenchResult
+    from contracts.finding import Finding
+    from contracts.job_plan import JobPlan
     from contracts.run_record import RunRecord
     from planner.advice import Recommendation
     from probes.api import Snapshot
@@ -42,16 +42,16 @@ def launch(
     from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
     from agent.terminal.advice import rejected, summary
-    from planner.kubernetes.job import storage_rate
+    from planner.kubernetes.manifests import storage_rate
     from planner.recommend import ROWS
     from probes.registry import ALL
 
     storage_rate(options["storage_rate"])  # reject an invalid value before anything starts
     if options["api"] == "slurm" and form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
+    shown = (form or "yaml") if dry_run else None
     if script is not None:
-        _launch_script(script, arguments, folder or Path("script-output"), timeout, form if dry_run else None,
-                       dry_run, options)  # fmt: skip
+        _launch_script(script, arguments, folder or Path("script-output"), timeout, shown, options)
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
@@ -70,7 +70,6 @@ def launch(
         raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), why))))
     if why:
         print_text(why, err=True)
-    shown = (form or "yaml") if dry_run else None
     if not options["over"] and advice.total_seconds is not None:  # its duration is known
         for word, line in summary(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
@@ -92,7 +91,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     from agent.advice.advise import in_pods
     from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
-    from planner.kubernetes.job import SAVE_SECONDS, storage_rate
+    from planner.kubernetes.manifests import SAVE_SECONDS, storage_rate
     from planner.kubernetes.manifests import render as render_documents
 
     cluster_job.refuse_what_cannot_train(advice, options)
@@ -168,11 +167,11 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
     """Report the state of the job's pods; exit with 3 if they are refused, 5 if none appeared for an unknown reason."""
     from agent.jobs import cluster_job
 
-    with waiting("launch: waiting for the first pods"):
-        made = cluster_job.stored(client, job)
-        exit_code, lines = cluster_job.wait(
-            client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
-        )
+    Progress().step("launch: waiting for the first pods")
+    made = cluster_job.stored(client, job)
+    exit_code, lines = cluster_job.wait(
+        client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
+    )
     for line in lines:
         print_text(line, err=True)
     if exit_code != EXIT_PASS:
@@ -186,42 +185,45 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-    words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
-    for line in plan.notes:
+    _print_plan(plan, launcher.command(folder / "plan.json", advice.chosen.layout.world_size), plan.notes, form)
+
+
+def _print_plan(plan: JobPlan, words: Sequence[str], notes: Iterable[str], form: str) -> None:
+    """Print the plan and the command of a job, instead of starting it."""
+    for line in notes:
         print_text(f"note: {line}", err=True)
-    print_text(render(plain.write(plan), "json" if form == "json" else "yaml"), nl=False)
-    print_text("# " + " ".join(words), err=form == "json")  # JSON has no comments
+    print_text(render(plain.write(plan), form), nl=False)
+    print_text("# " + shlex.join(words), err=form == "json")  # JSON has no comments
 
 
 def _pass_gate(
     found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
 ) -> None:
-    """Check this host before the job starts; with --measure benchmark it like `preflight --measure --quick`.
+    """Check this host with the job's settings before it starts; with --measure also benchmark it, for a few seconds.
 
     Exits if a check fails.
     """
+    from agent.checks.measured import must_be_measured, with_bench
+    from agent.checks.verdict import build_view, with_environment
     from agent.jobs.benchmark import measure, stop_on_signals
 
     if options["no_preflight"]:
         return
     progress.step("preflight: checking this host")
-    _gate(found, options, settings)
+    view = build_view([with_environment(one, settings) for one in found])
+    _require_pass(view.checks, options)
     if options["measure"]:
         with stop_on_signals(signal.SIGTERM) as (stop, _):
             result = measure(found[0], ranks, progress, stop, quick=True, environment=settings)
-        _gate(found, options, settings, result)
+        checks = with_bench(view, result).checks
+        _require_pass(checks if result.stopped_by else must_be_measured(checks), options, result.stopped_by or "")
 
 
-def _gate(
-    here: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
-) -> None:  # fmt: skip
-    """Check this host with the job's settings. A required check that is unknown stops the job."""
-    from agent.checks.measured import ALL_CODES, must_be_measured, with_bench
-    from agent.checks.verdict import build_view, judge, select, with_environment
+def _require_pass(checks: Iterable[Finding], options: dict[str, Any], stopped: str = "") -> None:
+    """Exit if these checks do not pass. A required check that is unknown stops the job."""
+    from agent.checks.measured import ALL_CODES
+    from agent.checks.verdict import judge, select
 
-    stopped = result.stopped_by or "" if result else ""
-    view = with_bench(build_view([with_environment(one, settings) for one in here]), result)
-    checks = view.checks if stopped or result is None else must_be_measured(view.checks)
     checks = select(checks, require=options["require"], known=ALL_CODES)
     verdict = judge(checks, stopped=stopped)
     if verdict.exit_code == EXIT_PASS:
@@ -236,9 +238,8 @@ def _gate(
 
 
 def _launch_script(
-    script: Path, arguments: Sequence[str], folder: Path, timeout: float, form: str | None, dry_run: bool,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
+    script: Path, arguments: Sequence[str], folder: Path, timeout: float, form: str | None, options: dict[str, Any]
+) -> None:
     """Run the user's trainer on this host: the gate, torchrun with the recommended environment, and the run record."""
     from agent.jobs import script as trainer
     from agent.terminal import measured
@@ -251,12 +252,11 @@ def _launch_script(
         raise InputError(f"--script {script}: {error.strerror}") from None
     found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
+    if form:
+        _print_plan(plan.document, plan.words, plan.notes, form)
+        return
     for line in plan.notes:
         print_text(f"note: {line}", err=True)
-    if dry_run:
-        print_text(render(plain.write(plan.document), form or "yaml"), nl=False)
-        print_text("# " + shlex.join(plan.words), err=form == "json")
-        return
     record = _run_here(
         found, options, folder, plan.document.environment, plan.ranks,
         f"{script.name} on {count(plan.ranks, 'rank')}", lambda note: trainer.train(plan, folder, timeout, note),
@@ -271,7 +271,7 @@ def _launch_here(
     from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
     from agent.jobs import launch as launcher
     from agent.terminal import measured
-    from planner.kubernetes.job import storage_rate
+    from planner.kubernetes.manifests import storage_rate
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     bytes_per_second = storage_rate(options["storage_rate"])

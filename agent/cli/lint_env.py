@@ -27,7 +27,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         text = raw.decode("utf-8", errors="replace")
     machine = None
     if hosts:
-        from agent.base.hosts import replayed
+        from agent.base.options import replayed
         from planner.lint.machine import machine_of
         from topology.build import SOURCES
 

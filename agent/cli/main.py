@@ -15,7 +15,8 @@ import textwrap
 
 import click
 
-from agent.base import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE, streams, version
+from agent import base
+from agent.base import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
 
 # An error of a user's disk, file or folder is not a program error: print one line without a traceback.
 FILE_ERRORS = (
@@ -41,7 +42,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "preflight": ("agent.cli.preflight", "Run all checks as a gate; the exit code is the verdict."),
     "launch": ("agent.cli.launch", "Launch a fine-tune with the recommended environment and layout."),
     "run": ("agent.cli.launch", "Run a training command with the rank monitor, which `why` reads."),
-    "compare-networks": ("agent.cli.networks", "Run one fine-tune over each network and compare them. Generates load."),
+    "compare-networks": ("agent.cli.bench", "Run one fine-tune over each network and compare them. Generates load."),
     "wrap": ("agent.cli.launch", "Add the checks and the environment to the manifest of your own job."),
     "serve": ("agent.http.serve", "Run the agent: HTTP pages, JSON and Prometheus metrics."),
     "explain": ("agent.cli.main", "Explain a finding, log problem, diagnosis or alert."),
@@ -83,7 +84,7 @@ class LazyGroup(click.Group):
 
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     if wanted:
-        click.echo(f"topoflight, version {version()}")
+        click.echo(f"topoflight, version {base.version()}")
         ctx.exit()
 
 
@@ -97,7 +98,7 @@ def cli(verbose: int) -> None:
     Inspects a node as NCCL will see it, measures its links, recommends the NCCL environment and the parallel layout,
     launches the fine-tune, and compares the run with its forecast.
     """
-    streams.log_to_stderr(verbose)
+    base.log_to_stderr(verbose)
 
 
 @click.command()
@@ -133,19 +134,19 @@ def _show_entry(text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the console script."""
-    streams.prepare()
+    base.prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = EXIT_TOOL_ERROR
     try:
         code = _run(words)
-        streams.flush()
+        base.flush_output()
     except BrokenPipeError:  # of stderr, or of a writer that could not continue
-        streams.discard_output()
+        base.discard_output()
         code = EXIT_CLOSED_PIPE
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise
-        streams.discard_output()  # the buffered output cannot be written either
+        base.discard_output()  # the buffered output cannot be written either
         click.echo(f"Error: {error.filename or 'standard output or a temporary folder'}: {error.strerror}", err=True)
         code = EXIT_USAGE if str(error.filename) in words else EXIT_TOOL_ERROR
     sys.exit(code)

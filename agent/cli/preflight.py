@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base.options import command, require_writable
-from agent.base.output import Progress, console, print_text, render, save_document, waiting, write_result
+from agent.base.output import Progress, console, print_text, render, save_document, write_result
 from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
@@ -46,16 +46,11 @@ def preflight(
         request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
         place = folder or Path("reports")
         report = run({**options, "request": request, "output": place}, Progress(quiet=quiet))
-        if options["runs"]:
-            from agent.base.result_store import read_runs
-            from agent.terminal.measured import not_drawn
-
-            report = replace(report, notes=(*report.notes, *not_drawn(read_runs(options["runs"]))))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)
     if folder is not None:
-        from agent.pages.report import report_page
+        from agent.pages import report_page
 
         try:
             written = write_folder(report, folder, report_page(report))
@@ -68,17 +63,17 @@ def preflight(
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     """Run the gate for other nodes from their published records, without generating load."""
     from agent.cluster.client import connect
-    from agent.cluster.nodes import checks_of, fleet, named, records_of
+    from agent.cluster.nodes import checks_of, fleet, named, unknown_node
     from agent.jobs.preflight import expectation_of, report_of
 
     expected = expectation_of(options["expect"], options["expect_file"])
     started = time.monotonic()
-    with waiting("preflight: asking the cluster"):
-        client = connect(where["context"]).brief()
-        names = named(client, expand_host_list(where["nodes"] or ""), where["selector"])
-        held = fleet(client)
+    client = connect(where["context"]).brief()
+    names = named(client, expand_host_list(where["nodes"] or ""), where["selector"])
+    held = fleet(client)
     report = report_of(
-        checks_of(names, held, expected=expected), nodes=records_of(names, held), require=options["require"],
+        checks_of(names, held, expected=expected),
+        nodes=[held.record(name) or unknown_node(name) for name in names], require=options["require"],
         skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
     )  # fmt: skip
     return replace(report, seconds=time.monotonic() - started)
@@ -167,7 +162,6 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     if whole.run is not None:
         measured.run(out, whole.run)
         measured.comparison(out, whole.run)
-    measured.networks(out, whole.runs)
     if verbose:
         out.print("\n[bold]Findings[/bold]")
         findings(out, whole.checks, everything=everything)

@@ -12,9 +12,8 @@ import click
 from click.core import ParameterSource
 
 from agent.base import units
-from agent.base.hosts import snapshots
-from agent.base.options import NothingFitsError, RequestError, command
-from agent.base.output import emit, print_text, waiting
+from agent.base.options import NothingFitsError, RequestError, command, snapshots
+from agent.base.output import emit, print_text
 from contracts.question import most
 
 if TYPE_CHECKING:
@@ -48,9 +47,8 @@ def recommend(**options: object) -> None:
     if options["dataset"]:
         from agent.advice.request import dataset_settings, with_rows
 
-        with waiting("recommend: measuring rows"):
-            settings = dataset_settings(str(options["dataset"]), request.tokenizer, request.model)
-            request = with_rows(request, settings)
+        settings = dataset_settings(str(options["dataset"]), request.tokenizer, request.model)
+        request = with_rows(request, settings)
     if options["sweep"] or options["compare"]:
         if form not in ("table", "json", "yaml"):
             raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
@@ -59,9 +57,8 @@ def recommend(**options: object) -> None:
         else:
             _compare(request, cast("tuple[str, ...]", options["compare"]), form)
         return
-    with waiting("recommend: forecasting layouts"):
-        found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
-        advice = advise(request, lambda: found) if config is None else _of_file(request, Path(str(config)), found)
+    found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
+    advice = advise(request, lambda: found) if config is None else _of_file(request, Path(str(config)), found)
     if form == "k8s":
         advice, left_out = in_pods(advice, found, here=not request.hosts)
         for line in left_out:
@@ -111,10 +108,9 @@ def _numbers(text: str) -> list[int]:
 
 def _sweep(request: Request, text: str, form: str) -> None:
     from agent.advice.advise import frontier_of
-    from agent.base.tables import table
+    from agent.base.lines import table
 
-    with waiting(f"recommend: forecasting layouts for {text}"):
-        points = frontier_of(request, _numbers(text))
+    points = frontier_of(request, _numbers(text))
 
     def show(out: Console) -> None:
         priced = ["cost"] if any(p.cost for p in points) else []
@@ -143,12 +139,11 @@ def _sweep(request: Request, text: str, form: str) -> None:
 
 def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from agent.advice.request import cluster_of, default_ranks, measured_step, measurements_of, model_of
-    from agent.base.tables import table
+    from agent.base.lines import table
     from agent.terminal.advice import layout_title
     from contracts.layout import values_of
     from planner.forecast.calibration import load_calibration
-    from planner.recommend import error_of_difference, forecast_named, plan, scaled
-    from planner.sweep import compare
+    from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled
     from probes.registry import ALL
 
     model = model_of(request)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from io import BytesIO
@@ -14,8 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base import EXIT_UNKNOWN
-from agent.base.hosts import snapshots
-from agent.base.options import InputError, command, name_of, read_input
+from agent.base.options import InputError, command, name_of, read_input, snapshots
 from agent.base.output import emit, print_text
 from contracts import bounded
 from contracts.host_list import slurm_name
@@ -95,19 +92,30 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> N
 
 
 def read_topology(source: str) -> NodeTopology:
-    """Read a matrix or an XML file; the format is detected from the content."""
-    from topology.formats import TopologyFileError, text, xml
+    """Read a matrix or an XML file, plain or compressed with gzip; the format is detected from the content."""
+    from topology.formats import TopologyFileError
 
-    name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", which no topology is")
-    try:
-        raw = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
-    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError) as error:
-        raise InputError(f"{name}: not a whole gzip file of at most {_LIMIT_BYTES >> 20} MiB: {error}") from None
+    name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", more than any topology has")
+    if raw[:2] == b"\x1f\x8b":
+        raw = _decompress(raw, name)
     words = b"".join(bounded.utf8_chunks(BytesIO(raw))).decode("utf-8", errors="replace")
     # a matrix in HTML also begins with "<"
-    is_xml = "<system" in words[:4096] or (words.lstrip().startswith("<") and "GPU0" not in words)
+    if "<system" in words[:4096] or (words.lstrip().startswith("<") and "GPU0" not in words):
+        from topology.formats.xml import parse
+    else:
+        from topology.formats.text import parse
     try:
-        return xml.parse(words, source=name) if is_xml else text.parse(words, source=name)
+        return parse(words, source=name)
     except TopologyFileError as error:
         hint = "; --host FILE reads a recording" if words.lstrip().startswith("{") else ""
         raise InputError(f"{name}: {error}{hint}") from None
+
+
+def _decompress(raw: bytes, name: str) -> bytes:
+    import gzip
+    import zlib
+
+    try:
+        return bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES)
+    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError) as error:
+        raise InputError(f"{name}: not a whole gzip file of at most {_LIMIT_BYTES >> 20} MiB: {error}") from None

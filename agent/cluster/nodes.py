@@ -108,7 +108,12 @@ def read_resource(item: Json) -> NodeRecord:
     except _UNREADABLE as error:
         name = str(item["metadata"]["name"])
         log.warning("the NodeTopology of %s is invalid: %s; its node counts as unknown", name[:253], error)
-        return NodeRecord(name=name, host=name, verdict="unknown", scanned_at_seconds=0.0, agent_version="")
+        return unknown_node(name)
+
+
+def unknown_node(name: str) -> NodeRecord:
+    """Return the record of a node of which nothing is known: it was never scanned."""
+    return NodeRecord(name=name, host=name, verdict="unknown", scanned_at_seconds=0.0, agent_version="")
 
 
 def from_resource(item: Json) -> NodeRecord:
@@ -262,12 +267,6 @@ def fleet(client: Client) -> Fleet:
     held = Fleet()
     held.replace(client.items(path_of(API_VERSION, PLURAL)))
     return held
-
-
-def records_of(names: Iterable[str], held: Fleet) -> tuple[NodeRecord, ...]:
-    """Return the record of each node; a node without a published record is unknown and was never scanned."""
-    unknown = NodeRecord(name="", host="", verdict="unknown", scanned_at_seconds=0.0, agent_version="")
-    return tuple(held.record(name) or replace(unknown, name=name, host=name) for name in names)
 
 
 def checks_of(

@@ -21,15 +21,14 @@ from pydantic import ValidationError
 
 from agent.advice import advise
 from agent.advice.request import Request
+from agent.base import log_to_stderr
 from agent.base.options import RequestError
-from agent.base.streams import log_to_stderr
 from agent.checks.verdict import View
 from agent.cluster.nodes import Fleet
 from agent.http.state import Records, nodes_document, own_fleet
 from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
-from planner.advice import Recommendation
-from planner.sweep import FrontierPoint
+from planner.advice import FrontierPoint, Recommendation
 
 FRONTIER_NODES = (1, 2, 4, 8)
 
@@ -62,7 +61,7 @@ def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form:
 
 def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
-    from agent.pages import render as pages
+    from agent.http import pages
 
     form, view = dict(fields), known.view
     if not form.get("model"):
@@ -92,16 +91,14 @@ def nodes(known: Known, *, source: str, interval: float) -> Answer:
     return document(nodes_document(known.fleet(source, interval), source, known.records.error))
 
 
-def cluster_page(
-    known: Known, *, source: str, interval: float, node: str | None, filters: tuple[tuple[str, Any], ...]
-) -> Answer:
+def cluster_page(known: Known, *, source: str, interval: float, node: str | None, search: str, page: int) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
-    from agent.pages import render as pages
+    from agent.http import pages
 
     fleet = known.fleet(source, interval)
     if node is None:
-        asked = pages.NodeFilter(**dict(filters))
-        return page_of(pages.fleet_page(fleet, source=source, behind=known.records.error, asked=asked))
+        made = pages.fleet_page(fleet, source=source, behind=known.records.error, search=search, page=page)
+        return page_of(made)
     record = fleet.record(node)
     if record is None:
         raise ProblemError(404, f"node={node}: no agent publishes a node of that name")

@@ -31,7 +31,7 @@ SWITCH_SECONDS = 0.001  # longest time a request waits for a scan or question th
 @command("serve")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
     """Scan and listen until a signal arrives."""
-    from agent.base.hosts import snapshots
+    from agent.base.options import snapshots
     from agent.checks.history import History
     from agent.http.state import State
     from probes.hostinfo.probe import ROLE
@@ -123,7 +123,7 @@ def listen(app: Any, address: str, port: int, place: socket.socket | None = None
 
 
 def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
-    from agent.base.hosts import snapshots
+    from agent.base.options import snapshots
     from agent.checks.expect import expectation
     from probes.registry import ALL
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -92,8 +92,6 @@ class ClusterPage(BaseModel):
 
     node: str | None = Field(None, max_length=253, description="One of the nodes.")
     search: str = Field("", max_length=200, description="Words of a row, all of them.")
-    verdict: Literal["", "fail", "unknown", "warn", "pass"] = ""
-    fault: str = Field("", max_length=128, description="Finding code.")
     page: int = Field(1, ge=1, le=100_000)
 
 
@@ -190,7 +188,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
         view, trouble = state.current(), state.error
 
         def drawn() -> Answer:
-            from agent.pages import render as pages
+            from agent.http import pages
 
             others = source == "kubernetes"
             return page_of(pages.node_page(view, *_recommended(view), trouble=trouble, others=others))
@@ -200,8 +198,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
     async def cluster_page(request: Request, asked: Annotated[ClusterPage, Query()]) -> Response:
         """Every node that publishes: faults, the table, and which nodes are odd."""
-        filters = tuple(asked.model_dump(exclude={"node"}).items())
-        given = {"source": source, "interval": state.interval_seconds, "node": asked.node, "filters": filters}
+        given = {"source": source, "interval": state.interval_seconds, **asked.model_dump()}
         return respond(await worker.ask(request, "cluster_page", view=state.current(), **given))
 
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.base import result_store
-from agent.base.result_store import RUNS_FOLDER, SEARCH_FILE
+from agent.base.result_store import SEARCH_FILE
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, View, build_view
@@ -145,7 +145,7 @@ class State:
             return None
 
     def _runs(self) -> tuple[RunRecord, ...]:
-        return result_store.read_runs((self.folder / RUNS_FOLDER,)) if self.folder else ()
+        return result_store.read_runs(self.folder) if self.folder else ()
 
 
 def age_seconds(view: View) -> float:

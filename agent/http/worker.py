@@ -85,7 +85,7 @@ def document(value: Any) -> Answer:
 
 def page_of(html: str, status: int = 200) -> Answer:
     """Return a page, with the policy that allows its scripts."""
-    from agent.pages import render as pages
+    from agent.http import pages
 
     return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
 

@@ -271,7 +271,7 @@ def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
 
 def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     """Return the benchmark that the command line describes, on this host."""
-    from agent.base.hosts import snapshots
+    from agent.base.options import snapshots
     from probes.registry import ALL
 
     found = snapshots((), ALL)

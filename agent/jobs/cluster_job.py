@@ -27,11 +27,13 @@ from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
-from planner.kubernetes.job import (
+from planner.kubernetes.manifests import (
     COMMAND,
     DEVICE_CLASSES,
     MOUNT,
+    POD_LABELS,
     SAVE_SECONDS,
+    Document,
     JobError,
     JobSpec,
     check_form,
@@ -40,7 +42,6 @@ from planner.kubernetes.job import (
     from_advice,
     storage_rate,
 )
-from planner.kubernetes.manifests import POD_LABELS, Document
 from probes.api import Snapshot
 
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.

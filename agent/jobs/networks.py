@@ -43,8 +43,7 @@ from contracts.redaction import redact
 from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
-from planner.kubernetes.job import JobError
-from planner.kubernetes.manifests import Document
+from planner.kubernetes.manifests import Document, JobError
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot

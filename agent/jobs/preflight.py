@@ -18,8 +18,8 @@ from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
-from agent.base.hosts import snapshots as read_snapshots
 from agent.base.options import InputError
+from agent.base.options import snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
@@ -74,7 +74,6 @@ class Report:
     bench: BenchResult | None = None
     recommendation: Recommendation | None = None
     run: RunRecord | None = None
-    runs: tuple[RunRecord, ...] = ()  # of this and earlier runs, newest first
     notes: tuple[str, ...] = ()  # stages that did not run, and why
     nodes: tuple[NodeRecord, ...] = ()  # checked from records published by their agents, without graphs
     schema_version: int = REPORT_VERSION
@@ -106,12 +105,9 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     expected = expectation_of(options["expect"], options["expect_file"])
     before = read_baseline(options["baseline"], ("statuses", "busbw") if _makes_load(options) else ("statuses",))
     settings(options["config"], options["overrides"])
-    for place in options["runs"]:
-        if not result_store.read_runs([place]):
-            raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
     seconds = min(PROBE_SECONDS, options["timeout"])
-    found = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds, quiet=True)
+    found = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
     with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
         report = _Stages(options, progress, found, before, expected, stop).report()
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
@@ -158,7 +154,7 @@ class _Stages:
         return Report(
             snapshots=found, topologies=view.topologies, checks=tuple(checks), bench=result, recommendation=advice,
             verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), run=record,
-            runs=self._runs(), notes=tuple(self.notes),
+            notes=tuple(self.notes),
         )  # fmt: skip
 
     def _stopped_by(self, result: BenchResult | None) -> str:
@@ -181,13 +177,6 @@ class _Stages:
         hosts = [with_environment(one, settings) for one in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
         return stopping(for_next_job(scanned.checks, view.snapshots), self.options, self.before)
-
-    def _runs(self) -> tuple[RunRecord, ...]:
-        """Return this run and earlier ones: those named, those in the report's folder, those stored by the agent."""
-        options, stored = self.options, result_store.folder()
-        places = [*options["runs"], options["output"] / "runs"]
-        places += [stored / result_store.RUNS_FOLDER] if stored else []
-        return result_store.read_runs(places) if options["train"] or options["runs"] else ()
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""

@@ -40,7 +40,7 @@ from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord
 from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
-from planner.kubernetes.job import JobError, check_limit, storage_rate
+from planner.kubernetes.manifests import JobError, check_limit, storage_rate
 from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
 from planner.stacks.arguments import CommandSettings, as_run, read_command

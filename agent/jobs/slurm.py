@@ -26,7 +26,7 @@ from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_plan import RunForecast, dumps
 from contracts.tables import read_table
 from planner.advice import Recommendation
-from planner.kubernetes.job import RESTARTS, SAVE_SECONDS, storage_rate
+from planner.kubernetes.manifests import RESTARTS, SAVE_SECONDS, storage_rate
 from planner.slurm import ScriptError, batch_script, check_options, check_word, size_of, wrap_script
 from probes.api import Snapshot
 

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import indented
-from agent.base.tables import Grid, pairs, point, table_of
+from agent.base.lines import Grid, indented, pairs, point, table_of
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
@@ -21,21 +20,24 @@ NOTHING_TO_SET = "nothing: NCCL detects what this machine has"
 
 def recommendation(out: Console, advice: Recommendation, *, brief: bool = False) -> None:
     """Print the layout with its forecast, then the settings; unless `brief`, also reasons and other layouts."""
-    if brief:
-        in_brief(out, advice)
-        return
-    layout(out, advice)
-    if advice.chosen is not None:
-        out.print(table_of(parts_grid([advice.chosen])))
-        for line in advice.chosen.forecast.inputs:
-            out.print(f"· {escape(line)}")
+    if advice.chosen is None and advice.model is not None:
+        _no_layout(out, advice)
+    elif brief:
+        _in_brief(out, advice)
+    elif advice.chosen is not None:
+        _layout(out, advice, advice.chosen)
+    if not brief:
+        _environment(out, advice)
+
+
+def _environment(out: Console, advice: Recommendation) -> None:
+    """Print the settings with their reasons, and what the pod needs."""
     out.print("\n[bold]Environment[/bold]")
-    if advice.settings:
-        for setting in advice.settings:
-            out.print(f"[bold]{escape(f'{setting.name}={setting.value}')}[/bold]", overflow="fold")
-            indented(out, escape(setting.reason.rule), 4)
-            indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
-    else:
+    for setting in advice.settings:
+        out.print(f"[bold]{escape(f'{setting.name}={setting.value}')}[/bold]", overflow="fold")
+        indented(out, escape(setting.reason.rule), 4)
+        indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
+    if not advice.settings:
         out.print(f"set {NOTHING_TO_SET}")
     for note in advice.notes:
         point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
@@ -52,11 +54,8 @@ def need_words(name: str, value: str) -> str:
     return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
 
 
-def in_brief(out: Console, advice: Recommendation) -> None:
+def _in_brief(out: Console, advice: Recommendation) -> None:
     """Print layout, speed, hours, cost, memory and the first settings."""
-    if advice.chosen is None and advice.model is not None:
-        layout(out, advice)
-        return
     rows = []
     if advice.chosen is not None:
         _title(out, advice, advice.chosen)
@@ -105,22 +104,22 @@ def device_of(advice: Recommendation) -> str:
     return "rank" if advice.backend == "gloo" else "GPU"
 
 
-def layout(out: Console, advice: Recommendation) -> None:
-    """Print the chosen layout, the next best ones and the rejected ones."""
-    if advice.chosen is None:
-        if advice.model is not None:
-            unjudged = advice.backend == "rccl"
-            out.print("[bold]? No layout is judged[/bold]" if unjudged else "[bold red]No layout fits[/bold red]")
-            rejected(out, advice)
-            if advice.backend == "gloo":
-                point(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
-            for help_ in advice.helps_most:
-                sentence, _, command = help_.partition(": topoflight ")
-                point(out, "→", escape(sentence))
-                if command:  # not wrapped, so that it can be copied
-                    out.print(f"  topoflight {escape(command)}", soft_wrap=True)
-        return
-    chosen = advice.chosen
+def _no_layout(out: Console, advice: Recommendation) -> None:
+    """Print why no layout fits or is judged, and what would help."""
+    unjudged = advice.backend == "rccl"
+    out.print("[bold]? No layout is judged[/bold]" if unjudged else "[bold red]No layout fits[/bold red]")
+    rejected(out, advice)
+    if advice.backend == "gloo":
+        point(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
+    for help_ in advice.helps_most:
+        sentence, _, command = help_.partition(": topoflight ")
+        point(out, "→", escape(sentence))
+        if command:  # not wrapped, so that it can be copied
+            out.print(f"  topoflight {escape(command)}", soft_wrap=True)
+
+
+def _layout(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
+    """Print the chosen layout, the next best ones, the rejected ones, and the parts of the forecast."""
     out.print()
     _title(out, advice, chosen)
     pairs(out, summary(advice, chosen))
@@ -131,6 +130,9 @@ def layout(out: Console, advice: Recommendation) -> None:
         point(out, "   ", f"step {step}, memory {memory} per {device_of(advice)}; {escape(ranked.why)}")
     rejected(out, advice)
     _remarks(out, advice)
+    out.print(table_of(parts_grid([chosen])))
+    for line in chosen.forecast.inputs:
+        out.print(f"· {escape(line)}")
 
 
 FIRST_ROWS = ("speed", "time", "cost", "memory")
@@ -138,7 +140,7 @@ OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
 
 
 def summary(advice: Recommendation, chosen: RankedLayout, options: tuple[str, str] = OPTIONS) -> list[tuple[str, str]]:
-    """Speed, time, cost and memory, then the batch and the sharding of the layout in words.
+    """Speed, time, cost and memory, then the batch and the bottleneck in words.
 
     `options` name what the user adds to get run time and cost: the length of the run, and the price.
     """
@@ -160,8 +162,6 @@ def summary(advice: Recommendation, chosen: RankedLayout, options: tuple[str, st
         lines.append(("cost", f"not estimated. Add {' and '.join(missing)}."))
     lines.append(("memory", f"{memory_words(chosen)} per {device}"))
     lines.append(("batch", batch_words(chosen.layout)))
-    if sharding := sharding_words(chosen.layout):
-        lines.append(("weights", sharding))
     lines.append(("bottleneck", forecast.dominant))
     return lines
 
@@ -188,32 +188,16 @@ def batch_words(shape: Layout) -> str:
     return f"{units.count(shape.global_batch, 'sequence')} a step: micro-batch {shape.micro_batch} on {ranks}{often}"
 
 
-def sharding_words(shape: Layout) -> str:
-    """Describe how data parallelism shards the weights, and whether FSDP reshards them; "" if it is off."""
-    if shape.data_parallel == 1:
-        return ""
-    if shape.sharding == "ddp" or shape.dp_shard == 1:
-        return "whole on every data-parallel rank; gradients are all-reduced"
-    if shape.sharding in ("zero1", "zero2"):
-        parts = "optimizer states" if shape.sharding == "zero1" else "optimizer states and gradients"
-        return f"whole on every data-parallel rank; {parts} in {shape.dp_shard} parts"
-    replicas = f", {shape.dp_replicate} replicas" if shape.dp_replicate > 1 else ""
-    if shape.reshard_after_forward:
-        return (
-            f"in {shape.dp_shard} parts{replicas}; gathered layer by layer, freed after the layer, and gathered again "
-            "in the backward pass"
-        )
-    return f"in {shape.dp_shard} parts{replicas}; gathered layer by layer and kept until the backward pass (no reshard)"
-
-
 def as_it_is(advice: Recommendation) -> tuple[str, ...]:
     """Return the time these nodes lose compared with healthy ones, and the findings that cause it; empty if healthy."""
     chosen, sound = advice.chosen, advice.sound
     if chosen is None or not advice.slowed:
         return ()
     if sound is None:
-        unknown = "The rate of the RDMA network cannot be read, so there is no forecast for these nodes without faults."
-        return (unknown, *advice.slowed)
+        return (
+            "The forecast is for these nodes with their faults. `topoflight scan` says what they cost.",
+            *advice.slowed,
+        )
     rate = sound.forecast.tokens_per_second
     times = rate / chosen.forecast.tokens_per_second
     words = f"With their faults these nodes are {slower(times)} than healthy nodes"

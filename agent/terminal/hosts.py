@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import headline, mark
-from agent.base.tables import pairs, point, table
+from agent.base.lines import headline, mark, pairs, point, table
 from agent.checks.groups import ORDER, Group, grouped, unknown_ids
 from agent.checks.verdict import Verdict, View
 from agent.terminal.findings import finding, findings
@@ -122,9 +121,8 @@ def opening(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str
     first = next((group for group in bad if group.status == judged.word), None)
     line, todo = judged.why, TODO.get(judged.word, "")
     if first is not None:
-        total = f" and {units.count(len(bad) - 1, 'more finding')} ({len(bad)} in all: {line})"
-        more = total if len(bad) > 1 else f" ({line})"
-        line, todo = f"{first.title} {_where(first, at)}".rstrip() + more, first.remedy
+        more = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
+        line, todo = f"{first.title} {_where(first, at)}".rstrip() + f"{more} ({line})", first.remedy
     elif judged.word == "unknown":
         required = (group for group in grouped(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
@@ -173,7 +171,7 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
     if unknown := unknown_ids(groups):
         families = Counter(code.split(".")[0] for code in unknown)
         each = ", ".join(f"{name} {number}" for name, number in families.items())
-        quiet.append(f"{units.count(len(unknown), 'check')} unknown ({each})")
+        quiet.append(f"{units.count(len(unknown), 'check')} could not run ({each})")
     out.print(f"[dim]{'; '.join([*quiet, '-v shows details'])}[/dim]")
 
 

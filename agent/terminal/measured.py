@@ -1,17 +1,16 @@
-"""Print benchmarks and runs, and compare runs of one job; the pages use the same comparison."""
+"""Print benchmarks and runs; the pages use the same words."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import Grid, grid, table_of
+from agent.base.lines import Grid, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from contracts.run_record import Comparison, RunRecord, compare
@@ -41,7 +40,7 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     where = ranks_words(result)
     left = len(result.measurements) - len(shown)
     out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
-    out.print(escape(where + (f"; {left} smaller sizes: -v" if left else "")))
+    out.print(escape(where + (f"; -v shows {left} smaller sizes" if left else "")))
     out.print(table_of(results_grid(shown)))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
@@ -126,41 +125,7 @@ def run(out: Console, record: RunRecord) -> None:
     out.print(f"{saved}\ncheckpoint: {record.checkpoint or 'none'}", markup=False)
 
 
-def networks(out: Console, records: Iterable[RunRecord]) -> None:
-    """Print runs of one job over different networks, a bar each."""
-    for bars in by_network(records):
-        out.print(f"\n[bold]{escape(bars.title)}[/bold]")
-        rows = grid(2, 3)
-        for label, share, shown in bars.rows():
-            rows.add_row(escape(label), blocks(share), shown)
-        out.print(rows)
-
-
-def blocks(share: float, width: int = 20) -> str:
-    """Return a bar of block characters; `share` is 1 for the full width."""
-    return "█" * max(1, round(width * share))
-
-
-# Comparison of runs of one job.
-
 _GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/reference/finetune-job.md)
-LEAST_STEPS = 3  # a median of fewer values is one of them, or the mean of two: not a typical step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
-    """A comparison of runs: the step time of each by its network, the slowest first."""
-
-    title: str
-    steps: Mapping[str, float]  # seconds by "RDMA", "TCP on net1"
-
-    def rows(self) -> list[tuple[str, float, str]]:
-        """Return for each run its label, its share of the longest bar, and its value with the factor to the best."""
-        full, best = max(self.steps.values()), min(self.steps.values())
-        return [
-            (label, step / full, f"{units.seconds(step)} a step" + (f" ({step / best:.2f} x)" if step > best else ""))
-            for label, step in self.steps.items()
-        ]
 
 
 def transport_of(record: RunRecord) -> str:
@@ -190,58 +155,3 @@ def _interface(record: RunRecord, networks: str) -> str:
         return ", ".join(sorted(set(seen)))[:64]
     chosen = record.plan.environment.get("NCCL_SOCKET_IFNAME" if networks else "GLOO_SOCKET_IFNAME")
     return chosen[:64] if chosen else "the default network"
-
-
-def by_network(records: Iterable[RunRecord]) -> tuple[Bars, ...]:
-    """Compare complete runs of one model, layout and number of ranks: one bar per network, as measured.
-
-    The newest run of each network that is long enough counts; fewer than two networks give no comparison. `not_drawn`
-    returns the excluded runs with reasons.
-    """
-    newest: dict[str, dict[str, float]] = {}  # by job and network
-    for record in records:
-        if record.measured.step_seconds and not why_not_drawn(record):
-            newest.setdefault(_job(record), {}).setdefault(transport_of(record), record.measured.step_seconds)
-    return tuple(
-        Bars(title=f"{job}: step time by network, measured", steps=dict(sorted(runs.items(), key=lambda one: -one[1])))
-        for job, runs in newest.items() if len(runs) > 1
-    )  # fmt: skip
-
-
-def _job(record: RunRecord) -> str:
-    """Return what must be equal for two runs to be compared."""
-    ranks = record.layout.effective.world_size if record.layout.effective else None
-    named = (record.model.name, record.layout.family, f"{ranks} ranks" if ranks else None)
-    return ", ".join(word for word in named if word)
-
-
-def why_not_drawn(run: RunRecord) -> str:
-    """Return why a run cannot represent its network; empty if it can."""
-    if run.status != "complete":
-        return f"its status is {run.status}, not complete"
-    if not run.model.name or not run.measured.step_seconds:
-        return "its record names no model or no step time"
-    if not transport_of(run):
-        return "its record names no transport"
-    if (counted := run.measured.counted_steps) is not None and counted < LEAST_STEPS:
-        return (
-            f"{counted} of its {run.steps_done} steps count (warm-up and profiled steps do not), "
-            f"{LEAST_STEPS} are needed"
-        )
-    return ""
-
-
-def not_drawn(records: Iterable[RunRecord]) -> tuple[str, ...]:
-    """Return the runs that are in no comparison by network, each with the reason."""
-    rows = []
-    networks: dict[str, set[str]] = {}
-    for run in records:
-        if why := why_not_drawn(run):
-            name, started = run.model.name or "a run", run.started_at or "unknown time"
-            rows.append(f"{name} of {started} is in no comparison: {why}")
-        else:
-            networks.setdefault(_job(run), set()).add(transport_of(run))
-    for job, names in networks.items():
-        if len(names) == 1:
-            rows.append(f"{job}: all runs took one network, {min(names)}; a comparison needs two")
-    return tuple(rows)

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import headline
-from agent.base.tables import pairs, point
+from agent.base.lines import headline, pairs, point
 from agent.base.units import expected_rate
 from contracts.finding import Finding
 from topology.check import departures

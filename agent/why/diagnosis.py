@@ -52,7 +52,9 @@ class WhySources:
 
 def answer(sources: WhySources) -> Verdict:
     """Return the verdict from all sources. Raises WhyError."""
-    sources = _with_saved_ras(sources)
+    saved = tuple(filter(_is_saved_ras, sources.logs))
+    logs = tuple(log for log in sources.logs if log not in saved)
+    sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
     seen, found, wrong = _facts(sources)
     verdict = why.judge(seen)
     reports = [_ras(source) for source in sources.ras]
@@ -133,17 +135,12 @@ def _lines_of(path: Any) -> Iterator[str]:
         yield rest.decode("utf-8", errors="replace")
 
 
-def _with_saved_ras(sources: WhySources) -> WhySources:
-    """Treat a log that contains only a saved RAS answer as a source of --ras."""
-
-    def is_ras(log: str) -> bool:
-        with suppress(OSError, LogFileError), Path(log).open("rb") as stream:
-            start = Unpacked(stream).read(1 << 20)
-            return ras.looks_like_report(start) and b"ProcessGroup" not in start and b"NCCL INFO" not in start
-        return False
-
-    saved = tuple(log for log in sources.logs if Path(log).is_file() and is_ras(log))
-    return replace(sources, logs=tuple(log for log in sources.logs if log not in saved), ras=(*sources.ras, *saved))
+def _is_saved_ras(log: str) -> bool:
+    """Whether a log contains only a saved answer of RAS."""
+    with suppress(OSError, LogFileError), bounded.open_regular(log) as stream:
+        start = Unpacked(stream).read(1 << 20)
+        return ras.looks_like_report(start) and b"ProcessGroup" not in start and b"NCCL INFO" not in start
+    return False
 
 
 def _tails(logs: Sequence[str]) -> Iterator[str]:
@@ -285,16 +282,13 @@ def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.Ra
     """
     if report.timeouts or any(one.missing == "dead" for one in report.dead):
         return report, []
-    lacking = {(comm.id, rank) for comm in earlier.comms for rank, one in comm.ranks.items() if one.missing} if (
-        earlier) else set()  # fmt: skip
-    quiet: set[int] = set()
-    comms = []
-    for comm in report.comms:
-        once = {rank for rank, one in comm.ranks.items()
-                if one.missing == "no answer" and (comm.id, rank) not in lacking}  # fmt: skip
-        quiet |= once
-        comms.append(replace(comm, ranks={rank: one for rank, one in comm.ranks.items() if rank not in once}))
-    return replace(report, comms=tuple(comms)), sorted(quiet)
+    rows = [(comm.id, one) for comm in report.comms for one in comm.ranks.values() if one.missing == "no answer"]
+    before = earlier.comms if earlier else ()
+    lacking = {(comm.id, rank) for comm in before for rank, one in comm.ranks.items() if one.missing}
+    quiet = {(comm, one.rank) for comm, one in rows} - lacking
+    heard = (replace(comm, ranks={rank: row for rank, row in comm.ranks.items() if (comm.id, rank) not in quiet})
+             for comm in report.comms)  # fmt: skip
+    return replace(report, comms=tuple(heard)), sorted({rank for _, rank in quiet})
 
 
 def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:

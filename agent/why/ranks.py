@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 from collectives.traces import rank_files
 from collectives.traces.rank_files import ASK, FIRST, MOST_STATE_BYTES, NAME, NODE, RANKS_FOLDER, RankState, read_state
@@ -232,19 +231,17 @@ def watch(
 
 def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], None]) -> None:
     """Write the verdict as a text file for node_exporter's textfile collector, every series with the label `run`."""
-    from prometheus_client.core import GaugeMetricFamily
-    from prometheus_client.exposition import generate_latest
+    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
-    from agent.base.output import write_atomic
-
-    gauge = GaugeMetricFamily("topoflight_why", "1 for each cause that the verdict on a run names.",
-                              labels=("run", "state", "code", "rank", "node"))  # fmt: skip
+    registry = CollectorRegistry()
+    gauge = Gauge("topoflight_why", "1 for each cause that the verdict on a run names.",
+                  ("run", "state", "code", "rank", "node"), registry=registry)  # fmt: skip
     rows = [(cause.code, str(rank), node) for cause in verdict.causes
             for rank in cause.ranks[:MOST_NAMED] or ("",) for node in cause.nodes[:MOST_NAMED] or ("",)]  # fmt: skip
     for row in rows or [("", "", "")]:
-        gauge.add_metric((run, verdict.state, *row), 1.0)
+        gauge.labels(run, verdict.state, *row).set(1.0)
     try:
-        write_atomic(path, generate_latest(SimpleNamespace(collect=lambda: [gauge])))
+        write_to_textfile(str(path), registry)
     except OSError as error:
         warn(f"--metrics {path}: {error.strerror}")
 

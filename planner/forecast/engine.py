@@ -2,7 +2,8 @@
 
 `Engine` has the terms of plain PyTorch in half precision, `Fsdp` those of fully_shard. Each stack in `planner.stacks`
 sets its traits, and overrides terms if its code differs. `memory` and `step_time` sum up the terms and are independent
-of the stack. Traits describe the code and are never fitted to one published table.
+of the stack. Traits describe the code and are never fitted to one published table. A stack's TOML file has those in
+which it differs from the defaults.
 
 Specification: 18 bytes of mixed-precision state per weight (arXiv 1910.02054); activations s b h (18 + 4 f/h) / t per
 layer with flash attention and sequence parallelism (arXiv 2205.05198, Megatron-LM theoretical_memory_usage.py); NF4
@@ -12,9 +13,10 @@ with double quantisation: half a byte per weight, one byte per 64 weights for th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from contracts.layout import EIGHT_BITS, Layout, Offload, Precision
 from hardware.units import GIB
@@ -327,13 +329,10 @@ class Engine:
             # Transformer Engine keeps the inputs of products in one byte: of two norms, and of the MLP.
             stored -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
         merged = 0.0
-        if self.merges_expert_adapters and self.adapts_experts(share.train, model):  # kept for the inputs' gradients
+        if self.merges_expert_adapters and share.adapters and expert_adapters(model, share.train):
+            # kept for the gradients of the inputs
             merged = share.element * weights(model).routed_per_layer * mixtures / max(layout.tp, layout.ep)
         return share.tokens * share.element * stored + share.tokens * self.score_bytes(share) + merged
-
-    def adapts_experts(self, train: TrainSpec, model: ModelSpec) -> bool:
-        """Whether routed experts have adapters."""
-        return train.method != "full" and expert_adapters(model, train) > 0
 
     def selective_activations(self, share: Share, boundary: float) -> float:
         """Return the bytes per layer with selective recomputation: its input (`boundary` bytes), half of the rest."""
@@ -492,6 +491,18 @@ class Fsdp(Engine):
         if share.adapters or share.in_fp32 or self.in_units(share):
             return 0.0
         return 2.0 * share.local
+
+
+_SETS = ("can", "without_gpu", "together", "methods")
+
+
+def make_engine(base: Engine, traits: Mapping[str, Any]) -> Engine:
+    """Return an engine that differs from another in the traits of a TOML table."""
+    made: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in traits.items()}
+    made |= {name: frozenset(made[name]) for name in _SETS if name in made}
+    if "states" in made:
+        made["states"] = StateBytes(*made["states"])
+    return replace(base, **made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

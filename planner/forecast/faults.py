@@ -1,10 +1,11 @@
 """The effect of findings on a forecast: how a node with a finding slows the links and the compute of a job.
 
-The forecast is for the nodes in their current state, and is compared with the same nodes after repair. faults.toml has
-one rule per finding code that affects data transfers or the compute rate of the slowest rank. If the scan's graph
-already shows the fault (a dead HCA, a link with fewer lanes), it is repaired for the comparison. Otherwise (no
-GPUDirect, locked memory, low clock) it slows the current nodes. With the codes in `ENDS` a job cannot run. The cost of
-any other failure is unknown, and the advice says so. docs/decisions/0020 gives the cost of each code.
+The forecast is for the nodes in their current state. faults.toml has one rule per finding code that affects data
+transfers or the compute rate of the slowest rank. Some faults are invisible to the scan's graph (no GPUDirect, locked
+memory, low clock), and their rules slow the nodes. What they cost is the difference to the same nodes without them.
+The graph already shows the others (a dead HCA, a link with fewer lanes), and their rules only add a note; the finding
+says how much of the link is lost. With the codes in `ENDS` a job cannot run. The cost of any other failure is unknown,
+and the advice says so. docs/decisions/0020 gives the cost of each code.
 """
 
 from __future__ import annotations
@@ -15,18 +16,14 @@ from dataclasses import dataclass, field, replace
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import compute_clock_share
-from hardware.nics import nics
 from hardware.units import GIGA
 from planner.forecast.compute import Rates
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, unknown_network
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.interfaces.facts import InterfacesFacts
-from probes.pci.facts import PciFacts
-from probes.rdma.facts import RdmaFacts
 from topology.cluster import join
-from topology.derive import complete
-from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, Pair
+from topology.graph import ClusterTopology
 
 Findings = Mapping[str, Sequence[Finding]]  # by host name
 
@@ -54,7 +51,6 @@ class ClusterState:
 
 
 Slow = Callable[[ClusterState, str, Finding], None]
-Repair = Callable[[NodeTopology, Finding], NodeTopology]
 
 
 def _is_about(finding: Finding, name: str, bus_id: str | None) -> bool:
@@ -101,22 +97,6 @@ def _through_host(now: ClusterState, host: str, finding: Finding) -> None:  # no
     now.add_note(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
-def _small_packets(now: ClusterState, host: str, finding: Finding) -> None:
-    """Reduce the rate by the share of packet headers."""
-    network, snapshot = now.links.network, now.hosts.get(host)
-    facts = snapshot.facts(RdmaFacts) if snapshot else None
-    ports = [port for device in (facts.devices if facts else ()) for port in device.ports]
-    sizes = [port.active_mtu_bytes for port in ports if port.active_mtu_bytes and port.state == "ACTIVE"]
-    if network is None or network.how == "measured" or not sizes:
-        return
-    share = (min(sizes) / (min(sizes) + _HEADER_BYTES)) / (4096 / (4096 + _HEADER_BYTES))
-    now.links = replace(now.links, network=replace(network, bytes_per_second=network.bytes_per_second * share))
-    now.add_note(f"{finding.code} on {finding.subject}: packets of {min(sizes)} bytes carry {share:.0%} of the rate")
-
-
-_HEADER_BYTES = 98  # RoCE v2: 14 + 20 + 8 + 12 + 16 + 4 + 4, plus 20 of preamble and gap on the wire
-
-
 def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
     """GPUs without peer access copy through host memory; the rate is limited by their links to the host."""
     links = now.links
@@ -125,76 +105,6 @@ def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # 
     slow = min(links.node.bytes_per_second, links.host.bytes_per_second)
     now.links = replace(links, node=replace(links.node, bytes_per_second=slow, link="host memory"))
     now.add_note(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
-
-
-def _report(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - equal nodes share a note
-    """Add a note about a fault that the graph shows."""
-    where = f" on {finding.subject}" if finding.subject else ""
-    now.add_note(f"{finding.code}{where}: {RULES[finding.code]['shown']}")
-
-
-def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Set a port that is down or slow to the rate of other ports of its kind."""
-    nearest = {nic for near in node.nearest_nic if near.gpu == finding.subject for nic in (near.why or "").split()}
-    best: dict[str, float] = {}
-    for nic in node.nics:
-        best[nic.kind] = max(best.get(nic.kind, 0.0), nic.rate_bytes_per_second or 0.0)
-
-    def repaired(nic: NicNode) -> NicNode:
-        if not (_is_about(finding, nic.name, nic.bus_id) or nic.name in {word.strip(",") for word in nearest}):
-            return nic
-        return replace(nic, active=True, rate_bytes_per_second=best[nic.kind] or None,
-                       pcie_running_bytes_per_second=None)  # fmt: skip
-
-    return replace(node, nics=tuple(repaired(nic) for nic in node.nics))
-
-
-def _repair_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Set a link to the rate of its slot."""
-    slow = {gpu.name for gpu in node.gpus if _is_about(finding, gpu.name, gpu.bus_id)}
-    gpus = tuple(
-        replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if gpu.name in slow else gpu
-        for gpu in node.gpus
-    )
-    pairs = tuple(replace(p, running_bytes_per_second=None) if {p.a, p.b} & slow else p for p in node.pairs)
-    nics = tuple(
-        replace(nic, pcie_running_bytes_per_second=None) if _is_about(finding, nic.name, nic.bus_id) else nic
-        for nic in node.nics
-    )
-    return replace(node, gpus=gpus, pairs=pairs, nics=nics)
-
-
-def _repair_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Give every pair of GPUs as many NVLinks as the pair with the most."""
-    names = {gpu.name for gpu in node.gpus}
-    linked = [p for p in node.pairs if {p.a, p.b} <= names and p.nvlinks]
-    if not linked or not finding.subject:
-        return node
-    best = max(linked, key=lambda p: p.nvlinks)
-
-    def repaired(pair: Pair) -> Pair:
-        if not {pair.a, pair.b} <= names or finding.subject not in (pair.a, pair.b):
-            return pair
-        return replace(best, a=pair.a, b=pair.b)
-
-    return replace(node, pairs=tuple(repaired(pair) for pair in node.pairs))
-
-
-def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
-    """Mark a lost GPU as usable, with the links of the other GPUs."""
-    sister = next((gpu for gpu in node.gpus if gpu.usable), None)
-    if sister is None:
-        return node
-
-    def repaired(gpu: GpuNode) -> GpuNode:
-        if gpu.usable or not _is_about(finding, gpu.name, gpu.bus_id):
-            return gpu
-        return replace(sister, name=gpu.name, index=gpu.index, bus_id=gpu.bus_id, uuid=gpu.uuid,
-                       numa_node=gpu.numa_node if gpu.numa_node is not None else sister.numa_node)  # fmt: skip
-
-    lost = [g.name for g in node.gpus if not g.usable and _is_about(finding, g.name, g.bus_id)]
-    node = replace(node, gpus=tuple(repaired(gpu) for gpu in node.gpus))
-    return _repair_nvlink(node, replace(finding, subject=lost[0])) if lost else node
 
 
 # Compute -------------------------------------------------------------------------------------------------------------
@@ -267,13 +177,12 @@ def cut_domains(cluster: ClusterTopology, findings: Findings) -> ClusterTopology
 
 _TABLE = read_table(__file__, "faults.toml")
 _SLOW: Mapping[str, Slow] = {
-    "sockets": _sockets, "through_host": _through_host, "report": _report, "clock": _clock, "power": _power,
-    "small_packets": _small_packets, "through_memory": _through_memory,
+    "sockets": _sockets, "through_host": _through_host, "through_memory": _through_memory, "clock": _clock,
+    "power": _power,
 }  # fmt: skip
-_REPAIRS: Mapping[str, Repair] = {
-    "nic": _repair_nic, "pcie": _repair_pcie, "nvlink": _repair_nvlink, "gpu": _repair_gpu,
-}  # fmt: skip
-RULES: Mapping[str, Mapping[str, str]] = {code: row for row in _TABLE["rule"] for code in row["codes"]}
+_HOW = {code: name for name, codes in _TABLE["slow"].items() for code in codes}
+_SHOWN = {code: note for note, codes in _TABLE["shown"].items() for code in codes}
+RULES = frozenset({*_HOW, *_SHOWN})
 ENDS = frozenset(_TABLE["ends"])
 
 _BY_SETTING = {  # faults that the recommended environment fixes
@@ -302,48 +211,18 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
         host: tuple(
             one for one in found
             if one.code in RULES and one.code not in solved and not is_excluded(one)
-            and (one.status == Status.FAIL or (one.status == Status.WARN and RULES[one.code]["slow"] == "clock"))
+            and (one.status == Status.FAIL or (one.status == Status.WARN and _HOW.get(one.code) == "clock"))
         )
         for host, found in findings.items()
     }  # fmt: skip
 
 
-def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
-    """Return the nodes with every fault repaired that the graph shows."""
-    nodes = []
-    known: dict[tuple[int, ...], NodeTopology] = {}
-    for node in cluster.nodes:
-        found = [one for one in findings.get(node.hostname, ()) if "repair" in RULES[one.code]]
-        key = (id(node.gpus), id(node.nics), id(node.pairs))
-        if found and key not in known:
-            sound = node
-            for one in found:
-                sound = _REPAIRS[RULES[one.code]["repair"]](sound, one)
-            known[key] = complete(sound)
-        nodes.append(replace(known[key], hostname=node.hostname) if found else node)
-    return join(nodes) if known else cluster
-
-
-def repair_links(
-    sound: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
-) -> Links | None:  # fmt: skip
-    """Return the links of the repaired nodes; None if RDMA is off and its rate cannot be known.
-
-    Ports without RDMA device cannot be read; assume one card per GPU, at the rate of its family's fastest card.
-    """
-    off = {one.subject for found in findings.values() for one in found if RULES[one.code]["slow"] == "sockets"}
-    if not off or links.network is None or sound.inter_node_transport in ("rdma", "efa", "nvlink"):
-        return links
-    pci = snapshots[0].facts(PciFacts) if snapshots else None
-    cards = [d for d in (pci.devices if pci else ()) if d.bus_id in off]
-    families = [nic for d in cards for nic in nics() if nic.vendor == d.vendor_id and d.device_id in nic.devices]
-    known = [nic.bytes_per_second for nic in families if nic.bytes_per_second]
-    if not known or len(known) < len(cards):
-        return None
-    used = min(len(cards), max(1, links.ranks_per_node))
-    rate = used * min(known) * NETWORK_SHARE
-    why = f"{used} cards as the fastest of their family"
-    return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=why))
+def are_separable(findings: Findings, cluster: ClusterTopology) -> bool:
+    """Whether the graph shows none of the faults, so that a forecast from the graph alone is one without them."""
+    codes = {one.code for found in findings.values() for one in found}
+    hidden = codes <= {*_HOW, *_PART_THE_DOMAIN}
+    needs_rdma = len(cluster.nodes) > 1 and any(_HOW.get(code) == "sockets" for code in codes)
+    return hidden and not (needs_rdma and cluster.inter_node_transport not in ("rdma", "efa", "nvlink"))
 
 
 def apply_findings(
@@ -356,5 +235,9 @@ def apply_findings(
     now = ClusterState(links=links, hosts=hosts, interface=interface)
     for host, found in findings.items():
         for one in found:
-            _SLOW[RULES[one.code]["slow"]](now, host, one)
+            if one.code in _SHOWN:
+                where = f" on {one.subject}" if one.subject else ""
+                now.add_note(f"{one.code}{where}: {_SHOWN[one.code]}")
+            else:
+                _SLOW[_HOW[one.code]](now, host, one)
     return now

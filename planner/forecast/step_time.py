@@ -60,7 +60,7 @@ ADAM_RANK_BYTES_PER_SECOND = 20e9
 class Job(Question):
     """A run together with the rates of its ranks; costs of layers are cached over the evaluated layouts.
 
-    Not to be confused with a Kubernetes Job, `planner.kubernetes.job.JobSpec`.
+    Not to be confused with a Kubernetes Job, `planner.kubernetes.manifests.JobSpec`.
     """
 
     rates: Rates
@@ -213,28 +213,16 @@ class _StepInputs:
         return self.job.constants.unit_kernels * self.job.rates.launch_seconds if hooked else 0.0
 
 
-class _LayerTimes(NamedTuple):
-    """Seconds of one layer and micro-batch on one rank."""
-
-    forward: float
-    backward: float
-    recompute: float
-    dequantize: float  # for all passes
-    host: float
-    tensor_parallel: float
-    context_parallel: float
-    expert_parallel: float
-
-
 class _MicroBatchTimes(NamedTuple):
     """Seconds of one micro-batch on the slowest stage: the largest, or the last, which has the head."""
 
+    each: StepParts  # of one layer, all passes: what is not a product, attention or an element-wise pass
     layers: float
     forward: float
     backward: float  # including both passes of the head
-    head: float
-    head_gemm: float
-    head_loss: float
+    head: float = 0.0
+    head_gemm: float = 0.0
+    head_loss: float = 0.0
 
 
 class _ExchangeTimes(NamedTuple):
@@ -249,24 +237,23 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     """Forecast the step time of one layout."""
     step = _prepare_step(job, job.engine.as_run(layout))
     layout, cost = step.layout, step.cost
-    layer = _time_layer(step)
-    micro = _time_micro_batch(step, layer)
+    micro = _time_micro_batch(step)
     exchange = _time_sharded(step, micro) if step.share.sharded else _time_replicated(step, micro)
     bubble, send = _time_pipeline(step, micro, exchange.gather)
     optimizer, offload = _time_optimizer(step, micro)
-    m, layers = layout.gradient_accumulation, micro.layers
+    m, layers, each = layout.gradient_accumulation, micro.layers, micro.each
     passes = 2.0 if step.share.adapters else 3.0  # of a product: forward, input gradient, weight gradient if trained
     host_ends = 2.0 * step.ends * step.hooks if step.on_cpu else 0.0  # on a GPU, the head's product hides them
     return StepParts(
         gemm=m * (layers * (cost.gemm * passes + cost.merged) + micro.head_gemm * passes),
         attention=m * layers * cost.attention * 3.5,
         elementwise=m * (layers * cost.elementwise * 3.0 + micro.head_loss + step.accumulation + exchange.copied),
-        dequantize=m * layers * layer.dequantize,
-        recompute=m * layers * layer.recompute,
-        host=m * (layers * layer.host + host_ends),
-        tensor_parallel=m * (layers * layer.tensor_parallel + _time_tensor_parallel(step, ends=True)),
-        context_parallel=m * layers * layer.context_parallel,
-        expert_parallel=m * layers * layer.expert_parallel,
+        dequantize=m * layers * each.dequantize,
+        recompute=m * layers * each.recompute,
+        host=m * (layers * each.host + host_ends),
+        tensor_parallel=m * (layers * each.tensor_parallel + _time_tensor_parallel(step, ends=True)),
+        context_parallel=m * layers * each.context_parallel,
+        expert_parallel=m * layers * each.expert_parallel,
         gather=exchange.gather,
         reduce=exchange.reduce,
         pipeline_send=send,
@@ -310,34 +297,34 @@ def _prepare_step(job: Job, layout: Layout) -> _StepInputs:
     tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
     on_cpu = job.rates.device == "CPU"
     return _StepInputs(
-        job=job,
-        layout=layout,
-        count=weights(job.model),
+        job=job, layout=layout, count=weights(job.model), on_cpu=on_cpu, tokens=tokens, cost=job.layer(layout, tokens),
         share=share_of(job.model, job.train, layout, on_cpu=on_cpu),
-        tokens=tokens,
-        cost=job.layer(layout, tokens),
-        on_cpu=on_cpu,
-    )
+    )  # fmt: skip
 
 
-def _time_layer(step: _StepInputs) -> _LayerTimes:
-    cost = step.cost
+def _time_micro_batch(step: _StepInputs) -> _MicroBatchTimes:
+    cost, adapters = step.cost, step.share.adapters
     forward = cost.gemm + cost.attention + cost.elementwise
     # Frozen weights have no gradient, unless they are merged with their adapters.
-    backward = cost.gemm * (1.0 if step.share.adapters else 2.0) + cost.merged
+    backward = cost.gemm * (1.0 if adapters else 2.0) + cost.merged
     backward += cost.attention * 2.5 + cost.elementwise * 2.0
     gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
     recompute = gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise
-    return _LayerTimes(
-        forward=forward,
-        backward=backward,
-        recompute=recompute,
-        dequantize=cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0),
-        host=_time_launches(step, forward, recompute, backward),
-        tensor_parallel=_time_tensor_parallel(step),
-        context_parallel=_time_context_parallel(step),
-        expert_parallel=_time_expert_parallel(step),
-    )
+    dequantize = cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0)
+    host = _time_launches(step, forward, recompute, backward)
+    tp, cp, ep = _time_tensor_parallel(step), _time_context_parallel(step), _time_expert_parallel(step)
+    each = StepParts(dequantize=dequantize, recompute=recompute, host=host, tensor_parallel=tp, context_parallel=cp,
+                     expert_parallel=ep)  # fmt: skip
+    forward = forward + cost.dequantize + tp / 2.0 + cp / 3.0 + ep / 2.0
+    again = recompute + dequantize - cost.dequantize
+    backward = backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + host
+    head_gemm, head_loss = step.job.head(step.layout, step.tokens)
+    head = head_gemm * (2.0 if adapters else 3.0) + head_loss
+    layers, last, added = step.share.layers, last_stage(step.job.model, step.layout), step.accumulation
+    if layers * (forward + backward) > last * (forward + backward) + head:
+        return _MicroBatchTimes(each, layers, layers * forward, layers * backward + added)
+    backward = last * backward + head + added
+    return _MicroBatchTimes(each, last, last * forward, backward, head, head_gemm, head_loss)
 
 
 def _time_launches(step: _StepInputs, forward: float, recompute: float, backward: float) -> float:
@@ -405,21 +392,6 @@ def _count_receivers(model: ModelSpec, of: float) -> float:
     """
     among = max(1.0, of * model.expert_groups)
     return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
-
-
-def _time_micro_batch(step: _StepInputs, layer: _LayerTimes) -> _MicroBatchTimes:
-    head_gemm, head_loss = step.job.head(step.layout, step.tokens)
-    head = head_gemm * (2.0 if step.share.adapters else 3.0) + head_loss
-    tp, cp, ep = layer.tensor_parallel, layer.context_parallel, layer.expert_parallel
-    once = step.cost.dequantize
-    forward = layer.forward + once + tp / 2.0 + cp / 3.0 + ep / 2.0
-    again = layer.recompute + layer.dequantize - once
-    backward = layer.backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + layer.host
-    layers, last = step.share.layers, last_stage(step.job.model, step.layout)
-    added = step.accumulation
-    if layers * (forward + backward) > last * (forward + backward) + head:
-        return _MicroBatchTimes(layers, layers * forward, layers * backward + added, 0.0, 0.0, 0.0)
-    return _MicroBatchTimes(last, last * forward, last * backward + head + added, head, head_gemm, head_loss)
 
 
 def _time_sharded(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:

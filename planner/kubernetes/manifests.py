@@ -1,4 +1,4 @@
-"""Render a JobSpec for each supported job API: TrainJob with its TrainingRuntime, PyTorchJob, JobSet, Indexed Job.
+"""Describe a fine-tune job on Kubernetes, check its settings, and render it for each supported job API.
 
 Specifications: trainer.kubeflow.org/v1alpha1 (Kubeflow Trainer 2.0 to 2.3), kubeflow.org/v1 (Training Operator 1.7 to
 1.9; resource claims need 1.9), jobset.x-k8s.io/v1alpha2, batch/v1, resource.k8s.io/v1, resource.nvidia.com/v1beta1
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,250 @@ from typing import Any
 import yaml
 
 from contracts.run_record import KILLED, RESUMABLE
-from planner.kubernetes.job import END_SECONDS, MOUNT, JobSpec
+from contracts.tables import read_table
+from planner.advice import Recommendation
+from planner.nccl_env.names import RESERVED
+
+CHANNEL = "compute-domain-channel"  # name of the pod's resource claim for an IMEX channel
+DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # defaults of NVIDIA's DRA driver and of DRANET's examples
+_NAME_LIMIT = 63  # characters of a DNS label; pod names are DNS labels
+_GPU = re.compile(r"nvidia\.com/(p?gpu|mig-)")  # names that NVIDIA's device plugins use for GPUs, not for NICs
+# Format of Kubernetes apimachinery, pkg/api/resource: a number with an optional suffix, here without sign.
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]{1,2})?")
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+MOUNT = "/mnt/shared"  # mount path of the PersistentVolumeClaim in the pods
+CACHE = f"{MOUNT}/.cache"  # HF_HOME on the claim, so that all pods and later jobs share one download
+RESTARTS = 3  # how often an interrupted job is restarted automatically
+RUNS_GATE = re.compile(r"\b(topoflight|agent\.cli)\s+preflight\b")  # a command that already runs preflight
+PEER_WAIT_SECONDS = 3600  # how long pods wait for each other; pulling a large image can take this long
+SAVE_SECONDS = 100  # minimum time from SIGTERM to the saved checkpoint
+END_SECONDS = 20  # time from the checkpoint to the end of the pod, or of Slurm's batch script
+COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
+_LEAST = {"nodes": 1, "processes_per_node": 1, "restarts": 0, "peer_wait_seconds": 1, "save_seconds": 1}
+# The format of each setting, as a row of names.toml.
+_FORM_OF = {
+    "namespace": "namespace", "name": "job", "image": "image", "preflight_image": "image", "agent": "agent",
+    # Names of other objects. With an invalid name the pods would wait forever for the object.
+    "claim": "object", "token_secret": "object", "queue": "object", "service_account": "object",
+}  # fmt: skip
+
+
+class JobError(ValueError):
+    """The job cannot be rendered; the message names the setting, its value and the allowed values."""
+
+
+def quantity(text: str) -> Decimal | None:
+    """Return the number of a Kubernetes quantity ("500m", "96Gi", "1e3"); None if invalid or negative."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None:
+        return None
+    number, suffix = Decimal(found[1]), found[2] or ""
+    if suffix in _BINARY:
+        return number * Decimal(1 << _BINARY[suffix])
+    return number.scaleb(_DECIMAL.get(suffix, 0) if suffix in _DECIMAL else int(suffix[1:] or 0))
+
+
+def toleration(taint: str) -> dict[str, str]:
+    """Return the toleration for a taint KEY[=VALUE][:EFFECT]; default effect NoSchedule. Raises JobError."""
+    rest, colon, effect = taint.partition(":")
+    key, equals, value = rest.partition("=")
+    allowed = _has_form("label_key", key) and _has_form("label_value", value) and (not colon or effect in _EFFECTS)
+    if not allowed:
+        raise JobError(f"--tolerate {taint!r}: must be KEY[=VALUE][:EFFECT] with EFFECT one of {', '.join(_EFFECTS)}")
+    matched = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **matched, "effect": effect or "NoSchedule"}
+
+
+def check_form(form: str, what: str, value: str) -> None:
+    """Raise JobError if a value does not match a format of names.toml; `what` ("name=") precedes it in the message."""
+    if not _has_form(form, value):
+        raise JobError(f"{what}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
+
+
+def _has_form(form: str, value: str) -> bool:
+    row = read_table(__file__, "names.toml")[form]
+    return len(value) <= row.get("most", len(value)) and re.fullmatch(row["pattern"], value) is not None
+
+
+def check_size(what: str, size: str) -> None:
+    """Raise JobError if a size is not a quantity above 0 (bytes or cores)."""
+    if not quantity(size):  # None, or 0
+        raise JobError(f"{what}={size!r}: must be a quantity above 0, such as 4, 500m, 96Gi or 100G")
+
+
+def storage_rate(word: str | None) -> float | None:
+    """Return the value of --storage-rate in bytes per second; None if it is not given. Raises JobError."""
+    if word is None:
+        return None
+    check_size("--storage-rate", word)
+    return float(quantity(word) or 0)
+
+
+def check_limit(name: str, amount: str) -> None:
+    """Raise JobError for an invalid amount: not a whole number of devices, or not a multiple of the page size."""
+    if name in ("cpu", "memory", "ephemeral-storage"):
+        check_size(f"resource {name}", amount)
+        return
+    check_form("resource", "resource ", name)
+    if name.startswith("hugepages-"):
+        page, bytes_wanted = quantity(name.removeprefix("hugepages-")), quantity(amount)
+        if not page or not bytes_wanted or bytes_wanted % page:
+            raise JobError(f"resource {name}={amount!r}: must be bytes in whole pages, such as 5120Mi")
+    elif not amount.isdecimal():
+        raise JobError(f"resource {name}={amount!r}: must be a whole number, because devices cannot be divided")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """The job to launch, and the requirements of its pods."""
+
+    name: str
+    image: str
+    nodes: int
+    processes_per_node: int
+    command: tuple[str, ...]  # of one pod; torchrun reads ranks and addresses from the controller's variables
+    namespace: str = "default"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)  # per pod: cpu, memory, nvidia.com/gpu, rdma/..., efa
+    networks: tuple[str, ...] = ()  # Multus: "rdmashared-net" or "namespace/name"
+    shm_bytes: int | None = None
+    ipc_lock: bool = False
+    config_map: str | None = None  # mounted at /etc/config
+    claim: str | None = None  # PersistentVolumeClaim mounted at MOUNT
+    token_secret: str | None = None  # Secret with the key HF_TOKEN, for gated models of the Hugging Face hub
+    queue: str | None = None  # Kueue LocalQueue
+    topology_label: str | None = None  # node label of the Kueue topology level within which all pods must run
+    service_account: str | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerate: tuple[str, ...] = ()  # taints as KEY[=VALUE][:EFFECT]
+    preflight_image: str | None = None  # image of the init container that runs the preflight check
+    preflight_require: tuple[str, ...] = ()
+    preflight_skip: tuple[str, ...] = ()  # checks that preflight does not run
+    measure: bool = False  # all pods benchmark their network together before the training
+    agent: str | None = None  # URL of the node's agent, to which the run record is posted
+    resource_claim_template: str | None = None  # DRA: template that allocates GPU and NIC below one PCIe root
+    device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: the cluster's device classes of GPU and NIC
+    compute_domain: bool = False  # NVIDIA's DRA driver: one IMEX channel per pod, for NVLink between nodes
+    restarts: int = RESTARTS  # of ranks that saved a checkpoint and exited, and of lost pods
+    peer_wait_seconds: int = PEER_WAIT_SECONDS
+    save_seconds: int = SAVE_SECONDS  # time for a checkpoint after the pod's SIGTERM
+
+    def __post_init__(self) -> None:
+        for what, least in _LEAST.items():
+            if getattr(self, what) < least:
+                raise JobError(f"{what}={getattr(self, what)}: must be at least {least}")
+        for what, form in _FORM_OF.items():
+            if (value := getattr(self, what)) is not None:
+                check_form(form, f"{what}=", value)
+        last = f"-worker-{self.nodes - 1}"  # the longest suffix of PyTorchJob and JobSet ("-node-0-1")
+        if len(self.name) + len(last) > _NAME_LIMIT:
+            allowed = str(_NAME_LIMIT - len(last))
+            raise JobError(f"name={self.name!r}: {allowed} characters at most, for its pods are named NAME{last}")
+        for name in self.environment:
+            check_form("variable", "environment ", name)
+            if name in RESERVED:
+                raise JobError(f"environment {name}: the job controller sets it, and refuses a value from outside")
+        for name, amount in self.limits.items():
+            check_limit(name, amount)
+        # with an invalid node label or taint the pods would stay Pending forever
+        for key in filter(None, (*self.node_selector, self.topology_label)):
+            check_form("label_key", "label ", key)
+        for key, value in self.node_selector.items():
+            check_form("label_value", f"label {key}=", value)
+        for taint in self.tolerate:
+            toleration(taint)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment, with HF_HOME on the claim; otherwise every pod downloads the model at every start."""
+        return {**({"HF_HOME": CACHE} if self.claim else {}), **self.environment}
+
+    @property
+    def requests(self) -> dict[str, str]:
+        """Resource requests of a pod; for an extended resource Kubernetes accepts only a request equal to the limit.
+
+        Kubernetes also rejects huge pages without cpu or memory ("HugePages require cpu or memory"). Then one core per
+        rank is requested, because each rank keeps one core busy.
+        """
+        alone = not {"cpu", "memory"} & self.limits.keys()
+        pages = alone and any(name.startswith("hugepages-") for name in self.limits)
+        return {**self.limits, **({"cpu": str(self.processes_per_node)} if pages else {})}
+
+    @property
+    def claims(self) -> dict[str, str]:
+        """Resource claims of a pod: name of the claim in the pod, and its ResourceClaimTemplate."""
+        claims = {"gpu-nic": self.resource_claim_template} if self.resource_claim_template else {}
+        return claims | ({CHANNEL: f"{self.name}-{CHANNEL}"} if self.compute_domain else {})
+
+    @property
+    def tolerations(self) -> list[dict[str, str]]:
+        """Tolerations of the pods, as in a pod spec."""
+        return [toleration(taint) for taint in self.tolerate]
+
+
+def from_advice(
+    advice: Recommendation,
+    *,
+    name: str,
+    image: str,
+    nodes: int,
+    named: Sequence[str] = (),
+    **settings: Any,
+) -> JobSpec:
+    """Return a job that follows a recommendation: environment, processes per node, and resources of the pods.
+
+    `named` lists the resources given by the user. A need with a family of resources ("rdma/*: 1") is met by one of
+    them. Raises JobError if there is none.
+    """
+    if advice.chosen is None:
+        raise JobError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
+    world = advice.chosen.layout.world_size
+    if world % nodes:
+        raise JobError(f"nodes={nodes}: does not divide the layout's {world} ranks")
+    limits: dict[str, str] = {}
+    needs = {kind: [need.value for need in advice.needs if need.name == kind] for kind in
+             ("resource", "network", "shm_bytes", "capability", "compute_domain")}  # fmt: skip
+    for need in needs["resource"]:
+        resource, _, count = need.partition(": ")
+        if not resource.endswith("/*"):
+            limits[resource] = count
+        elif not family(resource, named):
+            raise JobError(f"resource {resource}: give the name that `kubectl get nodes -o yaml` shows in "
+                           f"status.allocatable, with --resource NAME={count}")  # fmt: skip
+    environment = {s.name: s.value for s in advice.settings}
+    if advice.backend == "nccl":
+        limits["nvidia.com/gpu"] = str(world // nodes)
+        environment.setdefault("NCCL_DEBUG", "INFO")  # `kubectl logs POD | topoflight evidence -` reads this output
+    settings = {"command": COMMAND, **settings}
+    limits |= settings.pop("limits", None) or {}
+    gpus = limits.get("nvidia.com/gpu", "")
+    if advice.backend == "nccl" and gpus.isdecimal() and int(gpus) < world // nodes:
+        raise JobError(f"resource nvidia.com/gpu={gpus}: the plan has {world // nodes} ranks in a pod, one per GPU")
+    return JobSpec(
+        name=name, image=image, nodes=nodes, processes_per_node=world // nodes, limits=limits,
+        environment=environment, networks=tuple(dict.fromkeys(needs["network"])),
+        shm_bytes=max(map(int, needs["shm_bytes"]), default=None), ipc_lock="IPC_LOCK" in needs["capability"],
+        compute_domain=nodes > 1 and bool(needs["compute_domain"]), **settings,
+    )  # fmt: skip
+
+
+def family(resource: str, names: Sequence[str]) -> list[str]:
+    """Return the resource names among `names` that can meet the need `resource`, such as "rdma/*".
+
+    The RDMA shared device plugin offers devices as rdma/..., and SR-IOV operators use other prefixes.
+    """
+    if resource != "rdma/*":
+        return [name for name in names if name.startswith(resource.removesuffix("*"))]
+    for prefix in ("rdma/", "openshift.io/", "nvidia.com/"):
+        if found := [name for name in names if name.startswith(prefix) and not _GPU.match(name)]:
+            return found
+    return []
+
+
+# -- rendering
 
 Document = dict[str, Any]
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"

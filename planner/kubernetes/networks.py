@@ -19,14 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.advice import Recommendation
-from planner.kubernetes.job import JobError, check_form
-from planner.kubernetes.manifests import Document, from_template
-from planner.nccl_env.hcas import PortChoice, choose_ports
-from planner.nccl_env.interfaces import exact_if_needed
-from planner.nccl_env.nodes import NodeView, PortView
-from planner.nccl_env.nodes import networks as subnets
+from planner.kubernetes.manifests import Document, JobError, check_form, from_template
+from planner.nccl_env.devices import PortChoice, choose_ports, exact_if_needed
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.situation import Reason, Setting
+from planner.nccl_env.situation import NodeView, PortView, Reason, Setting
+from planner.nccl_env.situation import networks as subnets
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.pci.facts import PciFacts
@@ -125,26 +122,21 @@ def _make_settings(
         return [Setting(name="GLOO_SOCKET_IFNAME", value="net1", reason=first)]
     name = exact_if_needed(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
     made = [Setting(name="NCCL_SOCKET_IFNAME", value=name, reason=first)]
-    pairs = list(zip(snapshots, rails, strict=True))
-    values = {_format_hcas(snapshot, ports) for snapshot, ports in pairs}
-    # With several values the nodes name their HCAs differently, so no single list is correct.
-    if len(values) == 1 and any(_has_other_ports(snapshot, ports) for snapshot, ports in pairs):
+    values, has_others = set(), False
+    for snapshot, ports in zip(snapshots, rails, strict=True):
+        view = _make_view(snapshot)
+        choice = PortChoice(chosen=tuple(ports), secondary={port.device.name: "net1" for port in ports})
+        values.add(hca_list(view, choice))
+        has_others |= bool({port.name for port in view.default_ports()} - {port.name for port in ports})
+    # With several values the nodes name their HCAs differently, so no single list is correct. Without other ports
+    # NCCL chooses these by itself, and a list of names can become wrong.
+    if len(values) == 1 and has_others:
         rule = "A pod may see every HCA of the node, but only those behind its networks have a GID it can use"
         known = Reason(rule=rule, evidence=seen, source="NCCL src/transport/net_ib/init.cc")
         made.append(Setting(name="NCCL_IB_HCA", value=values.pop(), reason=known))
     rule = "Each rail is a subnet of its own, and nothing in the pod routes from one to another"
     apart = Reason(rule=rule, evidence=seen, source="NCCL docs/userguide/source/env.rst")
     return [*made, Setting(name="NCCL_CROSS_NIC", value="0", reason=apart)]
-
-
-def _has_other_ports(snapshot: Snapshot, ports: Sequence[PortView]) -> bool:
-    """Whether NCCL would use other ports too. Only then is NCCL_IB_HCA set, as a list of names can become wrong."""
-    return bool({view.name for view in _make_view(snapshot).default_ports()} - {view.name for view in ports})
-
-
-def _format_hcas(snapshot: Snapshot, ports: Sequence[PortView]) -> str:
-    choice = PortChoice(chosen=tuple(ports), secondary={view.device.name: "net1" for view in ports})
-    return hca_list(_make_view(snapshot), choice)
 
 
 def _list_ports(snapshot: Snapshot) -> list[tuple[str, PortView]]:
@@ -208,7 +200,8 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
     suitable = [fit(snapshot, mtus) for snapshot, mtus in zip(snapshots, found, strict=True)]
     names = set.intersection(*suitable) if suitable else set()
     common = {name: min(mtus[name] for mtus in found) for name in names}
-    infiniband = bool(snapshots) and all(_has_infiniband(snapshot) for snapshot in snapshots)
+    layers = [{view.port.link_layer for view in _make_view(snapshot).default_ports()} for snapshot in snapshots]
+    infiniband = bool(layers) and all("InfiniBand" in of_node for of_node in layers)
     if not (common or infiniband):
         raise JobError(
             "no active InfiniBand port, and no active RoCE port with a netdev, is on every one of these nodes; scan "
@@ -258,10 +251,6 @@ def _list_roce_mtus(snapshot: Snapshot) -> dict[str, int]:
             known = view.port.netdev_mtu_bytes if name == view.port.netdev else None
             found[name] = known or mtus.get(name) or 1500
     return found
-
-
-def _has_infiniband(snapshot: Snapshot) -> bool:
-    return any(view.port.link_layer == "InfiniBand" for view in _make_view(snapshot).default_ports())
 
 
 def shared_claim(

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.kubernetes.job import RUNS_GATE, family, quantity
-from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
+from contracts.tables import read_table
+from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
 from planner.kubernetes.yaml_edit import documents, extended
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.situation import Setting
@@ -25,6 +25,7 @@ PREFIX = "topoflight.io"  # prefix of annotation names
 GATE, MONITOR = "preflight", "topoflight-monitor"
 _MONITOR_FOLDER = f"/{MONITOR}"  # mount path of the files that finetune/rank_monitor.py copies
 _MONITOR_START = f"{_MONITOR_FOLDER}/finetune/autostart"
+_SHM = "/dev/shm"  # noqa: S108
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
 _BY_HAND = "what to add by hand: topoflight recommend -o env"
 _OTHERS = {
@@ -44,6 +45,13 @@ class WrapError(ValueError):
     """The manifest has no job that can be wrapped; the message says which kinds were looked for."""
 
 
+def _get(node: Any, *path: str) -> Any:
+    """Return a member of nested mappings; an empty mapping where a member on the way is missing or empty."""
+    for key in path:
+        node = (node or {}).get(key)
+    return node or {}
+
+
 @dataclass(slots=True)
 class Part:
     """One description of a job's training container: in a pod template, or in the `trainer` of a TrainJob."""
@@ -58,31 +66,35 @@ class Part:
     @property
     def command(self) -> list[str]:
         """The container's command and arguments."""
-        words = [*(self.container.get("command") or ()), *(self.container.get("args") or ())]
+        words = [*_get(self.container, "command"), *_get(self.container, "args")]
         return [word for word in words if isinstance(word, str)]
+
+    @property
+    def resources_key(self) -> str:
+        """The name of the member with the resources of a pod."""
+        return "resourcesPerNode" if self.kind == "TrainJob" else "resources"
+
+    @property
+    def resources(self) -> Document:
+        """The resources of the container: limits, requests, claims."""
+        return dict(_get(self.container, self.resources_key))
 
     @property
     def limits(self) -> dict[str, Any]:
         """Resource limits of the container, devices included."""
-        return dict(self.resources.get("limits") or {})
+        return dict(_get(self.resources, "limits"))
 
     @property
-    def resources(self) -> Document:
-        """The `resources` of the container: limits, requests, claims."""
-        return dict(self.container.get("resourcesPerNode" if self.kind == "TrainJob" else "resources") or {})
-
-    @property
-    def host_network(self) -> bool:
-        """Whether the pod uses the network of its node (hostNetwork)."""
-        return bool(((self.pod or {}).get("spec") or {}).get("hostNetwork"))
+    def requested(self) -> dict[str, Any]:
+        """Requests and limits of the container. Kubernetes sets a request that is missing to the limit."""
+        return {**_get(self.resources, "requests"), **self.limits}
 
     @property
     def without_gpus(self) -> bool:
         """Whether the container certainly gets no GPU: no resource, claim or RuntimeClass can give it one."""
-        requested = {**(self.resources.get("requests") or {}), **self.limits}
-        body = (self.pod or {}).get("spec") or {}
+        body = _get(self.pod, "spec")
         elsewhere = self.resources.get("claims") or body.get("resourceClaims") or body.get("runtimeClassName")
-        return not asks_for_gpus(requested) and not elsewhere
+        return not asks_for_gpus(self.requested) and not elsewhere
 
     @property
     def gpus(self) -> int | None:
@@ -201,52 +213,31 @@ class _Wrapper:
 
     def __init__(self, job: Job, part: Part, wanted: Additions, notes: list[str]) -> None:
         self._job, self._part, self._wanted, self._notes = job, part, wanted, notes
+        self._container, self._security = part.container, _get(part.container, "securityContext")
+        self._body = _get(part.pod, "spec")
         self._reasons: dict[str, str] = {}
-        self._other_network = part.host_network and any(need.name == "network" for need in wanted.needs)
 
     def run(self) -> None:
         """Make all additions."""
-        part, wanted, job_kind = self._part, self._wanted, self._job.kind
-        if part.kind == job_kind or job_kind != "TrainJob":  # values of a TrainJob override those of its runtime
-            for setting in wanted.settings:
-                if self._other_network and _OF_A_NETWORK.search(setting.name):
-                    self._note(f"{setting.name}={setting.value} is not added: hostNetwork is set, and the recording is "
-                              "of a pod on a network of its own; capture the host")  # fmt: skip
-                    continue
-                self._add_variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
-            if wanted.log:
-                self._add_log()
-            if wanted.monitor:
-                self._add_monitor_variables()
+        part, wanted = self._part, self._wanted
+        if part.kind == self._job.kind:  # values of a TrainJob override those of its runtime
+            self._add_variables()
             if empty := ", ".join(name for name, count in part.limits.items() if count is None):
-                self._note(f"{empty} has no number: give one here and in the gate, if one runs")
+                self._note("no_number", names=empty)
             self._add_resources()
-        if (pod := part.pod) is None:
+        if part.pod is None:
             self._annotate(self._job.document)
             if len(self._job.parts) == 1:
-                self._note("init container, shared memory, networks and IPC_LOCK are its runtime's: not added, unless "
-                          "the runtime stands in the same file")  # fmt: skip
+                self._note("of_runtime")
             return
-        self._add_needs(pod)
-        self._add_gate(pod)
+        for need in wanted.needs:
+            self._add_need(part.pod, need)
+        self._add_gate()
         if wanted.monitor:
-            self._add_monitor_files(pod)
+            self._add_monitor_files()
         if part.restart == "Never":
-            self._note("restartPolicy is Never: no pod is recreated, neither after a failed gate nor after its "
-                      "node was lost; launch the job again to resume from its last checkpoint")  # fmt: skip
-        self._annotate(pod)
-
-    def _add_needs(self, pod: Document) -> None:
-        for need in self._wanted.needs:
-            reason = f"{need.reason.rule}: {need.reason.evidence}"
-            if need.name == "shm_bytes":
-                self._add_shared_memory(pod, int(need.value), reason)
-            elif need.name == "network" and not self._other_network:
-                self._add_network(pod, need.value, reason)
-            elif need.name == "capability":
-                self._add_capability(need.value, reason)
-            elif need.name == "compute_domain" and not (pod.get("spec") or {}).get("resourceClaims"):
-                self._note(f"no claim of a ComputeDomain, and none is added: `launch` shows one ({reason})")
+            self._note("never")
+        self._annotate(part.pod)
 
     @property
     def _trainer(self) -> Part:
@@ -256,8 +247,7 @@ class _Wrapper:
         pkg/runtime/framework/plugins/jobset/builder.go).
         """
         of_job, of_runtime = (self._job.parts[0], self._part if self._part.pod is not None else self._job.parts[-1])
-        own = of_job.kind == "TrainJob" and (of_job.limits or of_job.resources.get("requests"))
-        return of_job if own else of_runtime
+        return of_job if of_job.kind == "TrainJob" and of_job.requested else of_runtime
 
     def _annotate(self, document: Document) -> None:
         """Add the reasons of the additions as annotations of the pod, or of the TrainJob."""
@@ -266,255 +256,257 @@ class _Wrapper:
             for name, value in self._reasons.items():
                 made.setdefault(f"{PREFIX}/{name}", value[:_REASON_LIMIT])
 
-    def _note(self, text: str) -> None:
-        self._notes.append(f"{self._part.where}: {text}")
+    def _note(self, key: str, **fields: object) -> None:
+        """Add a note of notes.toml."""
+        self._notes.append(f"{self._part.where}: {read_table(__file__, 'notes.toml')[key].format(**fields)}")
+
+    # -- variables
+
+    def _add_variables(self) -> None:
+        """Add the recommended settings, and those of the log and the monitor."""
+        in_own_network = any(need.name == "network" for need in self._wanted.needs)
+        for setting in self._wanted.settings:
+            if self._body.get("hostNetwork") and in_own_network and _OF_A_NETWORK.search(setting.name):
+                self._note("other_network", name=setting.name, value=setting.value)
+            else:
+                self._add_variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
+        folder, job = self._find_lasting_folder(), self._job
+        if self._wanted.log:
+            self._add_variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
+            log = f"{folder}/nccl-{job.name}."
+            if folder is None:
+                self._note("log")
+            else:
+                self._add_variable("NCCL_DEBUG_FILE", f"{log}%h.%p.log", f"read by: topoflight evidence {log}*")
+        if not self._wanted.monitor:
+            return
+        written = str((self._container.get("env"), self._part.command))
+        if folder is None:
+            self._note("monitor_claim")
+        elif all(part.pod is None for part in job.parts):
+            self._note("monitor_runtime")
+        elif "TOPOFLIGHT_RUN" not in written and "PYTHONPATH" in written:
+            self._note("monitor_path")
+        elif "TOPOFLIGHT_RUN" not in written:
+            run = f"{folder}/topoflight-{job.name}"
+            self._add_variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
+            self._add_variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
 
     def _add_variable(self, name: str, value: str, reason: str) -> None:
         if self._part.kind == "TrainJob" and name in RESERVED:
             return
-        container = self._part.container
-        for entry in container.get("env") or ():
+        for entry in _get(self._container, "env"):
             if isinstance(entry, dict) and entry.get("name") == name:
                 present = entry.get("value", "a value from elsewhere")
                 if present != value:
-                    self._note(f"{name}={present} is set in the manifest and stays; recommended is {value} ({reason})")
+                    self._note(
+                        "present", present=f"{name}={present} is set in the manifest", value=value, reason=reason
+                    )
                 return
         if any(re.search(rf"(^|[\s;&]){re.escape(name)}=", word) for word in self._part.command):
-            self._note(f"{name} is set in the command and stays; recommended is {value} ({reason})")
+            self._note("present", present=f"{name} is set in the command", value=value, reason=reason)
             return
-        for source in container.get("envFrom") or ():
-            named = ((source or {}).get("configMapRef") or {}).get("name") if isinstance(source, dict) else None
-            if named is None:
-                continue
-            if (names := self._job.files.get(f"configmap:{named}")) is None:
-                self._note(f"{name}={value} is not added: what ConfigMap {named} sets is unknown; give it in the same "
-                          "file")  # fmt: skip
+        for source in _get(self._container, "envFrom"):
+            config = _get(source, "configMapRef").get("name") if isinstance(source, dict) else None
+            names = self._job.files.get(f"configmap:{config}")
+            if config is not None and names is None:
+                self._note("config_map", name=name, value=value, config=config)
                 return
-            if f"{source.get('prefix', '')}{name}" in names.split():
-                self._note(f"{name} is set by ConfigMap {named} and stays; recommended is {value} ({reason})")
+            if config is not None and f"{source.get('prefix', '')}{name}" in str(names).split():
+                present = f"{name} is set by ConfigMap {config}"
+                self._note("present", present=present, value=value, reason=reason)
                 return
-        _ensure(container, "env", []).append({"name": name, "value": value})
+        _ensure(self._container, "env", []).append({"name": name, "value": value})
         self._reasons[name] = f"{value}: {reason}"
-
-    def _add_log(self) -> None:
-        folder = self._find_lasting_folder()
-        self._add_variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
-        if folder is None:
-            self._note("no claim is mounted; NCCL logs into the pod's log: `kubectl logs POD | topoflight evidence -`")
-            return
-        log = f"{folder}/nccl-{self._job.name}.%h.%p.log"
-        self._add_variable("NCCL_DEBUG_FILE", log, f"read by: topoflight evidence {log.split('%')[0]}*")
-
-    def _add_monitor_variables(self) -> None:
-        """Set the variables with which Python starts the rank monitor in each rank (finetune/autostart)."""
-        folder = self._find_lasting_folder()
-        written = str((self._part.container.get("env"), self._part.command))
-        if folder is None:
-            why = "the ranks write what they do into a volume that outlives the pod, and no claim is mounted"
-        elif all(part.pod is None for part in self._job.parts):
-            why = "the pods are described by a runtime that is not in this file"
-        elif "PYTHONPATH" in written and "TOPOFLIGHT_RUN" not in written:
-            why = "the manifest sets PYTHONPATH, which starts the monitor"
-        else:
-            why = ""
-        if why:
-            self._note(f"--monitor adds nothing: {why}")
-        elif "TOPOFLIGHT_RUN" not in written:
-            run = f"{folder}/topoflight-{self._job.name}"
-            self._add_variable("TOPOFLIGHT_RUN", run, f"read by: topoflight why --run {run}")
-            self._add_variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
 
     def _find_lasting_folder(self) -> str | None:
         """Return the mount path of a writable volume that outlives the pod; for a TrainJob, that of its runtime."""
         part = self._part
         if part.kind == "TrainJob":
             part = next((each for each in self._job.parts if each.pod is not None), part)
-        volumes = ((part.pod or {}).get("spec") or {}).get("volumes") or ()
-        lasting = [
-            v.get("name") for v in volumes if isinstance(v, dict) and {"persistentVolumeClaim", "ephemeral"} & set(v)
-        ]
-        mounts = [each for each in part.container.get("volumeMounts") or () if isinstance(each, dict)]
+        lasting = [each.get("name") for each in _get(part.pod, "spec", "volumes")
+                   if isinstance(each, dict) and {"persistentVolumeClaim", "ephemeral"} & set(each)]  # fmt: skip
+        mounts = [each for each in _get(part.container, "volumeMounts") if isinstance(each, dict)]
         return next((str(each.get("mountPath")).rstrip("/") for each in mounts
                      if each.get("name") in lasting and not each.get("readOnly")), None)  # fmt: skip
+
+    # -- resources
 
     def _add_resources(self) -> None:
         wanted = dict(self._wanted.resources)
         for need in self._wanted.needs:
-            if need.name == "resource":
-                name, _, count = need.value.partition(": ")
-                if not _GPU.fullmatch(name) and not family(name, list(wanted)):
-                    wanted[name] = count
-        resources = self._trainer.resources
-        if resources.get("claims"):
-            self._note(f"devices come by its resource claims; not added: {', '.join(wanted) or 'none'}")
+            name, _, count = need.value.partition(": ")
+            if need.name == "resource" and not _GPU.fullmatch(name) and not family(name, list(wanted)):
+                wanted[name] = count
+        trainer = self._trainer
+        if trainer.resources.get("claims"):
+            self._note("claims", names=", ".join(wanted) or "none")
             return
-        has = {**(resources.get("requests") or {}), **self._trainer.limits}
-        if self._trainer.kind == "TrainJob" and not has and wanted and not asks_for_gpus(wanted):
-            self._note(f"{', '.join(wanted)} is not added: resourcesPerNode replaces all resources of the runtime, and "
-                      "the runtime is not in this file. Give resourcesPerNode all resources of a node")  # fmt: skip
+        has = trainer.requested
+        if trainer.kind == "TrainJob" and not has and wanted and not asks_for_gpus(wanted):
+            self._note("resources_of_runtime", names=", ".join(wanted))
             return
         for name, count in wanted.items():
-            there = family(name, list(has)) if name.endswith("/*") else [n for n in has if n == name]
+            there = family(name, list(has)) if name.endswith("/*") else [name] if name in has else []
             if there:
                 present = str(has[there[0]])
                 if present != count and quantity(present) != quantity(count):
-                    self._note(f"{there[0]}: {present} is set in the manifest and stays; recommended is {count}")
+                    self._note("resource", name=there[0], present=present, value=count)
             elif name.endswith("/*"):
-                self._note(f"needs {name}: {count}, but its name on the nodes is unknown: add --resource NAME=COUNT")
+                self._note("resource_name", name=name, value=count)
             else:
                 self._add_limit(name, count, has)
-        self._note_missing_rdma({*has, *wanted})
+        if self._lacks_rdma({*has, *wanted}):
+            self._note("no_rdma")
 
     def _add_limit(self, name: str, count: str, has: Document) -> None:
         """Add a limit; Kubernetes sets the request of an extended resource to its limit."""
-        key = "resourcesPerNode" if self._part.kind == "TrainJob" else "resources"
-        resources = _ensure(self._part.container, key, {})
+        resources = _ensure(self._container, self._part.resources_key, {})
         if self._trainer is not self._part:  # copy the runtime's resources, which a limit in the TrainJob replaces
             for kind in ("limits", "requests"):
                 if given := self._trainer.resources.get(kind):
                     _ensure(resources, kind, {}).update(copy.deepcopy(given))
         limits = _ensure(resources, "limits", {})
         if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *limits}:
-            self._note(f"{name}: {count} is not added: Kubernetes refuses it without cpu or memory; set either")
-            return
-        limits[name] = count
+            self._note("huge_pages", name=name, value=count)
+        else:
+            limits[name] = count
 
-    def _note_missing_rdma(self, names: set[str]) -> None:
-        """Add a note if the nodes have RDMA but the pod requests no RDMA device."""
+    def _lacks_rdma(self, names: set[str]) -> bool:
+        """Whether the nodes have RDMA, and the pod requests none of these resources or others that give it a device."""
         needs = {need.value.partition(":")[0] for need in self._wanted.needs}
-        security = self._part.container.get("securityContext") or {}
-        marks = ((self._part.pod or {}).get("metadata") or {}).get("annotations") or {}
-        if (
-            self._job.nodes == 1
-            or not any(need.name == "memlock" for need in self._wanted.needs)
-            or {"rdma/*", "vpc.amazonaws.com/efa"} & needs
-            or family("rdma/*", sorted(names))
-            or security.get("privileged")
-            or "networking.gke.io/interfaces" in marks  # on GKE this annotation also provides the device
-        ):
-            return
-        self._note("requests no RDMA device, and without one NCCL uses TCP: --resource NAME=COUNT adds it, by the "
-                  "name that the nodes' device plugin offers (rdma/..., openshift.io/..., nvidia.com/...)")  # fmt: skip
+        return (
+            self._job.nodes != 1
+            and any(need.name == "memlock" for need in self._wanted.needs)
+            and not {"rdma/*", "vpc.amazonaws.com/efa"} & needs
+            and not family("rdma/*", sorted(names))
+            and not self._security.get("privileged")
+            # on GKE this annotation also provides the device
+            and "networking.gke.io/interfaces" not in _get(self._part.pod, "metadata", "annotations")
+        )
 
-    def _add_shared_memory(self, pod: Document, wanted_bytes: int, reason: str) -> None:
-        container, body = self._part.container, _ensure(pod, "spec", {})
+    # -- other needs of the pod
+
+    def _add_need(self, pod: Document, need: Setting) -> None:
+        reason = f"{need.reason.rule}: {need.reason.evidence}"
+        if need.name == "shm_bytes":
+            self._add_shared_memory(int(need.value), reason)
+        elif need.name == "network" and not self._body.get("hostNetwork"):
+            made = _ensure(_ensure(pod, "metadata", {}), "annotations", {})
+            there = made.get(NETWORKS_ANNOTATION)
+            if there is None:
+                made[NETWORKS_ANNOTATION] = need.value
+                self._reasons["network"] = f"{need.value}: {reason}"
+            elif need.value not in str(there):
+                present = f"network {there} is set in the manifest"
+                self._note("present", present=present, value=need.value, reason=reason)
+        elif need.name == "capability":
+            self._add_capability(need.value, reason)
+        elif need.name == "compute_domain" and not self._body.get("resourceClaims"):
+            self._note("compute_domain", reason=reason)
+
+    def _add_shared_memory(self, wanted_bytes: int, reason: str) -> None:
         size = f"{-(-wanted_bytes // 2**20)}Mi"
         memory = quantity(str(self._trainer.limits.get("memory", "")))
-        mount = next(iter(_list_shm_mounts(container)), None)
-        if mount is not None:
-            volume: Document = next((v for v in body.get("volumes") or () if v.get("name") == mount.get("name")), {})
-            limit = quantity(str((volume.get("emptyDir") or {}).get("sizeLimit", "")))
+        volumes = _get(self._body, "volumes")
+        if mounts := self._list_shm_mounts():
+            volume = next((each for each in volumes if each.get("name") == mounts[0].get("name")), None)
+            limit = quantity(str(_get(volume, "emptyDir").get("sizeLimit", "")))
             if limit is not None and limit < wanted_bytes:
-                self._note(f"shared memory of {limit // 2**20} MiB is set in the manifest and stays; needed: {size} "
-                           f"({reason})")  # fmt: skip
+                self._note("shm", mib=limit // 2**20, size=size, reason=reason)
             if limit is not None and memory is not None and limit > memory:
-                self._note(f"shared memory may grow to {limit // 2**20} MiB, and counts towards the memory limit of "
-                           f"{memory // 2**20} MiB: the container is killed before it is full. Lower the sizeLimit of "
-                           "the volume, or raise the limit")  # fmt: skip
+                self._note("shm_limit", mib=limit // 2**20, limit=memory // 2**20)
             return
-        if body.get("hostIPC"):
-            self._note(f"hostIPC is set, so /dev/shm is the node's own, and no volume is added over it; needed: {size}")
+        if self._body.get("hostIPC"):
+            self._note("shm_host", size=size)
             return
         if memory is not None and wanted_bytes > memory / 2:
             # files in /dev/shm count as memory of the container; half of the memory is the default size of tmpfs(5)
-            size = f"{max(1, int(memory / 2) >> 20)}Mi"
-            self._note(f"shared memory has {size}, half of the memory limit, in which it counts; needed: "
-                      f"{-(-wanted_bytes // 2**20)}Mi ({reason})")  # fmt: skip
-        taken = {volume.get("name") for volume in body.get("volumes") or ()}
-        name = "shm" if "shm" not in taken else "topoflight-shm"
-        _ensure(body, "volumes", []).append({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}})
-        _ensure(container, "volumeMounts", []).append({"name": name, "mountPath": "/dev/shm"})  # noqa: S108
+            half = f"{max(1, int(memory / 2) >> 20)}Mi"
+            self._note("shm_half", half=half, size=size, reason=reason)
+            size = half
+        name = "topoflight-shm" if any(each.get("name") == "shm" for each in volumes) else "shm"
+        self._mount({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}}, mountPath=_SHM)
         self._reasons["shm"] = f"{size}: {reason}"
 
-    def _add_network(self, pod: Document, network: str, reason: str) -> None:
-        made = _ensure(_ensure(pod, "metadata", {}), "annotations", {})
-        there = made.get(NETWORKS_ANNOTATION)
-        if there is None:
-            made[NETWORKS_ANNOTATION] = network
-            self._reasons["network"] = f"{network}: {reason}"
-        elif network not in str(there):
-            self._note(f"network {there} is set in the manifest and stays; recommended is {network} ({reason})")
+    def _mount(self, volume: Document, **mount: Any) -> None:
+        """Add a volume to the pod, and mount it in the training container."""
+        _ensure(self._body, "volumes", []).append(volume)
+        _ensure(self._container, "volumeMounts", []).append({"name": volume["name"], **mount})
 
     def _add_capability(self, name: str, reason: str) -> None:
-        security = self._part.container.get("securityContext") or {}
-        added = (security.get("capabilities") or {}).get("add") or ()
-        if security.get("privileged") or {name, "ALL", f"CAP_{name}"} & set(added):
+        added = _get(self._security, "capabilities", "add")
+        if self._security.get("privileged") or {name, "ALL", f"CAP_{name}"} & set(added):
             return
-        made = _ensure(self._part.container, "securityContext", {})
+        made = _ensure(self._container, "securityContext", {})
         _ensure(_ensure(made, "capabilities", {}), "add", []).append(name)
         self._reasons[f"capability-{name}"] = reason
-        if security.get("runAsNonRoot"):
-            self._note(f"{name} is added, and runAsNonRoot stays: only root in the container keeps it")
+        if self._security.get("runAsNonRoot"):
+            self._note("not_root", name=name)
 
-    def _add_gate(self, pod: Document) -> None:
-        image = self._wanted.gate_image
+    # -- init containers
+
+    def _add_gate(self) -> None:
+        image, job, body = self._wanted.gate_image, self._job, self._body
         if image is None:
-            self._note("no gate runs before this job; --preflight-image IMAGE adds it")
+            self._note("no_gate")
             return
-        container, body = self._part.container, _ensure(pod, "spec", {})
-        inits = body.get("initContainers") or ()
-        taken = {each.get("name") for each in (*(body.get("containers") or ()), *inits)}
+        inits = _get(body, "initContainers")
         for each in inits:
-            if RUNS_GATE.search(" ".join(map(str, (*(each.get("command") or ()), *(each.get("args") or ()))))):
+            if RUNS_GATE.search(" ".join(map(str, (*_get(each, "command"), *_get(each, "args"))))):
                 if each.get("image") != image:
-                    self._note(f"the gate {each.get('name')} of image {each.get('image')} is in the manifest and stays")
+                    self._note("gate", name=each.get("name"), image=each.get("image"))
                 return
-        command = ["topoflight", "preflight", "-o", "table"]
-        for check in self._wanted.require:
-            command += ["--require", check]
-        gate: Document = {"name": f"topoflight-{GATE}" if GATE in taken else GATE, "image": image, "command": command}
+        is_taken = any(each.get("name") == GATE for each in (*_get(body, "containers"), *inits))
         # Requests of an init container apply to the whole pod, and so to the other TrainJobs of the runtime.
-        asks = self._part if self._job.shares_runtime else self._trainer
-        of_pod = self._job.kind != "TrainJob" or self._job.shares_runtime
-        trainer = container if of_pod else self._job.parts[0].container
-        resources = copy.deepcopy(asks.resources)
+        of_pod = job.kind != "TrainJob" or job.shares_runtime
+        trainer = self._container if of_pod else job.parts[0].container
+        resources = (self._part if job.shares_runtime else self._trainer).resources
         # The check gets the job's variables, and the node's name, because every pod has another host name.
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-        gate["env"] = [node, *_list_plain_variables(trainer)]
-        sources = [each for each in trainer.get("envFrom") or () if isinstance(each, dict) and "configMapRef" in each]
-        if sources:  # without Secrets, which the check does not need
-            gate["envFrom"] = copy.deepcopy(sources)
-        if resources:
-            gate["resources"] = {k: v for k, v in resources.items() if k in ("limits", "requests", "claims")}
-        if container.get("securityContext"):
-            gate["securityContext"] = copy.deepcopy(container["securityContext"])
-        if shm := _list_shm_mounts(container):
-            gate["volumeMounts"] = copy.deepcopy(shm)
-        _ensure(body, "initContainers", []).append(gate)
-        if self._job.shares_runtime:
-            self._note(
-                "other TrainJobs use this runtime too, and what is added to it applies to all of them. The gate "
-                f"has the runtime's own resources and variables, not those of {self._job.kind}/{self._job.name}"
-            )
+        sources = [each for each in _get(trainer, "envFrom") if isinstance(each, dict) and "configMapRef" in each]
+        self._add_init_container(
+            name=f"topoflight-{GATE}" if is_taken else GATE, image=image,
+            command=["topoflight", "preflight", "-o", "table",
+                     *(word for check in self._wanted.require for word in ("--require", check))],
+            env=[node, *_list_plain_variables(trainer)],
+            envFrom=sources,  # without Secrets, which the check does not need
+            resources={key: resources[key] for key in resources if key in ("limits", "requests", "claims")},
+            securityContext=self._container.get("securityContext"), volumeMounts=self._list_shm_mounts(),
+        )  # fmt: skip
+        if job.shares_runtime:
+            self._note("gate_of_runtime", job=f"{job.kind}/{job.name}")
         if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
-            self._note("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
+            self._note("gate_repeats")
 
-    def _add_monitor_files(self, pod: Document) -> None:
+    def _add_init_container(self, **members: Any) -> None:
+        """Add an init container without members that are empty."""
+        made = {key: copy.deepcopy(value) for key, value in members.items() if value}
+        _ensure(self._body, "initContainers", []).append(made)
+
+    def _list_shm_mounts(self) -> list[Document]:
+        mounts = _get(self._container, "volumeMounts")
+        return [each for each in mounts if str(each.get("mountPath")).rstrip("/") == _SHM]
+
+    def _add_monitor_files(self) -> None:
         """Add an init container that copies the rank monitor from its image into a volume of the training container."""
-        holder = self._job.parts[0].container if self._job.kind == "TrainJob" else self._part.container
-        start = {"name": "PYTHONPATH", "value": _MONITOR_START}
-        body = _ensure(pod, "spec", {})
-        if start not in (holder.get("env") or ()) or MONITOR in [v.get("name") for v in body.get("volumes") or ()]:
+        holder = self._job.parts[0].container if self._job.kind == "TrainJob" else self._container
+        starts = {"name": "PYTHONPATH", "value": _MONITOR_START} in [*_get(holder, "env")]
+        if not starts or MONITOR in [each.get("name") for each in _get(self._body, "volumes")]:
             return
-        mount = {"name": MONITOR, "mountPath": _MONITOR_FOLDER}
-        copy_files: Document = {"name": MONITOR, "image": self._wanted.gate_image, "volumeMounts": [mount],
-                                "command": ["python", "-m", "finetune.rank_monitor", _MONITOR_FOLDER]}  # fmt: skip
-        if self._part.container.get("securityContext"):
-            copy_files["securityContext"] = copy.deepcopy(self._part.container["securityContext"])
-        _ensure(body, "initContainers", []).append(copy_files)
-        _ensure(body, "volumes", []).append({"name": MONITOR, "emptyDir": {}})
-        _ensure(self._part.container, "volumeMounts", []).append({**mount, "readOnly": True})
-
-
-def _list_shm_mounts(container: Document) -> list[Document]:
-    mounts = container.get("volumeMounts") or ()
-    return [m for m in mounts if str(m.get("mountPath")).rstrip("/") == "/dev/shm"]  # noqa: S108
+        self._add_init_container(
+            name=MONITOR, image=self._wanted.gate_image,
+            volumeMounts=[{"name": MONITOR, "mountPath": _MONITOR_FOLDER}],
+            command=["python", "-m", "finetune.rank_monitor", _MONITOR_FOLDER],
+            securityContext=self._container.get("securityContext"),
+        )  # fmt: skip
+        self._mount({"name": MONITOR, "emptyDir": {}}, mountPath=_MONITOR_FOLDER, readOnly=True)
 
 
 def _list_plain_variables(container: Document) -> list[Document]:
     """Return the variables that the preflight check reads: those about communication, with a plain value."""
     judged = re.compile(r"(?!NCCL_DEBUG_FILE)(?:(?:TORCH_)?NCCL_|GLOO_|FI_|OFI_|RDMAV_|UCX_|OMP_)")
-    entries = [each for each in container.get("env") or () if isinstance(each, dict)]
+    entries = [each for each in _get(container, "env") if isinstance(each, dict)]
     # $(NAME) refers to a variable that may not be copied
     return [each for each in entries if judged.match(str(each.get("name"))) and "$(" not in str(each.get("value"))]
 
@@ -526,22 +518,24 @@ def _ensure(mapping: Document, key: str, empty: Any) -> Any:
     return mapping[key]
 
 
+# -- the jobs of a manifest
+
+
 def _list_objects(manifest: Sequence[Any]) -> Iterator[Document]:
     for each in manifest:
         if not isinstance(each, dict):
             continue
         if str(each.get("kind", "")).endswith("List") and isinstance(each.get("items"), list):
             yield from _list_objects(each["items"])
-        elif each.get("kind") == "AppWrapper":  # kueue.sigs.k8s.io/docs/tasks/run/appwrappers
-            components = (each.get("spec") or {}).get("components") or ()
+            continue
+        if each.get("kind") == "AppWrapper":  # kueue.sigs.k8s.io/docs/tasks/run/appwrappers
+            components = _get(each, "spec", "components")
             yield from _list_objects([one.get("template") for one in components if isinstance(one, dict)])
-            yield each
-        else:
-            yield each
+        yield each
 
 
 def _get_name(document: Document) -> str:
-    metadata = document.get("metadata") or {}
+    metadata = _get(document, "metadata")
     return str(metadata.get("name") or str(metadata.get("generateName", "")).rstrip("-"))
 
 
@@ -558,7 +552,7 @@ def _parse_number(value: Any) -> int | None:
 
 
 def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
-    kind, spec = document.get("kind"), document.get("spec") or {}
+    kind, spec = document.get("kind"), _get(document, "spec")
     if kind not in _KINDS:
         return None
     name = _get_name(document)
@@ -573,14 +567,14 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
     parts = tuple(part for part in parts if part.gpus) or parts  # a launcher pod without GPUs has no rank
     counted = [part.replicas for part in parts]
     nodes = sum(n or 0 for n in counted) if None not in counted else None
-    ranks = {"PyTorchJob": spec.get("nprocPerNode"), "TrainJob": (spec.get("trainer") or {}).get("numProcPerNode")}
+    ranks = {"PyTorchJob": spec.get("nprocPerNode"), "TrainJob": _get(spec, "trainer").get("numProcPerNode")}.get(kind)
     if kind.endswith("Runtime"):
-        policy = spec.get("mlPolicy") or {}
+        policy = _get(spec, "mlPolicy")
         nodes = _parse_number(policy.get("numNodes", 1))
-        ranks[kind] = (policy.get("torch") or policy.get("mpi") or {}).get("numProcPerNode")
+        ranks = (_get(policy, "torch") or _get(policy, "mpi")).get("numProcPerNode")
     return Job(
         name=name, kind=kind, document=document, parts=parts, nodes=nodes or None,
-        ranks_per_node=_parse_number(ranks.get(kind)) or parts[0].gpus, files=_list_files(parts, configs),
+        ranks_per_node=_parse_number(ranks) or parts[0].gpus, files=_list_files(parts, configs),
     )  # fmt: skip
 
 
@@ -590,39 +584,37 @@ def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
         trainer = spec.setdefault("trainer", {})
         yield Part(f"{kind}/{name}", kind, None, trainer, _parse_number(trainer.get("numNodes")))
         return
-    templates: list[tuple[str, Document, int | None]] = []
-    restarts: dict[str, str] = {}
+    for where, template, pods, restart in _list_templates(kind, spec):
+        if (main := _find_trainer(kind, template["spec"]["containers"])) is not None:
+            yield Part(f"{kind}/{name}{where}", kind, template, main, pods, restart)
+
+
+def _list_templates(kind: str, spec: Document) -> Iterator[tuple[str, Document, int | None, str | None]]:
+    """Yield name, pod template, number of pods and restart policy of each group of pods."""
     if kind == "PyTorchJob":
-        for role, replica in _member(spec, "pytorchReplicaSpecs").items():
-            templates.append((f" {role}", replica["template"], _parse_number(replica.get("replicas", 1))))
-            restarts[f" {role}"] = str(replica.get("restartPolicy", "OnFailure"))
+        for role, each in _member(spec, "pytorchReplicaSpecs").items():
+            restart = str(each.get("restartPolicy", "OnFailure"))
+            yield f" {role}", each["template"], _parse_number(each.get("replicas", 1)), restart
     elif kind == "Job" and "tasks" in spec:  # a Job of Volcano
-        for task in _member(spec, "tasks"):
-            templates.append((f" {task.get('name')}", task["template"], _parse_number(task.get("replicas", 1))))
+        for each in _member(spec, "tasks"):
+            yield f" {each.get('name')}", each["template"], _parse_number(each.get("replicas", 1)), None
     elif kind == "Job":
-        templates.append(("", _member(spec, "template"), _parse_number(spec.get("parallelism", 1))))
+        yield "", _member(spec, "template"), _parse_number(spec.get("parallelism", 1)), None
     else:
         jobs = _member(_member(spec, "template"), "spec") if kind.endswith("Runtime") else spec
-        for replicated in _member(jobs, "replicatedJobs"):
-            labels = (replicated["template"].get("metadata") or {}).get("labels") or {}
+        for each in _member(jobs, "replicatedJobs"):
+            labels, body = _get(each["template"], "metadata", "labels"), each["template"]["spec"]
             if str(labels.get(_STEP, "trainer")) != "trainer":  # a step that downloads the dataset or the model
                 continue
-            body = replicated["template"]["spec"]
-            counts = [_parse_number(each) for each in (replicated.get("replicas", 1), body.get("parallelism", 1))]
+            counts = [_parse_number(count) for count in (each.get("replicas", 1), body.get("parallelism", 1))]
             pods = None if None in counts else math.prod(n or 1 for n in counts)
-            templates.append((f" {replicated['name']}", body["template"], pods))
-    for where, template, replicas in templates:
-        containers = template["spec"]["containers"]
-        main = _find_trainer(kind, containers)
-        if main is not None:
-            yield Part(f"{kind}/{name}{where}", kind, template, main, replicas, restarts.get(where))
+            yield f" {each['name']}", body["template"], pods, None
 
 
 def _find_trainer(kind: str, containers: Sequence[Document]) -> Document | None:
     """Return the training container: the one with the API's name, else the one with GPUs, else the only one."""
     named = [each for each in containers if each.get("name") == _MAIN.get(kind)]
-    with_gpus = [each for each in containers if any(
-        _GPU.fullmatch(n) for n in ((each.get("resources") or {}).get("limits") or {}))]  # fmt: skip
+    with_gpus = [each for each in containers if any(map(_GPU.fullmatch, _get(each, "resources", "limits")))]
     for found in (named, with_gpus, containers if kind != "TrainingRuntime" else []):
         if len(found) == 1:
             return found[0]
@@ -633,9 +625,9 @@ def _list_files(parts: Sequence[Part], configs: dict[str, Any]) -> dict[str, str
     """Return the files of the manifest's ConfigMaps by container path; `configmap:NAME` has the keys of a ConfigMap."""
     found = {f"configmap:{name}": " ".join(map(str, data)) for name, data in configs.items()}
     for part in parts:
-        volumes = {v.get("name"): v for v in (((part.pod or {}).get("spec") or {}).get("volumes") or ())}
-        for mount in part.container.get("volumeMounts") or ():
-            config = (volumes.get(mount.get("name"), {}).get("configMap") or {}).get("name")
+        volumes = {each.get("name"): each for each in _get(part.pod, "spec", "volumes")}
+        for mount in _get(part.container, "volumeMounts"):
+            config = _get(volumes.get(mount.get("name")), "configMap").get("name")
             for key, text in configs.get(str(config), {}).items():
                 found[f"{str(mount.get('mountPath')).rstrip('/')}/{key}"] = str(text)
     return found

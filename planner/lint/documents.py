@@ -1,8 +1,11 @@
-"""Read variables from YAML, JSON and TOML: Kubernetes objects, Helm templates and values, Compose, maps of variables.
+"""Read variables from YAML, JSON and TOML (Kubernetes, Helm, Compose, maps of variables), and from Dockerfiles.
 
-A variable is recognised by its key path (`env`, `environment`, `env_vars`, ...) or, at any other place, by its name.
+In a document a variable is recognised by its key path (`env`, `environment`, `env_vars`, ...) or, at any other place,
+by its name. In a Dockerfile ENV sets it, and RUN may write it into files.
 Specification: Kubernetes EnvVar and EnvFromSource; the Compose specification (environment in both forms,
-interpolation). JSON and TOML have the same structures.
+interpolation). JSON and TOML have the same structures. Dockerfile reference (both forms of ENV, ARG, stages,
+`# escape=`); for here-documents BuildKit's frontend/dockerfile/parser: each unquoted word of RUN, COPY and ADD that
+begins with `<<`.
 """
 
 from __future__ import annotations
@@ -12,18 +15,33 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.script import NAME, OPEN, Assigned, EnvironmentTextError, Inner, Script, is_judged, pattern, words
-from planner.lint.shell import expand, read_shell
+from planner.lint.script import (
+    NAME,
+    NAMED,
+    OPEN,
+    Assigned,
+    EnvironmentTextError,
+    Inner,
+    Script,
+    Unread,
+    is_judged,
+    pattern,
+    words,
+)
+from planner.lint.shell import expand, read_assignment, read_shell
 from planner.lint.values import finding, members
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
 _MOST_BRANCHES = 4  # maximum number of branches of one template condition that are read
+_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
+_HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
+_INSTRUCTIONS = words()["documents"]["instructions"]
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
@@ -168,10 +186,11 @@ class _Walk:
             self._container(node, source)
         here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
-            if key == "environment" and self._compose and _is(value, pattern("compose_truth")):
-                self._untyped(source, str(name), value, "Compose refuses the file: it takes a string or a number")
+            if key == "environment" and self._compose:
+                refusal = "Compose refuses the file: it takes a string or a number"
+                self._check_type(source, str(name), value, "compose_truth", refusal=refusal)
             elif key == "data" and source in self.config_of:
-                self._text_wanted(source, str(name), value)
+                self._want_text(source, str(name), value)
             word = name if isinstance(name, str) else ""
             own = pattern("own").match(word) is not None
             if own and isinstance(value, dict):
@@ -206,7 +225,7 @@ class _Walk:
         before: dict[str, str] = {}
         for entry in entries:
             name, value = entry["name"], entry.get("value")
-            self._text_wanted(source, name, value)
+            self._want_text(source, name, value)
             text = "valueFrom" if "valueFrom" in entry else scalar(value)
             if not is_judged(name):
                 before[name] = text
@@ -221,16 +240,19 @@ class _Walk:
                 notes.append(finding("env.pair.shadowed/twice", name, before[name], status=status, last=text))
             before[name] = text
 
-    def _text_wanted(self, source: str, name: str, value: Any) -> None:
-        if _is(value, pattern("truth")) or _is(value, pattern("number")):
-            self._untyped(source, name, value, "Kubernetes refuses the object: the value must be a string")
-
-    def _untyped(self, source: str, name: str, value: Any, refusal: str) -> None:
+    def _check_type(self, source: str, name: str, value: Any, *forms: str, refusal: str) -> None:
+        """Report an unquoted value that a parser does not read as a string."""
         text = scalar(value)
-        what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
-        text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
-        note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
-        self._at(source).findings.append(note)
+        plain = isinstance(value, Plain | bool | int | float)
+        if plain and any(pattern(form).fullmatch(text) for form in forms):
+            what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
+            text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
+            note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
+            self._at(source).findings.append(note)
+
+    def _want_text(self, source: str, name: str, value: Any) -> None:
+        refusal = "Kubernetes refuses the object: the value must be a string"
+        self._check_type(source, name, value, "truth", "number", refusal=refusal)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
         """Take an entry of a container's `env`. A ConfigMap's value is used if the ConfigMap is in the documents."""
@@ -258,7 +280,7 @@ class _Walk:
             self.taken.setdefault(source, set()).add(name)
             for key, value in self._configs[name].items():
                 if NAME.match(str(key)):
-                    self._text_wanted(source, str(key), value)
+                    self._want_text(source, str(key), value)
                     self._add(source, f"{entry.get('prefix', '')}{key}", value)
 
     def _words(self, words: list[str], source: str) -> None:
@@ -306,11 +328,6 @@ class _Walk:
         return self.found.setdefault(source, Script())
 
 
-def _is(value: Any, pattern: re.Pattern[str]) -> bool:
-    """Whether an unquoted value matches the pattern, so that a parser does not read it as a string."""
-    return isinstance(value, Plain | bool | int | float) and bool(pattern.fullmatch(scalar(value)))
-
-
 def _configs(documents: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for document in (each for each in documents if isinstance(each, dict)):
         data, metadata, items = (document.get(key) for key in ("data", "metadata", "items"))
@@ -338,3 +355,94 @@ def title(document: Any) -> str:
     kind = document.get("kind")
     name = name if isinstance(name, str) else None
     return f"{kind}/{name}" if kind and name else str(kind or name or "document")
+
+
+# -- Dockerfiles
+
+
+class _Instruction(NamedTuple):
+    line: int
+    name: str
+    rest: str  # arguments, with continued lines joined and without here-documents
+
+
+class _Stage(NamedTuple):
+    known: dict[str, str]  # ENV and ARG
+    assigned: list[Assigned]
+
+
+def read_dockerfile(text: str) -> Script:
+    """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
+    script, stage, named = Script(), _Stage({}, []), dict[str, _Stage]()
+    arguments = stage.known  # of ARG instructions before the first stage
+    for each in _instructions(text, script):
+        if each.name == "FROM":
+            rest = re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match[1]) or match[0], each.rest)
+            words = [word.lower() for word in rest.split() if not word.startswith("--")]
+            base = named.get(words[0], _Stage({}, [])) if words else stage
+            name = words[2] if len(words) > 2 else str(len(named))
+            stage = named[name] = _Stage(dict(base.known), list(base.assigned))
+        elif each.name in ("ENV", "ARG"):
+            _variables(each, stage)
+        elif each.name in ("CMD", "ENTRYPOINT") and NAMED.search(each.rest):
+            script.unread.append(Unread(line=each.line, why=f"a variable in {each.name}"))
+        elif each.name == "RUN":
+            _run(each, stage.known, script)
+    script.always.update({each.name: each for each in stage.assigned})
+    return script
+
+
+def _variables(each: _Instruction, stage: _Stage) -> None:
+    """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
+    before = dict(stage.known)
+    words = _WORD.findall(each.rest)
+    if each.name == "ENV" and words and "=" not in words[0]:
+        name, _, value = each.rest.partition(" ")
+        words = [f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"']
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not equals:
+            stage.known.setdefault(name, OPEN)
+            continue
+        for found in read_assignment(word, before, each.line):
+            stage.known[found.name] = found.value
+            if each.name == "ENV":
+                stage.assigned.append(found)
+
+
+def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:
+    """Take the files that RUN writes. Variables that it exports do not outlive the instruction."""
+    rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
+    found = read_shell(rest + "\n", known=known, line=each.line)
+    script.inner += [one for one in found.inner if one.target != "python" or one.text not in rest]
+    if NAMED.search(rest):
+        script.unread += found.unread
+
+
+def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
+    """Yield each instruction with its continued lines and here-documents; report other lines as unread."""
+    escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
+    end_of_line = rf"{'`' if escape else chr(92) * 2}[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # and comments after it
+    pattern = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{end_of_line})*.*))\n?")
+    at, line = 0, 1
+    while at < len(text):
+        first, match = line, pattern.match(text, at)
+        assert match is not None  # noqa: S101 - it matches every text
+        at, line, name = match.end(), line + match[0].count("\n"), (match[1] or "").upper()
+        if name not in _INSTRUCTIONS:
+            if match[2] and match[2].strip():
+                script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
+            continue
+        rest = re.sub(end_of_line, " ", match[2]).strip()
+        for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
+            if (here := _HEREDOC.match(word)) is None:
+                continue
+            tabs = r"\t*" if here[1] else ""
+            end = re.compile(rf"^{tabs}{re.escape(here[3])}(?:\n|\Z)", re.MULTILINE).search(text, at)
+            if end is None:
+                script.unread.append(Unread(line=first, why=f"the here-document {here[3]} has no end"))
+                continue
+            if NAMED.search(text[at : end.start()]):
+                script.unread.append(Unread(line=line, why="a here-document"))
+            line, at, rest = line + text.count("\n", at, end.end()), end.end(), rest.replace(word, "")
+        yield _Instruction(first, name, rest)

@@ -118,15 +118,21 @@ def lint(
             found.append(finding("env.name.unexported", name, raw))
     if one_gpu:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
-    for rule in (_torch, _shadowed, _bounds, _through_the_network, _sockets):
+    for rule in (_torch, _shadowed, _bounds, _numbers):
         found += rule(environment)
     found += _missing(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
         found += _harmful_anywhere(environment, nodes) if nodes != 1 else ()
     else:
-        found += _needless_with_efa(environment) if machine.has_efa else ()
+        for name, row in settings()["efa_needless"].items() if machine.has_efa else ():
+            if name in environment and environment[name].lower() == row.get("only", environment[name].lower()):
+                found.append(finding("env.efa.needless", name, environment[name], why=row["why"]))
         found += machine.check(environment, case.version)
-    return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.status)))
+    general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
+    judged = {each.subject for each in found if each.code != general
+              and (each.status != Status.INFO or each.code.startswith("env.p2p"))}  # fmt: skip
+    found = [each for each in found if each.code != general or each.subject not in judged]
+    return tuple(sorted([*quoted, *found], key=lambda finding: _ORDER.index(finding.status)))
 
 
 def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
@@ -160,22 +166,19 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
             if alias:
                 yield finding("env.torch.renamed", name, value, right=right.rstrip(")"))
         elif entry.last is not None and (version is None or version > entry.last):
-            yield _removed(name, value, entry.last, version)
+            # only information if the release in use is unknown
+            status, reader = Status.INFO, "every later release"
+            if version is not None:
+                status, reader = Status.WARN, f"NCCL {version_text(version)}"
+            new, last = replacement(name), version_text(entry.last)
+            use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
+            yield finding("env.name.removed", name, value, status=status, last=last, reader=reader, use=use)
         elif entry.first is not None and version is not None and version < entry.first:
             first, used = version_text(entry.first), version_text(version)
             yield finding("env.name.too_new", name, value, first=first, version=used)
         elif known:
             yield from check_value(name, value, entry, version)
             yield from _leftover(name, value, entry, case)
-
-
-def _removed(name: str, value: str, last: Version, version: Version | None) -> Finding:
-    """Report a name that later releases do not read; only information if the release in use is unknown."""
-    new = replacement(name)
-    use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
-    reader = f"NCCL {version_text(version)}" if version else "every later release"
-    status = Status.WARN if version else Status.INFO
-    return finding("env.name.removed", name, value, status=status, last=version_text(last), reader=reader, use=use)
 
 
 def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
@@ -226,14 +229,6 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
     return whole or not entry.default.lstrip("-").isdigit()
 
 
-def _needless_with_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report settings that are useless or harmful with EFA."""
-    for name, row in settings()["efa_needless"].items():
-        value = environment.get(name)
-        if value is not None and value.lower() == row.get("only", value.lower()):
-            yield finding("env.efa.needless", name, value, why=row["why"])
-
-
 def _torch(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check debugging switches of PyTorch and CUDA, and the allocator's True or False (c10 ConfigTokenizer)."""
     for name, switch in settings()["torch"].items():
@@ -275,14 +270,6 @@ def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) ->
     return finding("env.name.unknown", name, value, reader=reader)
 
 
-def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
-    """Drop findings about debugging settings if the variable has a more specific finding."""
-    general = "env.debug.leftover"
-    judged = {each.subject for each in found if each.code != general
-              and (each.status != Status.INFO or each.code.startswith("env.p2p"))}  # fmt: skip
-    return (each for each in found if each.code != general or each.subject not in judged)
-
-
 # -- combinations of settings, and checks without a known machine
 
 
@@ -304,22 +291,16 @@ def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
                 yield finding("env.pair.shadowed", name, environment[name], cause=first, other=cause)
 
 
-def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report that without peer access and shared memory the GPUs of a node use the network (src/transport.cc)."""
-    off = {name: environment.get(name, "") for name in ("NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")}
-    if all(strtoll(value)[0] == 1 for value in off.values()):
-        tcp = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] == 1 and not other_net(environment)
+def _numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Report transports that leave only the network (src/transport.cc), and more than 64 sockets (env.rst)."""
+    numbers = {name: strtoll(value)[0] for name, value in environment.items()}
+    if numbers.get("NCCL_SHM_DISABLE") == numbers.get("NCCL_P2P_DISABLE") == 1:
+        tcp = numbers.get("NCCL_IB_DISABLE") == 1 and not other_net(environment)
         network = "TCP sockets" if tcp else "the NIC, or through TCP sockets where there is no RDMA"
-        (name, value), (other, its_value) = off.items()
-        yield finding("env.pair.network", name, value, f"{other}={its_value}", network=network)
-
-
-def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
-    threads, sockets = (
-        strtoll(environment.get(name, ""))[0] for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
-    )
-    if threads * sockets > 64:  # env.rst: the product cannot exceed 64
-        product = threads * sockets
+        other = f"NCCL_P2P_DISABLE={environment['NCCL_P2P_DISABLE']}"
+        yield finding("env.pair.network", "NCCL_SHM_DISABLE", environment["NCCL_SHM_DISABLE"], other, network=network)
+    threads, sockets = (numbers.get(name, 0) for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"))
+    if (product := threads * sockets) > 64:
         yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
 
 
@@ -348,22 +329,8 @@ def nodes_of(environment: Mapping[str, str]) -> int | None:
 
 def _harmful_anywhere(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
     """Report settings that harm every job of several nodes; used if the machine is unknown."""
-    yield from _unreachable(environment, nodes)
-    net = environment.get("NCCL_NET", "")
-    if net.lower() == "socket":
-        yield finding("env.rdma.tcp/any", "NCCL_NET", net)
-    devices = environment.get("NCCL_IB_HCA", "")
-    if devices.startswith("^") and not NameList.parse(devices).takes("mlx5_N") and not other_net(environment):
-        yield finding("env.rdma.tcp/excluded", "NCCL_IB_HCA", devices)
-    provider = first_provider(environment)
-    if provider in values()["words"]["tcp"]:
-        yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", environment["FI_PROVIDER"], provider=provider)
-
-
-def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
-    """Report interfaces that other nodes cannot reach, such as lo and docker0."""
     size = environment.get("WORLD_SIZE", environment.get("OMPI_COMM_WORLD_SIZE", ""))
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # interfaces that other nodes cannot reach
         value = environment.get(name, "")
         wanted = NameList.parse(value)
         local = [each for each, _ in wanted.entries if re.fullmatch(r"lo|docker\d*|virbr\d*|cni\d*|br-\w*", each)]
@@ -375,3 +342,12 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
         elif (whole_number(size) or 0) > 1:
             status, known = Status.WARN, f"the job has {size} ranks"
         yield finding("env.interface.unfit/local", name, value, status=status, names=", ".join(local), size=known)
+    net = environment.get("NCCL_NET", "")
+    if net.lower() == "socket":
+        yield finding("env.rdma.tcp/any", "NCCL_NET", net)
+    devices = environment.get("NCCL_IB_HCA", "")
+    if devices.startswith("^") and not NameList.parse(devices).takes("mlx5_N") and not other_net(environment):
+        yield finding("env.rdma.tcp/excluded", "NCCL_IB_HCA", devices)
+    provider = first_provider(environment)
+    if provider in values()["words"]["tcp"]:
+        yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", environment["FI_PROVIDER"], provider=provider)

@@ -10,6 +10,7 @@ import operator
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -99,14 +100,24 @@ class Expander:
     """Expands words with the variables of `shell`. Values that are unknown before a run become OPEN."""
 
     capture: Callable[[Sequence[Node]], None]  # follows a command substitution
-    assign: Callable[[str, str, str, int], None]  # sets a variable: name, value, source text, line
+    set: Callable[[Assigned], None]  # sets a variable
 
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
         self.script = Script()
         self.source, self.first = b"", 1
-        self._level = 0
-        self._work = self._loops = 0
+        self.loops = 0  # loops around the statement
+        self._level = self._work = 0
+
+    @contextmanager
+    def during(self, **state: object) -> Iterator[None]:
+        """Replace attributes until the end of a block."""
+        saved = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
+        try:
+            yield
+        finally:
+            vars(self).update(saved)
 
     def spend(self, characters: int) -> bool:
         """Count work in characters. Returns whether the limit is not yet reached."""
@@ -135,13 +146,10 @@ class Expander:
 
     def value(self, node: Node) -> str:
         """Return the text of a word after expansion."""
-        self._level += 1
-        try:
+        with self.during(_level=self._level + 1):
             found = self._value(node) if self._level <= MOST_LEVELS and self.spend(64) else OPEN
-            self.spend(len(found))
-            return found
-        finally:
-            self._level -= 1
+        self.spend(len(found))
+        return found
 
     def _value(self, node: Node) -> str:
         match node.type:
@@ -213,7 +221,7 @@ class Expander:
         start = node.start_byte + len(match[0].encode())
         other = self._mixed(node, start, node.end_byte - 1, r"\\([\"\\`$}])|\\\n")
         if sign[-1] == "=":
-            self.assign(name, other, self.text(node), self.line(node))
+            self.set(Assigned(name, other, self.text(node), self.line(node)))
         return other
 
     def arithmetic(self, text: str) -> int | None:
@@ -224,7 +232,7 @@ class Expander:
         inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
 
         def put(match: re.Match[str]) -> str:
-            number = OPEN if self._loops else self.parameter(match[1]) or "0"
+            number = OPEN if self.loops else self.parameter(match[1]) or "0"
             return number if match[0][0] == "$" else f"({number})"
 
         if not self.spend(len(text)):
@@ -259,6 +267,26 @@ class Expander:
         if node.type == "concatenation":
             return re.sub(r"[\"']", "", text)
         return text[1:-1] if node.type in ("string", "raw_string") else text
+
+    def evaluate(self, node: Node) -> Assigned:
+        """Evaluate `NAME=value`, `NAME+=value` or `NAME=(array)`. `NAME[i]=value` makes the variable unknown."""
+        target, given = node.child_by_field_name("name") or node, node.child_by_field_name("value")
+        name, adds = self.text(target).partition("[")[0], node.children[1].type == "+="
+        items = None
+        if target.type != "variable_name":
+            list(map(self.value, node.named_children))
+            value = OPEN
+        elif given is not None and given.type == "array":
+            before = self.items(name) if adds else ()
+            more = tuple(word for each in given.named_children for word in self.words(each))
+            indexed = any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in given.named_children)
+            before = (Word(OPEN, ""),) if before is None else before  # unknown number of items
+            items = None if indexed else (*before, *more)[: MOST_VALUE >> 4]
+            value = OPEN if items is None else items[0].text if items else ""
+        else:
+            value = self.value(given) if given else ""
+            value = ((self.parameter(name) + value) if adds else value)[:MOST_VALUE]
+        return Assigned(name, value, self.raw(given) if given else "", self.line(node), items=items)
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {

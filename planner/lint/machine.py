@@ -10,14 +10,21 @@ which of them the switch uses.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.values import NameList, finding, other_net, strtoll
-from planner.nccl_env.hcas import choose_ports, gid_index_problem
+from planner.nccl_env.devices import choose_ports, gid_index_problem
 from planner.nccl_env.names import Version, version_text
-from planner.nccl_env.nodes import UNFIT_ROLES, NodeView, PortView, best_interface, p2p_level_effect, running_interfaces
+from planner.nccl_env.situation import (
+    UNFIT_ROLES,
+    NodeView,
+    PortView,
+    best_interface,
+    p2p_level_effect,
+    running_interfaces,
+)
 from probes.api import Snapshot
 from topology.build import build
 from topology.graph import NodeTopology
@@ -125,7 +132,7 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
     if not taken:
         yield finding("env.interface.absent", name, value, evidence)
         return
-    for entry, caught in _caught(name_list, [(each.name, None) for each in running]):
+    for entry, caught in name_list.matches([(each.name, None) for each in running]):
         if entry in caught and len(caught) > 1 and not name_list.exact and not name_list.negated:
             more = ", ".join(each for each in caught if each != entry)
             yield finding("env.interface.prefix", name, value, evidence, entry=entry, more=more)
@@ -143,12 +150,6 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
             "env.interface.overlay", name, value, f"{taken[0].name}: pod-default", f"{secondary[0]}: secondary",
             first=taken[0].name, secondary=", ".join(secondary), best=secondary[0],
         )  # fmt: skip
-
-
-def _caught(name_list: NameList, present: Sequence[tuple[str, int | None]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each entry of the list with the present names that it matches."""
-    for entry in name_list.entries:
-        yield entry[0], list(dict.fromkeys(name for name, port in present if name_list.hits(entry, name, port)))
 
 
 def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
@@ -181,7 +182,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         yield finding("env.hca.absent", name, value, evidence)
         return
     named = {entry[0] for entry in name_list.entries}
-    for entry, caught in _caught(name_list, [(view.device.name, view.port.port) for view in ports]):
+    for entry, caught in name_list.matches([(view.device.name, view.port.port) for view in ports]):
         more = [each for each in sorted(caught) if each not in named]
         if not caught and not name_list.negated:
             yield finding("env.hca.absent/entry", name, value, evidence, entry=entry)

@@ -65,8 +65,7 @@ class Word(NamedTuple):
     line: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
+class Assigned(NamedTuple):
     """One assignment of a variable."""
 
     name: str
@@ -125,13 +124,9 @@ class Script:
         """Merge the result of another part of the same text."""
         for each in other.always.values():
             self.set(each)
-        self.ways += other.ways
         self.loose |= other.loose
-        self.inner += other.inner
-        self.starts += other.starts
-        self.files += other.files
-        self.findings += other.findings
-        self.unread += other.unread
+        for name in ("ways", "inner", "starts", "files", "findings", "unread"):
+            getattr(self, name).extend(getattr(other, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

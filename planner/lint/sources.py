@@ -1,7 +1,7 @@
 """Read environments from any supported format: a process, an env file, a script, a manifest, a Dockerfile, a log.
 
 Specification: proc(5) environ; docker --env-file; NCCL src/misc/param.cc setEnvFile (nccl.conf). Other formats are
-read by the modules `shell`, `documents` and `dockerfile`. Lines that cannot be parsed are reported with their number.
+read by the modules `shell` and `documents`. Lines that cannot be parsed are reported with their number.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _script(text: str, kind: str, first: int) -> Script:
     if kind == "log":
         return _plain((0, f"{match[1]}={match[2]}") for match in pattern("logged").finditer(text))
     if kind == "dockerfile":
-        from planner.lint.dockerfile import read_dockerfile
+        from planner.lint.documents import read_dockerfile
 
         return read_dockerfile(text)
     if kind == "other":

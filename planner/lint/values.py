@@ -88,17 +88,20 @@ class NameList(NamedTuple):
         entries = tuple((name, whole_number(port[0]) if port else None) for name, *port in words if name)
         return cls(negated=negated, exact=exact, entries=entries)
 
-    def hits(self, entry: tuple[str, int | None], name: str, port: int | None = None) -> bool:
-        """Whether an entry matches a name and port."""
-        wanted, wanted_port = entry
-        same = name == wanted if self.exact else name.startswith(wanted)
-        return same and (port is None or wanted_port is None or wanted_port == port)
+    def matches(self, present: Sequence[tuple[str, int | None]]) -> Iterator[tuple[str, list[str]]]:
+        """Yield each entry with the present names (name, port) that it matches."""
+        for wanted, wanted_port in self.entries:
+            yield wanted, list(dict.fromkeys(
+                name for name, port in present
+                if (name == wanted if self.exact else name.startswith(wanted))
+                and (port is None or wanted_port is None or wanted_port == port)
+            ))  # fmt: skip
 
     def takes(self, name: str, port: int | None = None) -> bool:
         """Whether NCCL would use the name."""
         if not self.entries:
             return not self.negated
-        return any(self.hits(entry, name, port) for entry in self.entries) != self.negated
+        return any(names for _, names in self.matches([(name, port)])) != self.negated
 
 
 def other_net(environment: Mapping[str, str]) -> str:

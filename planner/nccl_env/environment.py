@@ -1,7 +1,9 @@
 """The recommended environment of a job and other needs of its pods; formats settings for other tools.
 
-Specification: PyTorch docs notes/cuda (allocator), ProcessGroupNCCL.hpp (TORCH_NCCL_*), torch/distributed/run.py; NCCL
-docs/userguide/source/troubleshooting.rst (shared memory, memlock); Kubernetes EnvVar and extended resources; Multus
+The rules here are about GPUs, their links and CPU cores. Most variables have correct defaults, and a note says not to
+set them. Specification: NCCL docs/userguide/source/{env,troubleshooting}.rst (shared memory, memlock),
+src/graph/{topo,paths}.cc, src/transport/nvls.cc, src/mnnvl.cc; PyTorch docs notes/cuda (allocator),
+ProcessGroupNCCL.hpp (TORCH_NCCL_*), torch/distributed/run.py; Kubernetes EnvVar and extended resources; Multus
 annotation k8s.v1.cni.cncf.io/networks; AWS EKS user guide, EFA; docker run --env-file (one NAME=value per line, no
 quoting); POSIX shell.
 """
@@ -9,20 +11,28 @@ quoting); POSIX shell.
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.nccl_env import gpus as gpus
-from planner.nccl_env import interfaces as interfaces
-from planner.nccl_env import platforms as platforms
-from planner.nccl_env import rdma as rdma
-from planner.nccl_env import roce as roce
-from planner.nccl_env.hcas import choose_ports, is_virtual_function
+from hardware.gpus import gpu_named
+from hardware.machines import catalogue, machines
+from planner.nccl_env import devices, platforms, rdma
+from planner.nccl_env.devices import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
-from planner.nccl_env.nodes import NodeView
-from planner.nccl_env.platforms import published, settings_as_published
-from planner.nccl_env.situation import Note, Setting, Situation, note, setting
+from planner.nccl_env.situation import (
+    RDMA_KINDS,
+    NodeView,
+    Note,
+    Setting,
+    Situation,
+    all_nvlink,
+    note,
+    p2p_level_effect,
+    setting,
+)
 from probes.limits.probe import LimitsFacts
+from topology.graph import PathClass
 
 
 class RenderError(ValueError):
@@ -57,6 +67,105 @@ def render_settings(settings: Sequence[Setting], form: str) -> str:
     return "\n".join(text.replace("\n", " ") for text in lines or ("# nothing to set",)) + "\n"
 
 
+def unread(case: Situation) -> Note | None:
+    """Report GPUs that could not be read, so the advice is based on fewer facts."""
+    failed = case.unread("gpu")
+    return note("gpu.unread", failed) if failed else None
+
+
+def nvlink_between_nodes(case: Situation) -> str | None:
+    """Return the evidence that NVLink connects nodes of this job (MNNVL); None if there is none."""
+    if case.one_node:
+        return None
+    cliques: Counter[str] = Counter()
+    for node in case.nodes:
+        facts = node.gpu()
+        cliques.update(sorted({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ()))
+    is_tray = all(0 < node.gpu_count() <= 4 for node in case.nodes)  # of an NVLink domain (GB200 NVL72); HGX has 8
+    shared = [clique for clique, hosts in cliques.items() if hosts > 1 or is_tray]
+    if shared:
+        return f"fabric clique {shared[0]} on {cliques[shared[0]]} host(s)"
+    racks = {row.name for row in catalogue() if row.nvlink_nodes > 1}
+    planned = [node for node in case.nodes if not node.snapshot and node.topology and node.topology.sku in racks]
+    return f"{planned[0].hostname}: catalogue" if planned else None
+
+
+def mnnvl(case: Situation) -> Note | None:
+    """NCCL_MNNVL_ENABLE: enabled automatically, but requires IMEX."""
+    evidence = nvlink_between_nodes(case)
+    return note("mnnvl", evidence) if evidence else None
+
+
+def nvls(case: Situation) -> Note | None:
+    """NCCL_NVLS_ENABLE: enabled automatically if the switches support reductions."""
+    for node in case.nodes:
+        gpus, facts = node.topology.gpus if node.topology else (), node.gpu()
+        known = [gpu.compute_capability for gpu in gpus if gpu.compute_capability]
+        if not known and facts:
+            known = [gpu.compute_capability for gpu in facts.gpus if gpu.compute_capability]
+        if min(known, default=(0, 0)) >= (9, 0) and node.gpu_count() > 2 and all_nvlink(node):
+            return note("nvls", f"{node.hostname}: NVSwitch, compute capability 9.0 or later")
+    return None
+
+
+def topo_file(case: Situation) -> Setting | Note | None:
+    """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
+    topic = "NCCL_TOPO_FILE"
+    for node in case.nodes:
+        pci = node.pci()
+        why = (node.topology.virtual if node.topology else None) or (pci.virtual_tree if pci else None)
+        if why is None or node.gpu_count() < 2:
+            continue
+        info = node.hostinfo()
+        evidence = f"{node.hostname}: {why}"
+        named = (info.nccl_conf or {}).get(topic) if info else None
+        if named:
+            return note("topo_file.nccl_conf", f"{evidence}; nccl.conf: {topic}={named}")
+        if case.efa:
+            return note("topo_file.efa", evidence)
+        files = pci.topology_files if pci else ()
+        if path := _find_azure_file(node, files):
+            return setting("topo_file.azure", path, f"{evidence}; {path} is there")
+        if nvidia := [path for path in files if path.startswith("/var/run/nvidia-topologyd/")]:
+            return note("topo_file.topologyd", f"{evidence}; {nvidia[0]}")
+        return note("topo_file.absent", evidence)
+    return None
+
+
+def _find_azure_file(node: NodeView, files: Sequence[str]) -> str | None:
+    """Return the existing file of this VM series; Azure's HPC images name it in /etc/nccl.conf."""
+    models = [gpu_named(name) for name in node.gpu_names()]
+    with_file = (row for row in machines() if row.topology_file)
+    series = next((row.topology_file for row in with_file if gpu_named(row.gpu) in models), None)
+    wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
+    return next((path for path in wanted if path in files), None)
+
+
+def p2p_level(case: Situation) -> Note | None:
+    """NCCL_P2P_LEVEL: never recommended; explained if the machine already has it set."""
+    topic = "NCCL_P2P_LEVEL"
+    for node in case.nodes:
+        info = node.hostinfo()
+        level = info.nccl_variables.get(topic) if info else None
+        if level is not None:
+            return Note(topic=topic, text=p2p_level_effect(level, node), evidence=f"{node.hostname}: {topic}={level}")
+    return None
+
+
+def pcie_pairs(case: Situation) -> Note | None:
+    """Explain NCCL's default behaviour for GPUs connected by PCIe only."""
+    for node in case.nodes if case.backend == "nccl" else ():
+        info = node.hostinfo()
+        # With at most two GPUs and AMD CPUs, NCCL 2.23 and later allows any P2P (ncclTopoCheckP2p).
+        is_two_on_amd = info is not None and info.cpu_vendor == "AuthenticAMD" and node.gpu_count() <= 2
+        if node.topology is None or node.gpu_count() < 2 or all_nvlink(node) or is_two_on_amd:
+            continue
+        for pair in node.topology.pairs:
+            if pair.a.startswith("GPU") and pair.b.startswith("GPU") and pair.path and pair.path > PathClass.PXB:
+                return note("p2p_level.pcie", f"{node.hostname}: {pair.a}-{pair.b} {pair.label}")
+    return None
+
+
 def allocator(case: Situation) -> Setting | None:
     """PYTORCH_CUDA_ALLOC_CONF: expandable segments, so that varying sequence lengths do not fragment the memory."""
     if not case.gpus:
@@ -67,9 +176,7 @@ def allocator(case: Situation) -> Setting | None:
 
 def watchdog(case: Situation) -> Note | None:
     """TORCH_NCCL_*: by default, a hung collective is already aborted."""
-    if case.backend != "nccl":
-        return None
-    return note("watchdog")
+    return note("watchdog") if case.backend == "nccl" else None
 
 
 def omp_threads(case: Situation) -> Setting | Note | None:
@@ -114,7 +221,11 @@ def cpu_binding(case: Situation) -> Note | None:
         facts = node.gpu()
         nodes = {gpu.numa_node for gpu in facts.gpus if gpu.numa_node is not None} if facts else set()
         if len(nodes) > 1:
-            unset = "" if published(case, "NCCL_IGNORE_CPU_AFFINITY") else " (NCCL_IGNORE_CPU_AFFINITY stays unset)"
+            unset = (
+                ""
+                if platforms.published(case, "NCCL_IGNORE_CPU_AFFINITY")
+                else " (NCCL_IGNORE_CPU_AFFINITY stays unset)"
+            )
             evidence = f"{node.hostname}: GPUs on NUMA nodes {', '.join(str(each) for each in sorted(nodes))}"
             return note("cpu_binding", evidence, unset=unset)
     return None
@@ -139,21 +250,16 @@ def _list_needs(case: Situation) -> Iterator[Setting]:
         yield setting("pod.gpus", f"nvidia.com/gpu: {count}", f"{largest.hostname}: {count} GPUs")
     if case.one_node:
         return
-    if joined := gpus.nvlink_between_nodes(case):
+    if joined := nvlink_between_nodes(case):
         yield setting("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
-    if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
+    planned = (nic.kind for node in case.nodes if not node.snapshot for nic in node.nics)
+    if case.rdma_ports or case.efa or case.cxi or set(planned) & set(RDMA_KINDS):
         yield setting("pod.memlock", "unlimited", _describe_memlock(case))
         yield setting("pod.ipc_lock", "IPC_LOCK", _describe_memlock(case))
     if case.efa:
         yield from _need_efa(case)
     for node in case.nodes:
         yield from _need_roce(node)
-
-
-def _has_hcas(node: NodeView) -> bool:
-    """Whether a node without probes (from the catalogue or a matrix) has RDMA devices."""
-    nics = node.topology.nics if node.topology and not node.snapshot else ()
-    return any(nic.kind in ("hca", "efa") for nic in nics)
 
 
 def _get_limits(node: NodeView) -> LimitsFacts | None:
@@ -195,9 +301,8 @@ def _need_efa(case: Situation) -> Iterator[Setting]:
 
 def _need_roce(node: NodeView) -> Iterator[Setting]:
     """Return the secondary network and the RDMA resource that belongs to it."""
-    facts = node.interfaces()
     choice = choose_ports(node)
-    for interface in facts.interfaces if facts else ():
+    for interface in node.links:
         if interface.role == "secondary" and interface.multus_network:
             evidence = f"{node.hostname}: {interface.name} is on {interface.multus_network}"
             yield setting("pod.network", interface.multus_network, evidence)
@@ -218,14 +323,14 @@ class EnvAdvice:
     backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
 
 
-_FIRST = (gpus.unread, platforms.amd, interfaces.gloo_socket_ifname)
+_FIRST = (unread, platforms.amd, devices.gloo_socket_ifname)
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
-    platforms.vendor_script, platforms.unknown_platform, interfaces.socket_ifname, rdma.ib_hca, rdma.silent_ports,
-    roce.ib_gid_index, roce.ib_addr_family, roce.ib_roce_version, roce.ib_traffic_class, roce.ib_service_level,
+    platforms.vendor_script, platforms.unknown_platform, devices.socket_ifname, rdma.ib_hca, rdma.silent_ports,
+    rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
     rdma.cross_nic, rdma.net_plugin, platforms.slingshot_protocol, platforms.slingshot_tuning, platforms.collnet,
 )  # fmt: skip
 _LAST = (
-    gpus.topo_file, gpus.p2p_level, gpus.pcie_pairs, gpus.nvls, gpus.mnnvl,
+    topo_file, p2p_level, pcie_pairs, nvls, mnnvl,
     platforms.gdr_prerequisites, allocator, watchdog, omp_threads, cpu_binding,
 )  # fmt: skip
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (*_FIRST, *_BETWEEN_NODES, *_LAST)
@@ -243,7 +348,7 @@ def settings(case: Situation) -> EnvAdvice:
     notes = [answer for answer in answers if isinstance(answer, Note)]
     if between:  # published values replace notes about the same variables
         named = {each.name for each in chosen}
-        added = [each for each in settings_as_published(case) if each.name not in named]
+        added = [each for each in platforms.settings_as_published(case) if each.name not in named]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
     if platforms.has_vendor_script(case):  # the vendor's script or plugin sets NCCL's variables

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator
 
 from planner.nccl_env.names import Platform, platforms
-from planner.nccl_env.nodes import NodeView
-from planner.nccl_env.situation import Note, Reason, Setting, Situation, by_host, note, setting, together
+from planner.nccl_env.situation import NodeView, Note, Reason, Setting, Situation, by_host, note, setting
 from probes.hostinfo.probe import HostinfoFacts
 
 
@@ -20,9 +19,8 @@ def amd(case: Situation) -> Note | None:
     """Report AMD GPUs, which are not checked: for RCCL, NCCL's variables have another meaning or none."""
     if not case.amd:
         return None
-    seen = by_host((node.hostname, f"{len(found)} AMD GPUs ({found[0]})") for node in case.nodes if (
-        found := node.amd_gpus()
-    ))  # fmt: skip
+    found = [(node.hostname, gpus) for node in case.nodes if (gpus := node.amd_gpus())]
+    seen = by_host((host, f"{len(gpus)} AMD GPUs ({gpus[0]})") for host, gpus in found)
     how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
     known = [row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd]
     more = ["rccl.published"] if known else []
@@ -45,12 +43,8 @@ def vendor_script(case: Situation) -> Note | None:
             how = f"source {there or row.script[0]} in the job's command"
         else:
             how = f"install the {row.plugin} plugin and source its script, {row.script[0]}: it is not on this disk"
-        return note(
-            "platform.vendor_script",
-            f"{node.hostname}: {row.name}; {source.name}, {source.date}",
-            how=how,
-            listed=listed,
-        )
+        evidence = f"{node.hostname}: {row.name}; {source.name}, {source.date}"
+        return note("platform.vendor_script", evidence, how=how, listed=listed)
     return None
 
 
@@ -78,12 +72,11 @@ def slingshot_protocol(case: Situation) -> Setting | Note | None:
     """NCCL_PROTO for Slingshot with Grace Hopper: LL128 over GPUDirect produced wrong data there."""
     if not case.cxi or case.older_than((2, 27, 0)):
         return None
-    coherent = [
-        node.hostname for node in case.nodes if (facts := node.gpu()) and any(gpu.c2c_links for gpu in facts.gpus)
-    ]
-    if not coherent:
-        return None
-    return setting("proto.slingshot", "^LL128", f"{coherent[0]}: C2C links, {len(_list_cxi(case))} Cassini NICs")
+    for node in case.nodes:
+        if (facts := node.gpu()) and any(gpu.c2c_links for gpu in facts.gpus):
+            evidence = f"{node.hostname}: C2C links, {len(_list_cxi(case))} Cassini NICs"
+            return setting("proto.slingshot", "^LL128", evidence)
+    return None
 
 
 def slingshot_tuning(case: Situation) -> Note | None:
@@ -101,30 +94,23 @@ def collnet(case: Situation) -> Note | None:
     """NCCL_COLLNET_ENABLE: SHARP in InfiniBand switches, through nccl-rdma-sharp-plugins."""
     if published(case, "NCCL_COLLNET_ENABLE") is not None:
         return None
-    infiniband = [
-        node for node in case.nodes if any(view.port.link_layer == "InfiniBand" for view in node.default_ports())
-    ]
-    plugin = {node.hostname: path for node in infiniband if (path := _find_sharp_plugin(node))}
+    plugin = {}
+    for node in case.nodes:
+        info = node.hostinfo()
+        path = next((path for path in info.vendor_files if "sharp" in path), None) if info else None
+        if path and any(view.port.link_layer == "InfiniBand" for view in node.default_ports()):
+            plugin[node.hostname] = path
     if not plugin or len(plugin) < len([node for node in case.nodes if node.snapshot]):
         return None
     return note("collnet.plugin", by_host(plugin.items()))
-
-
-def _find_sharp_plugin(node: NodeView) -> str | None:
-    info = node.hostinfo()
-    return next((path for path in info.vendor_files if "sharp" in path), None) if info else None
 
 
 def gdr_prerequisites(case: Situation) -> Note | None:
     """Report what prevents NICs from accessing GPU memory on these hosts, before a run shows it."""
     if case.one_node or case.backend != "nccl" or not (case.rdma_ports or case.efa or case.cxi):
         return None
-    found: list[tuple[str, str]] = []
-    for node in case.nodes:
-        found += [(node.hostname, each) for each in _list_gdr_obstacles(node)]
-    if not found:
-        return None
-    return note("gdrdma.prerequisites", by_host(together(found)))
+    found = [(node.hostname, each) for node in case.nodes for each in _list_gdr_obstacles(node)]
+    return note("gdrdma.prerequisites", by_host(found)) if found else None
 
 
 def _list_gdr_obstacles(node: NodeView) -> list[str]:
@@ -173,8 +159,7 @@ def fabrics(node: NodeView) -> dict[str, int]:
         layer = {"InfiniBand": "infiniband", "Ethernet": "roce"}.get(view.port.link_layer or "")
         if layer and view.device.kind == "hca":
             found[layer] = found.get(layer, 0) + 1
-    facts = node.interfaces()
-    plain = [each for each in facts.interfaces if each.role in ("host", "secondary", "pod-default")] if facts else []
+    plain = [each for each in node.links if each.role in ("host", "secondary", "pod-default")]
     wired = [each for each in plain if each.master is None and each.running is not False]
     if not any(found.values()):
         found["ethernet"] = len(wired)

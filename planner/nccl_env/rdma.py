@@ -1,44 +1,68 @@
-"""Rules about RDMA devices: NCCL_IB_HCA, NCCL_CROSS_NIC, and NCCL_NET for EFA and Slingshot.
+"""Rules about RDMA devices: NCCL_IB_HCA, NCCL_CROSS_NIC, NCCL_NET for EFA and Slingshot; for RoCE, GID and class.
 
-Specification: NCCL docs/userguide/source/env.rst, src/transport/net_ib/init.cc; aws-ofi-nccl.
+Specification: NCCL docs/userguide/source/env.rst, src/transport/net_ib/{init,connect}.cc (ncclIbGetGidIndex);
+aws-ofi-nccl.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hardware.units import gigabits
 from planner.forecast.machines import machine
-from planner.nccl_env.hcas import PortChoice, choose_ports, is_software, is_virtual_function, subnet_prefix
-from planner.nccl_env.interfaces import exact_if_needed
-from planner.nccl_env.nodes import RDMA_KINDS, NodeView, PortView, port_subnet
-from planner.nccl_env.platforms import recognise
-from planner.nccl_env.situation import Note, Setting, Situation, by_host, note, setting, together
+from planner.nccl_env.devices import (
+    PortChoice,
+    choose_ports,
+    exact_if_needed,
+    is_software,
+    is_unaddressed,
+    is_virtual_function,
+    subnet_prefix,
+)
+from planner.nccl_env.names import version_text
+from planner.nccl_env.platforms import published, recognise, which_platform
+from planner.nccl_env.situation import (
+    RDMA_KINDS,
+    NodeView,
+    Note,
+    PortView,
+    Setting,
+    Situation,
+    by_host,
+    gid_address,
+    gid_addresses,
+    networks,
+    note,
+    port_subnet,
+    setting,
+)
 from topology.derive import reference_of
-from topology.graph import NicNode
+
+Port = tuple[str, PortView]  # with its host
 
 
 def ib_hca(case: Situation) -> Setting | Note | None:
     """NCCL_IB_HCA, if NCCL would otherwise use a port that the job must not use."""
     if not case.rdma_ports:
         return _note_no_hca(case)
-    choices = {node.hostname: choose_ports(node) for node in case.nodes if node.default_ports()}
+    nodes = {node.hostname: node for node in case.nodes if node.default_ports()}
+    choices = {host: choose_ports(node) for host, node in nodes.items()}
     if (unsure := _note_undecided(choices)) is not None:
         return unsure
-    needed = [(host, choice) for host, choice in choices.items() if choice.dropped or _list_other_pods(case, host)]
+    needed = [host for host, choice in choices.items() if choice.dropped or _list_other_pods(nodes[host], choice)]
     if not needed:
-        return _note_automatic(case, choices)
-    values = {host: hca_value(_get_view(case, host), choice) for host, choice in choices.items()}
-    host, choice = needed[0]
+        return _note_automatic(nodes, choices)
+    values = {host: hca_value(nodes[host], choice) for host, choice in choices.items()}
+    choice = choices[needed[0]]
     if None in values.values():
         return note("hca.virtual_functions", _describe_choice(choice, ()))
     if len(set(values.values())) > 1:
-        listed = by_host((host, str(value)) for host, value in values.items())
-        return note("hca.names_differ", listed=listed)
+        return note("hca.names_differ", listed=by_host((host, str(value)) for host, value in values.items()))
     value = str(next(iter(values.values())))
     marks = {"^": ("hca.left_out",), "=": ("hca.exact",)}
-    evidence = _describe_choice(choice, _list_returning(_get_view(case, host), choice))
+    evidence = _describe_choice(choice, _list_returning(nodes[needed[0]], choice))
     count = len(choice.secondary)
     key = "hca.every_port" if not count else "hca.of_the_pod" if count == 1 else "hca.of_the_pods_networks"
     return setting(key, value, evidence, *marks.get(value[:1], ()), count=count)
@@ -50,12 +74,8 @@ def _note_undecided(choices: dict[str, PortChoice]) -> Note | None:
         if fabrics := _list_fabrics(choice.chosen):
             listed = "; ".join(f"{fabric}: {', '.join(names)}" for fabric, names in fabrics.items())
             return note("hca.two_fabrics", by_host([(host, listed)]))
-    software = [
-        (host, _join(choice.chosen)) for host, choice in choices.items() if all(map(is_software, choice.chosen))
-    ]
-    if software:
-        return note("hca.software", by_host(software))
-    return None
+    chosen = [(host, choice.chosen) for host, choice in choices.items() if all(map(is_software, choice.chosen))]
+    return note("hca.software", by_host((host, _join(ports)) for host, ports in chosen)) if chosen else None
 
 
 def _list_fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
@@ -77,10 +97,8 @@ def _missing_ports(node: NodeView) -> tuple[PortView, ...]:
     return tuple(view for view in node.verbs_ports() if view.port.state is not None and view.port.state != "ACTIVE")
 
 
-def _list_other_pods(case: Situation, host: str) -> tuple[PortView, ...]:
+def _list_other_pods(node: NodeView, choice: PortChoice) -> tuple[PortView, ...]:
     """Return ports that are down and on no network of this pod: once up, NCCL would use them and fail."""
-    node = _get_view(case, host)
-    choice = choose_ports(node)
     if not choice.secondary or any(is_virtual_function(view) for view in choice.chosen):
         return ()
     return tuple(view for view in _missing_ports(node) if view.device.name not in choice.secondary)
@@ -104,16 +122,15 @@ def hca_value(node: NodeView, choice: PortChoice) -> str | None:
     return "^=" + ",".join(dict.fromkeys(view.device.name for view in excluded))
 
 
-def _note_automatic(case: Situation, choices: dict[str, PortChoice]) -> Note:
+def _note_automatic(nodes: dict[str, NodeView], choices: dict[str, PortChoice]) -> Note:
     """Report that no port needs to be excluded. A single node cannot show whether all ports are on one fabric."""
     count = by_host((host, _join(choice.chosen)) for host, choice in choices.items())
     far = {f"{name} ({why})": host for host, choice in choices.items() for name, why in choice.far.items()}
     host = next(iter(far.values()), next(iter(choices)))
-    node, choice = _get_view(case, host), choices[host]
+    node, choice = nodes[host], choices[host]
     if far:
-        return note(
-            "hca.nearest", f"{count}; not used: {', '.join(far)}", pinned=hca_value(node, choice) or "inside each pod"
-        )
+        pinned = hca_value(node, choice) or "inside each pod"
+        return note("hca.nearest", f"{count}; not used: {', '.join(far)}", pinned=pinned)
     more = ["hca.other_names"] if choice.secondary and any(map(is_virtual_function, choice.chosen)) else []
     if len(choice.chosen) > 1 and not _is_known_machine(node, choice):
         more.append("hca.storage_unknown")
@@ -138,27 +155,21 @@ def _note_no_hca(case: Situation) -> Note:
         return note("hca.efa", _describe_efa(case))
     if failed := case.unread("rdma"):
         return note("hca.unread", failed)
-    nics = [(node.hostname, nic.name) for node in case.nodes if not node.snapshot for nic in _get_nics(node)]
-    if nics:
-        return note("hca.not_probed", by_host(together(nics)))
+    if nics := [(node.hostname, nic.name) for node in case.nodes if not node.snapshot for nic in node.nics]:
+        return note("hca.not_probed", by_host(nics))
     if case.sockets:
         return note("hca.tcp_job")
     if case.cluster.inter_node_transport in ("rdma", "efa"):
         return note("hca.assumed")
     if all(node.rdma() is None for node in case.nodes):
         return note("hca.no_device")
-    down = [(node.hostname, view.name) for node in case.nodes for view in _missing_ports(node)]
-    if down:
-        return note("hca.down", by_host(together(down)))
+    if down := [(node.hostname, view.name) for node in case.nodes for view in _missing_ports(node)]:
+        return note("hca.down", by_host(down))
     return note("hca.no_port")
 
 
 def _describe_efa(case: Situation) -> str:
     return by_host((node.hostname, f"{node.efa_count()} EFA devices") for node in case.nodes)
-
-
-def _get_nics(node: NodeView) -> Sequence[NicNode]:
-    return node.topology.nics if node.topology else ()
 
 
 def _describe_choice(choice: PortChoice, down: Sequence[PortView]) -> str:
@@ -177,10 +188,6 @@ def _describe_fabric(ports: Sequence[PortView]) -> str:
 
 def _join(ports: Sequence[PortView]) -> str:
     return ", ".join(view.name for view in ports)
-
-
-def _get_view(case: Situation, hostname: str) -> NodeView:
-    return next(node for node in case.nodes if node.hostname == hostname)
 
 
 def hca_list(node: NodeView, choice: PortChoice) -> str:
@@ -210,12 +217,8 @@ def _list_returning(node: NodeView, choice: PortChoice) -> list[PortView]:
 
 def silent_ports(case: Situation) -> Note | None:
     """Report a port that is down: NCCL loses a rail without a message."""
-    if not case.rdma_ports:
-        return None
     down = [(node.hostname, f"{view.name} {view.port.state}") for node in case.nodes for view in _missing_ports(node)]
-    if not down:
-        return None
-    return note("hca.silent", by_host(together(down)))
+    return note("hca.silent", by_host(down)) if down and case.rdma_ports else None
 
 
 def cross_nic(case: Situation) -> Setting | Note | None:
@@ -243,24 +246,205 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     if case.sockets:
         return setting("net.tcp_job", "Socket", "network between the nodes: TCP")
     seen = case.rdma_ports or case.efa or case.cxi
-    seen = seen or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in _get_nics(node))
+    seen = seen or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in node.nics)
     if case.cluster.inter_node_transport in ("rdma", "efa") and not seen:
         return note("net.assumed")
-    if (unseen := _note_unseen_efa(case)) is not None:
-        return unseen
-    if not (case.efa or case.cxi):
-        return None
+    for node in case.nodes:  # an instance type with EFA but without EFA devices: the pod did not request them
+        row, info = recognise(node), node.hostinfo()
+        if row and row.cloud == "aws" and info and not node.efa_count() and not case.unread("rdma"):
+            return note("net.efa_unseen", f"{node.hostname}: product {info.product}")
     if case.cxi:
         nics = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
         return setting("net.slingshot", "AWS Libfabric", nics)
-    return setting("net.efa", "AWS Libfabric", _describe_efa(case), *([] if case.multi_node else ["net.efa_nodes"]))
-
-
-def _note_unseen_efa(case: Situation) -> Note | None:
-    """Report an instance type with EFA but without visible EFA devices: the pod did not request them."""
-    for node in case.nodes:
-        row, info = recognise(node), node.hostinfo()
-        if row is None or row.cloud != "aws" or info is None or node.efa_count() or case.unread("rdma"):
-            continue
-        return note("net.efa_unseen", f"{node.hostname}: product {info.product}")
+    if case.efa:
+        more = [] if case.multi_node else ["net.efa_nodes"]
+        return setting("net.efa", "AWS Libfabric", _describe_efa(case), *more)
     return None
+
+
+# RoCE. InfiniBand needs none of these variables.
+
+_DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX is not needed since 2.21
+
+# Default class of priority 3 in NVIDIA's RoCE configuration of cards and switches: DSCP 26, which is 106 in the traffic
+# class field with the ECN bit. Other priorities have no default; each site chooses its code points.
+_NVIDIA_PRIORITY, _NVIDIA_CLASS = 3, 106
+
+
+def ib_gid_index(case: Situation) -> Setting | Note | None:
+    """NCCL_IB_GID_INDEX: only needed before 2.21, where NCCL would use index 0."""
+    roce = _list_roce_ports(case)
+    if not roce:
+        return None
+    if bare := [port for port in roce if is_unaddressed(port[1])]:
+        return note("gid_index.link_local", _list_ports(bare, lambda view: view.name))
+    older = case.older_than(_DYNAMIC_GID)
+    if several := _find_several_subnets(case):
+        index, addresses = "NCCL_IB_GID_INDEX, the entry's index", "NCCL_IB_ADDR_RANGE, a range that covers it"
+        return note("gid_index.several_subnets", by_host(several), lever=index if older is True else addresses)
+    known = {_find_v2_ipv4_index(view) for _, view in roce}
+    found = None not in known
+    listed = _list_ports(roce, lambda view: f"{view.name} index {_find_v2_ipv4_index(view)}")
+    if unread := [port for port in roce if not port[1].port.gids_known]:
+        return note("gid_index.unread", _list_ports(unread, lambda view: view.name))
+    if older is False and found:
+        return note("gid_index.automatic", f"NCCL {version_text(case.nccl_version or ())}")
+    if not found and older is not True:
+        return None  # the address family or RoCE v1: handled by the rules below
+    if older is None:
+        return note("gid_index.version_unknown", f"NCCL version unknown; RoCE v2 IPv4 GID: {listed}")
+    if not found:
+        return note("gid_index.old_nccl_without_ipv4", _list_ports(roce, lambda view: f"{view.name} {_families(view)}"))
+    if len(known) != 1:
+        return note("gid_index.differs", listed)
+    version = version_text(case.nccl_version or ())
+    return setting("gid_index.old_nccl", str(known.pop()), listed, version=version)
+
+
+def ib_addr_family(case: Situation) -> Setting | Note | None:
+    """NCCL_IB_ADDR_FAMILY, if not every port has the IPv4 address that NCCL looks for, but the fabric has IPv6."""
+    roce = [port for port in _list_roce_ports(case) if port[1].port.gids and not is_unaddressed(port[1])]
+    without = [port for port in roce if not _has_family(port[1], 4)]
+    if not without or case.older_than(_DYNAMIC_GID) is True:
+        return None
+    if not all(_has_family(view, 6) for _, view in roce):
+        return note("addr_family.mixed", _list_ports(roce, _families))
+    evidence = _list_ports(without, lambda view: f"{view.name} {len(view.port.gids)} GIDs, none IPv4 of RoCE v2")
+    return setting("addr_family.ipv6", "AF_INET6", evidence, *_needs_dynamic_gid(case))
+
+
+def ib_roce_version(case: Situation) -> Setting | None:
+    """NCCL_IB_ROCE_VERSION_NUM, if the ports only support RoCE v1."""
+    roce = [port for port in _list_roce_ports(case) if any(gid.type for gid in port[1].port.gids)]
+    has_v2 = any(gid.type == "RoCE v2" for _, view in roce for gid in view.port.gids)
+    if not roce or has_v2 or case.older_than(_DYNAMIC_GID) is True:
+        return None
+    return setting("roce_version.v1", "1", _list_ports(roce, lambda view: view.name), *_needs_dynamic_gid(case))
+
+
+def _needs_dynamic_gid(case: Situation) -> tuple[str, ...]:
+    """Return the text for an unknown NCCL release: the variable is read since `_DYNAMIC_GID`."""
+    return ("gid_index.read_since",) if case.nccl_version is None else ()
+
+
+def ib_traffic_class(case: Situation) -> Setting | Note | None:
+    """NCCL_IB_TC: data must use the traffic class that the fabric protects; the default is 0, best effort.
+
+    The class depends on the fabric's configuration: use a published value, or that of the ports, or add a note.
+    """
+    roce = _list_roce_ports(case)
+    if not roce:
+        return None
+    if (known := published(case, "NCCL_IB_TC")) is not None:
+        return known
+    classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
+    lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
+    pfc_configs = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
+    if _uses_pcp(roce):
+        return None  # the class is not used: `ib_service_level`
+    if len(classes) == 1:
+        evidence = _list_ports(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
+        (found,) = classes
+        priority, more = found >> 5, []  # DSCP >> 3
+        if lossless and priority not in lossless:
+            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _describe_protected)}"
+        protected = _join_numbers(lossless)
+        return setting("traffic_class.one", str(found), evidence, *more, priority=priority, protected=protected)
+    if len(pfc_configs) > 1 and not classes:
+        return note("traffic_class.pfc_differs", _list_ports(roce, _describe_protected))
+    if len(lossless) == 1 and not classes:
+        return _choose_class(case, lossless.pop(), roce)
+    if classes or lossless:
+        evidence = f"traffic classes {sorted(classes)}, PFC priorities {sorted(lossless)}"
+        return note("traffic_class.classes_differ", evidence)
+    if all(view.port.pfc_priorities is None and view.port.traffic_class is None for _, view in roce):
+        return note("traffic_class.unread")
+    return note("traffic_class.lossy")
+
+
+def _choose_class(case: Situation, priority: int, roce: Sequence[tuple[str, PortView]]) -> Setting | Note:
+    evidence = _list_ports(roce, _describe_protected)
+    if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for _, view in roce):
+        return setting("traffic_class.nvidia", str(_NVIDIA_CLASS), evidence, priority=priority)
+    mapped = sorted({code for _, view in roce for code, to in view.port.dscp_priorities or () if to == priority})
+    if mapped:
+        evidence += f"; the ports map DSCP {_join_numbers(mapped)} to priority {priority}"
+    return note("traffic_class.dscp_unknown", evidence, priority=priority, platform=which_platform(case))
+
+
+def ib_service_level(case: Situation) -> Setting | Note | None:
+    """NCCL_IB_SL, if the ports classify by the priority bits of the VLAN tag instead of by DSCP."""
+    roce = _list_roce_ports(case)
+    lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
+    if not _uses_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
+        return None
+    evidence = _list_ports(roce, lambda view: f"{_describe_protected(view)}, trust pcp")
+    if len(lossless) > 1:
+        return note("service_level.several", evidence)
+    priority = lossless.pop()
+    if not all(_is_tagged(node, view) for node in case.nodes for view in choose_ports(node).chosen):
+        return note("service_level.no_vlan", evidence, priority=priority)
+    return setting("service_level.of_priority", str(priority), evidence, priority=priority)
+
+
+def _uses_pcp(roce: Sequence[tuple[str, PortView]]) -> bool:
+    return bool(roce) and all(view.port.trust == "pcp" for _, view in roce)
+
+
+def _is_tagged(node: NodeView, view: PortView) -> bool:
+    names = {gid.netdev for gid in view.port.gids if gid.netdev and gid.type == "RoCE v2"} | {view.port.netdev}
+    return any(each.kind == "vlan" and (each.name in names or each.parent in names) for each in node.links)
+
+
+def _is_nvidia(view: PortView) -> bool:
+    model = view.device.model or ""
+    return view.device.driver == "mlx5_core" or model.startswith(("ConnectX", "BlueField", "MT4"))
+
+
+def _describe_protected(view: PortView) -> str:
+    priorities = view.port.pfc_priorities
+    if priorities is None:
+        return f"{view.name} does not report its flow control"
+    return f"{view.name} flow control on {f'priority {_join_numbers(priorities)}' if priorities else 'no priority'}"
+
+
+def _join_numbers(priorities: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(priorities)))
+
+
+def _list_roce_ports(case: Situation) -> list[Port]:
+    """Return the RoCE ports that the job will use."""
+    chosen = [(node.hostname, view) for node in case.nodes for view in choose_ports(node).chosen]
+    return [port for port in chosen if port[1].port.link_layer == "Ethernet"]
+
+
+def _list_ports(ports: Sequence[Port], text: Callable[[PortView], str]) -> str:
+    return by_host((host, text(view)) for host, view in ports)
+
+
+def _families(view: PortView) -> str:
+    versions = sorted({address.version for address in gid_addresses(view)})
+    return f"{view.name} {' and '.join(f'IPv{version}' for version in versions) or 'none of RoCE v2'}"
+
+
+def _find_v2_ipv4_index(view: PortView) -> int | None:
+    v2 = [gid for gid in view.port.gids if gid.type == "RoCE v2"]
+    return min((gid.index for gid in v2 if isinstance(gid_address(gid), ipaddress.IPv4Address)), default=None)
+
+
+def _has_family(view: PortView, version: int) -> bool:
+    """Whether NCCL finds an address of this IP version: for RoCE v2, or v1 if the port supports only v1."""
+    v2 = any(gid.type == "RoCE v2" for gid in view.port.gids)
+    return any(address.version == version for address in gid_addresses(view, "RoCE v2" if v2 else None))
+
+
+def _find_several_subnets(case: Situation) -> list[tuple[str, str]]:
+    """Return ports whose RoCE v2 IPv4 addresses are in several subnets of the host's interfaces."""
+    found = []
+    for node in case.nodes:
+        subnets = [subnet for each in node.links for subnet in networks(each)]
+        for view in choose_ports(node).chosen:
+            own = {a: s for a in gid_addresses(view) if a.version == 4 for s in subnets if a in s}
+            if view.port.link_layer == "Ethernet" and len(set(own.values())) > 1:
+                found.append((node.hostname, f"{view.name} {' and '.join(f'{a} in {s}' for a, s in own.items())}"))
+    return found

@@ -6,8 +6,9 @@ Surface: DeepSpeed's ZeRO stages and configuration JSON (deepspeed/runtime/zero/
 from __future__ import annotations
 
 from contracts.layout import EIGHT_BITS, Layout
+from contracts.tables import read_table
 from planner.advice import ExportRequest, Formats, from_template, refuse
-from planner.forecast.engine import Engine, Share, StateBytes
+from planner.forecast.engine import Engine, Share, StateBytes, make_engine
 
 # sub_group_size: ZeRO-3 updates this many weights at a time, each with an fp32 gradient (zero/config.py)
 _SUB_GROUP = 1e9
@@ -29,26 +30,7 @@ class DeepSpeed(Engine):
         return ranks * (min(file_bytes, 5e9) if layout.sharding == "zero3" else file_bytes)
 
 
-ENGINE = DeepSpeed(
-    name="deepspeed",
-    can=frozenset({"ddp", "zero1", "zero2", "zero3"}),
-    together=frozenset(),
-    checkpointing=("none", "full"),
-    offloads=("optimizer", "all"),
-    interleaved=False,
-    liger=True,
-    loads_quantised=True,  # PEFT
-    reshard=False,
-    states=StateBytes(2.0, 2.0, 16.0, copy=4.0),  # half-precision gradients; the fp32 copy belongs to the optimizer
-    logits_bytes=14.0,  # as in transformers, see trl
-    bucket_bytes=1e9,  # reduce_bucket_size, by default 5e8 half-precision values
-    reduce_bucket=1e9,
-    gradient_buffer=True,
-    merges_expert_adapters=True,
-    reduce_every_micro_batch=True,
-    hooks_one_rank=True,  # runtime/zero/parameter_offload.py
-    selective_attention=True,
-)
+ENGINE = make_engine(DeepSpeed(name="deepspeed"), read_table(__file__, "deepspeed.toml"))
 
 
 def deepspeed_json(request: ExportRequest) -> str:

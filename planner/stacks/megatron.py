@@ -5,34 +5,11 @@ Surface: megatron/training/arguments.py.
 
 from __future__ import annotations
 
+from contracts.tables import read_table
 from planner.advice import ExportRequest, Formats, from_template, refuse
-from planner.forecast.engine import Engine, StateBytes
+from planner.forecast.engine import Engine, make_engine
 
-ENGINE = Engine(
-    name="megatron",
-    can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}),
-    methods=frozenset({"full", "lora"}),  # adapters: NeMo and Megatron-Bridge, whose published runs it forecasts
-    eight_bits=("fp8", "mxfp8"),
-    copies_kv_heads=True,
-    empty_ends=True,  # E||L in --pipeline-model-parallel-layout
-    fused=True,
-    attention="flash3",
-    # The arguments below include --grad-reduce-in-bf16, as NVIDIA's performance recipes do (ddp.grad_reduce_in_fp32 =
-    # False); otherwise --bf16 sets --accumulate-allreduce-grads-in-fp32 (megatron/training/arguments.py).
-    states=StateBytes(2.0, 2.0, 12.0, copy=4.0),
-    # 40 million weights, or one million per rank (DistributedDataParallel in megatron/core/distributed)
-    reduce_bucket=80e6,
-    reduce_bucket_per_rank=2e6,
-    sends_tokens_once=True,  # with --moe-token-dispatcher-type flex and DeepEP
-    # Measured with Qwen3-30B on 16 H100 (NVIDIA-NeMo/Megatron-Bridge, perf-moe-comm-overlap).
-    hidden_experts=0.37,
-    logits_bytes=8.0,
-    gradient_buffer=True,
-    adds_in_products=True,  # gradient_accumulation_fusion, on by default
-    sends_parts=True,
-    tp_overlap=True,
-    selective_attention=True,
-)
+ENGINE = make_engine(Engine(name="megatron"), read_table(__file__, "megatron.toml"))
 
 
 def megatron_arguments(request: ExportRequest) -> str:

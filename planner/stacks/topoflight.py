@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 
 from contracts.layout import ROPE_TYPES, TRAINED, Layout
+from contracts.tables import read_table
 from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
-from planner.forecast.engine import Fsdp, Share
+from planner.forecast.engine import Fsdp, Share, make_engine
 from planner.forecast.models import hub_id
 from planner.forecast.specs import ModelSpec, TrainSpec, attention_columns, mlp_width, weights
 from planner.rules import engine_lacks
@@ -112,19 +113,7 @@ class Topoflight(Fsdp):
         return 1 if train.method != "full" else super().scatters(train, layout)
 
 
-ENGINE = Topoflight(
-    name="topoflight",
-    splits_documents=True,
-    can=frozenset({"ddp", "zero2", "zero3", "hsdp", "tp", "sp", "pp"}),
-    offloads=("all",),
-    ends_apart=True,
-    # of torch's own loss, counted with a TorchDispatchMode; Liger's kernel, if installed, uses fewer
-    loss_bytes=(62.0, 44.0),
-    loss_again=True,
-    # torch's checkpoint contexts run Python for each operator: on a CPU the two forward passes of a layer with adapters
-    # took 6.7 ms each instead of 1.3 ms (without adapters 3.4 instead of 0.73 ms).
-    selective_launch=5.1,
-)
+ENGINE = make_engine(Topoflight(name="topoflight"), read_table(__file__, "topoflight.toml"))
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
 # Have other names in the job's YAML, or follow from the number of started ranks.

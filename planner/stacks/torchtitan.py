@@ -6,8 +6,9 @@ Surface: torchtitan's ParallelDims and config (sections training, parallelism, a
 from __future__ import annotations
 
 from contracts.layout import Layout
+from contracts.tables import read_table
 from planner.advice import ExportRequest, Formats, from_template, refuse
-from planner.forecast.engine import Fsdp, Share
+from planner.forecast.engine import Fsdp, Share, make_engine
 
 
 class Torchtitan(Fsdp):
@@ -30,21 +31,7 @@ class Torchtitan(Fsdp):
         return boundary + share.tokens * share.element * stored / share.layout.tp
 
 
-ENGINE = Torchtitan(
-    name="torchtitan",
-    can=frozenset({"ddp", "zero3", "hsdp", "tp", "sp", "pp", "cp", "ep"}),
-    methods=frozenset({"full"}),
-    eight_bits=("fp8",),
-    compile=True,
-    fused_cross_entropy=False,
-    # Logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each. A compiled loss needs 4 in total, but the
-    # release in use is unknown, and at the end of 2024 only the layers were compiled
-    # (benchmarks/llama3_h100_202412_torchtitan.md).
-    logits_bytes=14.0,
-    ends_apart=True,
-    tp_overlap=True,
-    gathers_context=True,  # default of torch's context_parallel (_RotateMethod.ALL_GATHER)
-)
+ENGINE = make_engine(Torchtitan(name="torchtitan"), read_table(__file__, "torchtitan.toml"))
 
 _MODELS = {"llama": "llama3", "qwen3": "qwen3"}
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from contracts.layout import EIGHT_BITS, Layout
+from contracts.tables import read_table
 from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
-from planner.forecast.engine import IN_HALF, Fsdp, Share, StateBytes
+from planner.forecast.engine import IN_HALF, Fsdp, Share, StateBytes, make_engine
 from planner.forecast.models import hub_id
 from planner.forecast.specs import TrainSpec
 
@@ -89,23 +90,7 @@ class Trl(Fsdp):
         return file_bytes if _is_sharded(layout) else file_bytes * ranks
 
 
-ENGINE = Trl(
-    name="trl",
-    can=frozenset({"ddp", "zero3", "hsdp", "tp", "cp"}),
-    without_gpu=frozenset({"ddp"}),  # accelerate 1.15: MULTI_CPU never selects FSDP
-    together=frozenset({"tp+dp"}),
-    checkpointing=("none", "full"),
-    offloads=("all",),
-    interleaved=False,
-    liger=True,
-    loads_quantised=True,  # PEFT
-    chunks_loss=True,  # TRL 1.16, SFTTrainer: add_fused_lm_head, with or without Liger's kernels
-    loss_again=True,
-    merges_expert_adapters=True,
-    splits_documents=True,  # packed rows have positions, from which flash attention gets the lengths
-    gradient_bytes=2,  # accelerate's FullyShardedDataParallelPlugin.set_mixed_precision: reduce_dtype is param_dtype
-    ddp_bucket_copies=True,  # accelerate keeps torch's default gradient_as_bucket_view=False
-)
+ENGINE = make_engine(Trl(name="trl"), read_table(__file__, "trl.toml"))
 
 
 def _list_refusals(request: ExportRequest) -> dict[str, bool]:

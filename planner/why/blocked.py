@@ -195,7 +195,7 @@ class BlockedCalls:
             (wait.call.group, wait.call.number, wait.call.p2p): {}
             for wait in self.waits.values() if len(wait.here) == wait.size and wait.call.created
         }  # fmt: skip
-        for rank, trace in self.traces.items():
+        for rank, trace in self.traces.items() if entered else ():
             for one in trace.calls:  # a rank may have left it
                 if one.created and (one.group, one.number, one.p2p) in entered and not (one.p2p and one.done):
                     entered[one.group, one.number, one.p2p][rank] = self._ago(rank, one.created)
@@ -211,16 +211,16 @@ class BlockedCalls:
         """
 
         def is_earlier(rank: int) -> bool:
-            mine, others = self.waits[rank].call, (wait.call for wait in self._waits_for(rank))
+            mine, others = self.waits[rank].call, (wait.call for wait in self._waits_for(rank).values())
             return all(one.group == mine.group and one.number > mine.number for one in others)
 
         wanted = {rank for wait in self.waits.values() for rank in wait.missing}
         return {rank for rank in wanted
                 if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
 
-    def _waits_for(self, rank: int) -> list[Wait]:
-        """Return the waits for a rank, in the order of the waiting ranks."""
-        return [wait for _, wait in sorted(self.waits.items()) if rank in wait.missing]
+    def _waits_for(self, rank: int) -> dict[int, Wait]:
+        """Return the waits for a rank, by waiting rank."""
+        return {one: wait for one, wait in self.waits.items() if rank in wait.missing}
 
     def _has_left(self, other: int, rank: int) -> bool:
         """Whether a rank has left a rank's call, by a dump that is not newer than that rank's."""
@@ -247,10 +247,10 @@ class BlockedCalls:
             return Activity(kind, f"is still in {mine}, which the others have finished")
         waits = self._waits_for(rank)
         if rank in facts.states or rank in facts.processes or rank in facts.stacks:
-            longest = max((wait.ago for wait in waits if wait.call.created), default=None)
+            longest = max((wait.ago for wait in waits.values() if wait.call.created), default=None)
             begun = self._last_written(rank) + facts.ages.get(rank, 0.0) - longest if longest is not None else 0.0
             return facts.since_wait_began(rank, begun)
-        call, trace = waits[0].call, self.traces[rank]
+        call, trace = waits[min(waits)].call, self.traces[rank]
         last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
         newest = trace.enqueued.get(call.group) or (last.number if last else 0)
         since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"

@@ -98,5 +98,5 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
 def test_an_agent_that_nobody_has_asked_has_loaded_neither_pages_nor_drivers() -> None:
     """Drawing and page templates are loaded by the first question, drivers by the child process that scans."""
     done = python("import agent.http.server, agent.http.serve, sys; print(*sys.modules)")
-    late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages.render"}
+    late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages"}
     assert not late.intersection(done.stdout.split())

@@ -18,9 +18,9 @@ from rigs.command import process, topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
+from agent.cli.bench import DEFAULT_NETWORKS
 from agent.cli.main import VERBS, cli
-from agent.cli.networks import DEFAULT_NETWORKS
-from planner.kubernetes.job import DEVICE_CLASSES, RESTARTS
+from planner.kubernetes.manifests import DEVICE_CLASSES, RESTARTS
 from planner.lint.sources import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -163,18 +163,3 @@ def test_options_say_what_the_code_does(verb: str, option: str, said: str) -> No
     assert command is not None
     (one,) = [each for each in command.params if each.name == option]
     assert said in " ".join(one.get_help_record(click.Context(command)) or ())
-
-
-def test_runs_prints_its_bars_or_why_there_are_none(tmp_path: Path) -> None:
-    """In the terminal: real records of one job over two networks; a folder without records is bad input."""
-    measured = ROOT / "tests" / "browser" / "measured" / "runs"
-    done = topoflight("preflight", "--host", SOUND, "--runs", measured)
-    assert "step time by network, measured" in done.stdout and "TCP over net1 (gloo)" in done.stdout
-    done = topoflight("preflight", "--host", SOUND, "--runs", measured / "net1.json")
-    assert "a comparison needs two" in " ".join(done.stdout.split())
-    done = topoflight("preflight", "--host", SOUND, "--runs", tmp_path)
-    assert done.exit_code == 2 and "no record of a run" in done.stderr
-    (tmp_path / "run.json").write_text((measured / "net1.json").read_text())
-    (tmp_path / "plan.json").write_text("{}")  # a job leaves its plan beside its record
-    done = topoflight("preflight", "--host", SOUND, "--runs", measured, "--runs", tmp_path)
-    assert "TCP over net1 (gloo)" in done.stdout and "is in no comparison" not in " ".join(done.stdout.split())

@@ -19,8 +19,8 @@ from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import View, build_view
+from agent.http import pages
 from agent.metrics import exposition
-from agent.pages import render
 from contracts.finding import Status
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
@@ -115,7 +115,7 @@ def test_since_when_and_after_what(tray: Snapshot) -> None:
     words = history.since_words(shown[-1], "rdma.port.down", "mlx5_2:1")
     began = history.clock(START + late)
     assert words == f"since {began}, after driver 570.124.06 -> 580.65.06 ({began})"
-    assert words in html.unescape(render.node_page(shown[-1], None, "no model", trouble=None))
+    assert words in html.unescape(pages.node_page(shown[-1], None, "no model", trouble=None))
     body = exposition(shown[-1], "")[0].decode()
     shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)
     assert shown_at and float(shown_at[1]) == pytest.approx(START + late)

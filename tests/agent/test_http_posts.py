@@ -27,7 +27,7 @@ from agent.http.access import AUDIENCE, Tokens
 from agent.http.answers import MOST_VALUES, PostedRecord
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
-from planner.kubernetes import job, manifests
+from planner.kubernetes import manifests
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"
@@ -188,8 +188,8 @@ def test_a_jobs_url_and_role_are_those_that_the_manifests_deploy() -> None:
     assert manifests.AGENT_AUDIENCE == AUDIENCE
 
 
-def spec(**more: Any) -> job.JobSpec:
-    return job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), **more)
+def spec(**more: Any) -> manifests.JobSpec:
+    return manifests.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), **more)
 
 
 @each_row("api_name", manifests.APIS)
@@ -218,7 +218,7 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
 @each_row("url", ["", "agent:9402", "file:///etc/passwd", "http://a b", "http://u:p@a", "http://a\nb"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     """Before a pod starts with it."""
-    with pytest.raises(job.JobError, match="agent="):
+    with pytest.raises(manifests.JobError, match="agent="):
         spec(agent=url)
 
 

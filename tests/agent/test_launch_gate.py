@@ -20,7 +20,8 @@ from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_requ
 from agent.advice.request import Request
 from agent.base.options import RequestError
 from agent.checks.baseline import Baseline
-from agent.cli.launch import _gate
+from agent.checks.verdict import build_view
+from agent.cli.launch import _require_pass
 from agent.http.answers import read_record
 from agent.jobs.launch import Launched, record_of
 from agent.jobs.preflight import stopping
@@ -40,7 +41,7 @@ SICK = "sick-h100-dead-hca"
 def test_a_failed_check_stops_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 3, what failed, and the option that launches all the same."""
     with pytest.raises(SystemExit) as ended:
-        _gate([snapshot(SICK)], {"hosts": (), "require": (), "root": "/"}, {})
+        _require_pass(build_view((snapshot(SICK),)).checks, {"require": ()})
     told = capsys.readouterr().err
     assert ended.value.code == 3
     assert "fail topology.gpu_nic.down" in told and "not launched: " in told and "--no-preflight" in told

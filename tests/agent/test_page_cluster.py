@@ -14,14 +14,14 @@ from rigs.recorded import snapshot, view
 from rigs.tables import each_row
 
 from agent.base import units
-from agent.base.hosts import distinct_names
+from agent.base.options import distinct_names
 from agent.checks.verdict import judge
 from agent.cluster.nodes import Fleet, NodeRecord
 from agent.cluster.nodes import checks_of as gate_of_nodes
+from agent.http import pages
 from agent.http.state import nodes_document
 from agent.jobs.preflight import Report
-from agent.pages import render as pages
-from agent.pages.report import report_page
+from agent.pages import report_page
 from contracts.finding import Interval
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,11 +36,11 @@ def published(*records: NodeRecord) -> Fleet:
 
 
 def page(held: Fleet, **asked: Any) -> str:
-    return pages.fleet_page(held, source="kubernetes", behind=None, asked=pages.NodeFilter(**asked))
+    return pages.fleet_page(held, source="kubernetes", behind=None, **asked)
 
 
 def shown(held: Fleet, **asked: Any) -> Any:
-    return pages.console(held, pages.NodeFilter(**asked), time.time())
+    return pages.console(held, time.time(), **asked)
 
 
 def names_in(html: str) -> list[str]:
@@ -206,14 +206,14 @@ def test_a_finding_has_the_same_remedy_on_every_page() -> None:
         assert checks and all(c.remedy == own[c.code, c.subject] for c in checks)
 
 
-def test_the_console_filters() -> None:
-    """By words of a row, verdict and fault."""
+def test_the_search_reads_names_verdicts_and_findings() -> None:
+    """All words have to be in the row."""
     held = published(*map(record_of, NAMES))
 
     def names(**asked: Any) -> list[str]:
         return [row.name for mine in shown(held, **asked).shown for row in mine]
 
-    assert names(search="MEMLOCK") == names(fault="limits.memlock.low") == ["hgx-h100-sick-memlock"]
-    assert names(verdict="pass") == ["hgx-h100-01"]
+    assert names(search="MEMLOCK") == names(search="limits.memlock.low") == ["hgx-h100-sick-memlock"]
+    assert names(search="pass") == ["hgx-h100-01"]
     assert names(search="nv18 thermal") == ["hgx-h100-sick-thermal"] and names(search="no such word") == []
     assert names_in(page(held, search="thermal")) == ["hgx-h100-sick-thermal"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -16,19 +15,20 @@ from rigs.tables import each_row, rows_of
 
 from agent.base.options import RequestError
 from agent.checks.verdict import build_view
+from agent.http import pages
 from agent.http.questions import read_form
 from agent.jobs.preflight import Report
-from agent.pages import render as pages
-from agent.pages import report
+from agent.pages import environment, report_page
+from agent.pages import picture as picture_of
 from agent.terminal.findings import findings
-from agent.terminal.measured import by_network, not_drawn, transport_of
+from agent.terminal.measured import transport_of
 from contracts.finding import Interval
-from contracts.run_record import RunRecord, record_of
+from contracts.run_record import record_of
 
 rows = rows_of(__file__)
 
 HOSTILE = "<script>alert('&')</script>\"x"
-FIGURES = report.make_environment().get_template("charts.html.j2").module
+FIGURES = environment().get_template("charts.html.j2").module
 
 
 def widths(svg: str, kind: str) -> list[float]:
@@ -38,7 +38,7 @@ def widths(svg: str, kind: str) -> list[float]:
 def picture(name: str) -> str:
     """The drawing of a recorded machine with what is wrong on it."""
     (node,) = view(name).topologies
-    return report.picture(node, checks=view(name).checks)
+    return picture_of(node, checks=view(name).checks)
 
 
 @each_row("name", NAMES)
@@ -50,14 +50,14 @@ def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: s
     assert sum("d-gpu" in names for names in classes) == len(node.gpus)
     assert sum("d-nic" in names for names in classes) == len(node.nics)
     assert all(near.gpu in root.get("aria-label", "") for near in node.nearest_nic)
-    plain = report.picture(node)
+    plain = picture_of(node)
     root = ElementTree.fromstring(plain) if plain else ElementTree.Element("svg")  # noqa: S314 - our own output
     kinds = [line.get("class", "") for line in root.iter("path")]
     assert "l-sys" not in kinds
     boxes = sum("d-frame" in (rect.get("class") or "") for rect in root.iter("rect"))
     assert kinds.count("l-cpus") == max(0, boxes - 1)
     nics = tuple(replace(nic, name=HOSTILE + nic.name) for nic in node.nics)
-    hostile = report.picture(replace(node, hostname=HOSTILE, nics=nics))
+    hostile = picture_of(replace(node, hostname=HOSTILE, nics=nics))
     assert "<script" not in hostile and (not hostile or ElementTree.fromstring(hostile) is not None)  # noqa: S314
 
 
@@ -135,7 +135,7 @@ def test_the_page_may_load_nothing_but_its_own_inline_blocks() -> None:
 def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
     """Two nodes of one kind share every address: only the one whose NIC is dead shows it, in one report too."""
     both = build_view((snapshot(), snapshot("sick-h100-dead-hca")))
-    healthy, sick = (report.picture(node, checks=both.checks) for node in both.topologies)
+    healthy, sick = (picture_of(node, checks=both.checks) for node in both.topologies)
     assert "d-fail" not in healthy
     assert sick.count("d-nic d-fail") == 1
 
@@ -144,7 +144,7 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
     view = build_view(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
     whole = Report(snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict)
-    html = report.report_page(whole)
+    html = report_page(whole)
     number = view.verdict.listed
     assert view.verdict.why == "2 failed, 2 warnings"
     assert f"<summary>{number['pass']} checks passed</summary>" in html
@@ -158,55 +158,8 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     assert "GPU2 has no NIC on its own NUMA node: the path to mlx5_0 is SYS. l40s-01, l40s-sick-x4" in text
 
 
-def records_of(records: Iterable[dict[str, object]]) -> tuple[RunRecord, ...]:
-    return tuple(map(record_of, records))
-
-
-def record(transports: list[str], step: float, status: str = "complete", **environment: str) -> dict[str, object]:
-    return {
-        "status": status, "model": {"name": "m"}, "transports": transports, "measured": {"step_seconds": step},
-        "plan": {"environment": environment},
-    }  # fmt: skip
-
-
-def test_runs_are_compared_by_the_network_they_logged() -> None:
-    """The newest complete one of each counts; device numbers do not make networks; one network is no comparison."""
-    found = records_of(
-        [
-            record(["P2P/CUMEM", "NET/IB/0/GDRDMA", "NET/IB/1/GDRDMA"], 1.0),
-            record(["NET/Socket/0"], 3.0),
-            record(["NET/Socket/0"], 9.0),
-            record(["NET/IB/0"], 0.1, status="diverged"),
-        ]
-    )
-    rdma, tcp = "RDMA (NET/IB/GDRDMA)", "TCP over the default network (NET/Socket)"
-    assert list(map(transport_of, found)) == [rdma, tcp, tcp, "RDMA (NET/IB)"]
-    (bars,) = by_network(found)
-    figure = FIGURES.runs(bars)
-    assert figure.count('scope="row"') == 2
-    assert "(3.00 x)" in figure
-    assert by_network(found[1:3]) == ()
-
-
-def test_a_short_run_does_not_stand_for_its_network() -> None:
-    """Two smoke runs of two steps, newer than the real ones, change no bar; each is named with the reason."""
-    smoke = {"measured": {"step_seconds": 1.0, "counted_steps": 0}, "steps_done": 2}
-    long = [record(["NET/Socket/0"], 3.35, NCCL_SOCKET_IFNAME=name) for name in ("eth0", "net1")]
-    long[1]["measured"] = {"step_seconds": 0.45, "counted_steps": 20}
-    found = records_of([*({**one, **smoke} for one in long), *long])
-    (bars,) = by_network(found)
-    assert list(bars.steps.values()) == [3.35, 0.45]
-    assert [told.partition(": ")[2] for told in not_drawn(found)] == [
-        "0 of its 2 steps count (warm-up and profiled steps do not), 3 are needed"
-    ] * 2
-
-
-def test_what_is_in_no_comparison_says_why() -> None:
-    """A run that did not end, one without a transport, and a job that took one network only."""
-    found = records_of([record(["NET/IB/0"], 1.0, status="running"), record([], 1.0), record(["NET/Socket/0"], 1.0)])
-    assert by_network(found) == ()
-    told = "\n".join(not_drawn(found))
-    assert "running, not complete" in told and "names no transport" in told and "took one network" in told
+def record(transports: list[str], **environment: str) -> dict[str, object]:
+    return {"transports": transports, "plan": {"environment": environment}}
 
 
 GLOO = {"layout": {"effective": {"backend": "gloo"}}}
@@ -217,11 +170,17 @@ def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(
     taken: list[str], more: dict[str, object], shown: str
 ) -> None:
     asked = {"NCCL_SOCKET_IFNAME": "net1", "GLOO_SOCKET_IFNAME": "net1"}
-    assert transport_of(record_of(record(taken, 1.0, **asked) | more)) == shown
+    assert transport_of(record_of(record(taken, **asked) | more)) == shown
 
 
-def test_without_any_interface_named_it_is_the_default_network() -> None:
-    assert transport_of(record_of(record([], 1.0) | GLOO)) == "TCP over the default network (gloo)"
+def test_device_numbers_do_not_make_networks() -> None:
+    """Channels of several NICs are one network; without any interface named it is the default network."""
+    rows = [
+        (record(["P2P/CUMEM", "NET/IB/0/GDRDMA", "NET/IB/1/GDRDMA"]), "RDMA (NET/IB/GDRDMA)"),
+        (record(["NET/Socket/0"]), "TCP over the default network (NET/Socket)"),
+        (record([]) | GLOO, "TCP over the default network (gloo)"),
+    ]
+    assert [transport_of(record_of(one)) for one, _ in rows] == [shown for _, shown in rows]
 
 
 def test_the_interval_says_whether_the_run_was_inside() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 from rigs.command import on_a_terminal, topoflight
 from rigs.recorded import H100, NAMES, path_of, view
@@ -22,8 +21,7 @@ from rigs.tables import each_row
 from agent.advice import advise
 from agent.advice.request import Request
 from agent.checks.groups import grouped
-from agent.cli import networks
-from agent.cli.main import VERBS
+from agent.cli.bench import show_networks
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal import advice as advice_view
 from agent.terminal import findings as findings_view
@@ -130,16 +128,6 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
-def test_the_answer_comes_before_the_environment() -> None:
-    """recommend: layout, forecast, then the long environment; the same without a model, where only that is asked."""
-    seen = view()
-    for model, order in (("Llama-3.1-8B", ["Layout for", "step ", "Environment"]), (None, ["Environment"])):
-        text = drawn(advice_view.recommendation, advise.for_view(seen, Request.of(model=model)))
-        places = [text.index(word) for word in order]
-        assert places == sorted(places)
-        assert ("Layout for" in text) == (model is not None)
-
-
 ENVIRONMENT, LOG = "job.env", "nccl.log"  # written by the test
 LOG_LINES = [
     "gpu-a:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",
@@ -204,10 +192,8 @@ def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
     assert not any(line.strip().startswith("gpu-a:") for line in lines_of("evidence", tmp_path / LOG, columns=120))
 
 
-def test_a_terminal_has_colours_and_sees_that_work_is_under_way() -> None:
-    """A live line while layouts are forecast; with NO_COLOR the same words and no colour."""
-    _, live = on_a_terminal("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2")
-    assert "forecasting layouts" in live
+def test_a_terminal_has_colours_unless_they_are_switched_off() -> None:
+    """With NO_COLOR the same words and no colour."""
     sick = ("scan", "--host", str(SICK))
     (_, coloured), (_, plain) = on_a_terminal(*sick), on_a_terminal(*sick, NO_COLOR="1")
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
@@ -287,12 +273,12 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
                         steps=10, node_hour_price=None, bars=bars)  # fmt: skip
     for draw, what, first in (
         (bench, result, "✓ Measured: every result verified → save a baseline with --save FILE"),
-        (networks.show, found, "✓ net1 is the fastest (eth0 2 x as long) → "),
+        (show_networks, found, "✓ net1 is the fastest (eth0 2 x as long) → "),
     ):
         lines = drawn(draw, what).rstrip("\n").splitlines()
         assert " ".join(lines[:2]).startswith(first) and len(lines) <= 10, "\n".join(lines)
     failed = replace(found, bars=(bars[0], replace(bars[1], status="failed", step_seconds=None, why="no route")))
-    assert drawn(networks.show, failed).startswith("✗ not every network was measured: net1 failed →")
+    assert drawn(show_networks, failed).startswith("✗ not every network was measured: net1 failed →")
 
 
 def fleet(folder: Path, faults: dict[str, list[int]], total: int) -> list[str]:
@@ -332,38 +318,15 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
     assert expanded(unfolded) == set(names)
 
 
-def complete(shell: str, line: str) -> list[str]:
-    words = line.split(" ")
-    env = {"PATH": str(Path(sys.executable).parent), "_TOPOFLIGHT_COMPLETE": f"{shell}_complete", "COMP_WORDS": line,
-           "COMP_CWORD": words[-1] if shell == "fish" else str(len(words) - 1)}  # fmt: skip
-    return subprocess.run(["topoflight"], env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-@pytest.mark.long
-@each_row(
-    ("shell", "line", "wanted"),
-    [("bash", "", VERBS), ("zsh", "preflight --bas", ["--baseline"]), ("fish", "recommend --method q", ["qlora"])],
-)
-def test_a_shell_completes_verbs_options_and_choices(shell: str, line: str, wanted: list[str]) -> None:
-    """By click's own protocol, as the script that it prints asks; what is completed is the same for every shell."""
-    found = complete(shell, f"topoflight {line}")
-    assert [word for word in wanted if not any(word in each for each in found)] == []
-
-
 @each_row(("shell", "shipped"), [("bash", "topoflight.bash"), ("zsh", "_topoflight"), ("fish", "topoflight.fish")])
-def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str, shipped: str) -> None:
-    """And the file that the wheel carries asks the command for it."""
+def test_the_wheel_has_a_completion_file_for_each_shell(shell: str, shipped: str) -> None:
+    """It asks the command for click's own script, which a shell that is here can read."""
     assert f"_TOPOFLIGHT_COMPLETE={shell}_source topoflight" in (DATA / shipped).read_text()
     env = {"PATH": str(Path(sys.executable).parent) + ":/usr/bin:/bin", "_TOPOFLIGHT_COMPLETE": f"{shell}_source"}
     script = subprocess.run(["topoflight"], env=env, capture_output=True, text=True, check=True).stdout
     assert f"{shell}_complete" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
-    if shell == "bash":  # and it works in one
-        asks = "COMP_WORDS=(topoflight pre); COMP_CWORD=1; _topoflight_completion topoflight pre; echo ${COMPREPLY[@]}"
-        del env["_TOPOFLIGHT_COMPLETE"]
-        done = subprocess.run(["bash", "-c", f"{script}\n{asks}"], env=env, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["preflight"]
 
 
 @each_row("columns", [80, 100, 140])

@@ -14,9 +14,8 @@ from agent.advice import advise
 from agent.advice.job_settings import EMBEDDED_MODEL
 from agent.advice.request import Request
 from agent.base import units
-from agent.http import questions
+from agent.http import pages, questions
 from agent.http.worker import Answer
-from agent.pages import render as pages
 from agent.terminal.advice import recommendation
 from contracts import question
 

@@ -19,11 +19,11 @@ from rigs.tables import each_row
 from agent.base.output import write_atomic
 from agent.checks.verdict import build_view, judge
 from agent.cluster.nodes import Fleet
+from agent.http.pages import fleet_page
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs.preflight import Report, junit
-from agent.pages.render import fleet_page
-from agent.pages.report import report_page
+from agent.pages import report_page
 from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot
 

@@ -14,9 +14,9 @@ from rigs.tables import each_row
 
 from agent import metrics
 from agent.base import result_store
+from agent.http import pages
 from agent.http.state import State
 from agent.jobs import search
-from agent.pages import render as pages
 from bench.search import Fleet
 from collectives.search.plan import DRAWN, Search, SearchResult, sum_up
 from contracts import plain

@@ -201,7 +201,7 @@ def test_no_line_of_the_log_holds_a_secret() -> None:
     """Of the agent and of its worker process: the message, its arguments and a traceback."""
     done = python(f"""
 import logging
-from agent.base.streams import log_to_stderr
+from agent.base import log_to_stderr
 log_to_stderr(2)
 try:
     raise ValueError({PLANTED!r})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rigs.benchmarks import measured
 
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from agent.checks.measured import checks_of_bars
 from agent.jobs.benchmark import default_ranks, preflight_spec
 from collectives.bench import run as bench

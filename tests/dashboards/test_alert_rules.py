@@ -120,14 +120,6 @@ def test_promtool_sees_the_page_of_the_node_by_its_name(programs: dict[str, str]
     assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
 
 
-def test_prometheus_rule_is_the_same_groups() -> None:
-    """The operator's object carries the plain rules and nothing else."""
-    plain = yaml.safe_load(RULES.read_text())
-    wrapped = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheusrule.yaml").read_text())
-    assert wrapped["apiVersion"] == "monitoring.coreos.com/v1" and wrapped["kind"] == "PrometheusRule"
-    assert wrapped["spec"] == plain
-
-
 @pytest.mark.prometheus
 def test_promtool_sees_each_alert_fire_and_stay_quiet(programs: dict[str, str]) -> None:
     """rules_test.yaml: a firing case, the wait before it, and a quiet case for every alert."""

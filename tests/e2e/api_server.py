@@ -43,10 +43,10 @@ def pods_of(job: Json) -> int:
 
 
 def selected(item: Json, selector: str) -> bool:
-    """Whether an object has the labels NAME=VALUE."""
+    """Whether an object has the labels: NAME=VALUE, and !NAME for a label that it must not have."""
     labels = item["metadata"].get("labels") or {}
     words = [word.partition("=") for word in selector.split(",") if word]
-    return all(labels.get(name) == value for name, _, value in words)
+    return all(name[1:] not in labels if name[0] == "!" else labels.get(name) == value for name, _, value in words)
 
 
 def write_kubeconfig(path: Path, url: str, *, user: str = "{token: agent-token}", namespace: str = "") -> Path:

@@ -15,7 +15,7 @@ from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
 
-from agent.cli.networks import compare_networks
+from agent.cli.bench import compare_networks
 from agent.jobs import networks
 from contracts import run_record
 from contracts.finding import Interval

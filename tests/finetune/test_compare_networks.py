@@ -21,7 +21,7 @@ from rigs.benchmarks import OWN_LOCK
 from rigs.netns import hosts
 from rigs.tables import each_row
 
-from agent.cli.networks import compare_networks
+from agent.cli.bench import compare_networks
 from agent.jobs import namespaces
 from agent.jobs.networks import Bar, NetworkBars, _how_ended, bar_of, picture, priced, proof_of
 from contracts.finding import Interval

@@ -15,7 +15,7 @@ from agent.advice import job_settings
 from agent.advice.advise import advise
 from agent.advice.request import Request
 from agent.jobs import launch
-from planner.kubernetes.job import JobError, storage_rate
+from planner.kubernetes.manifests import JobError, storage_rate
 
 JOB = """
 import pathlib, signal, sys, time

@@ -11,7 +11,7 @@ from rigs.tables import each_row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from agent.pages.report import make_environment
+from agent.pages import environment
 from agent.terminal.measured import run_words
 from contracts import run_record
 from contracts.job_config import JobConfig
@@ -36,7 +36,7 @@ def test_measurements_are_compared_with_the_forecast():
     step, memory = compare(record)
     assert (step.verdict, memory.verdict) == ("inside", "unknown")
     assert run_words(record) == "steps unknown, loss unknown, tokens/s unknown, communication 31% exposed"
-    assert "step: 2 s" in make_environment().get_template("sections.html.j2").module.runs([record])
+    assert "step: 2 s" in environment().get_template("sections.html.j2").module.runs([record])
 
 
 @each_row(

@@ -20,8 +20,7 @@ from hardware.nics import fastest, is_efa, is_virtual, models, nics
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import recommend
-from planner.sweep import frontier
+from planner.recommend import frontier, recommend
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = yaml.safe_load(Path(__file__).with_name("gpu_names.yaml").read_text(encoding="utf-8"))

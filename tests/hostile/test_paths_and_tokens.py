@@ -25,8 +25,7 @@ from starlette.testclient import TestClient
 from agent.base import result_store
 from agent.base.output import write_atomic
 from contracts.run_record import record_of
-from planner.kubernetes.job import JobError, JobSpec
-from planner.kubernetes.manifests import APIS, config_map, render
+from planner.kubernetes.manifests import APIS, JobError, JobSpec, config_map, render
 from planner.nccl_env.environment import RenderError, render_settings
 from planner.nccl_env.situation import Reason, Setting
 from probes.host import sysfs

@@ -31,7 +31,7 @@ WANTED = {"trust_remote_code": False, "weights_only": True, "use_safetensors": T
 CALLS = {"compile", "__import__", "pty.spawn", "asyncio.create_subprocess_shell", "torch.load", "torch.save"}
 NAMES = {call.rpartition(".")[2] for call in CALLS}
 # Modules that may mark a text as safe: drawings and files of our own, and YAML that is quoted
-MARKED = {"agent/pages/render.py", "agent/pages/report.py", "planner/kubernetes/manifests.py"}
+MARKED = {"agent/pages.py", "agent/http/pages.py", "planner/kubernetes/manifests.py"}
 
 
 def test_the_linter_holds_its_rules_and_nothing_is_excused() -> None:
@@ -80,7 +80,7 @@ def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
 
 def test_templates_escape_everything_but_our_own_markup() -> None:
     """`| safe` stands nowhere in a template; Markup() in code only around what is ours or quoted."""
-    for path in (ROOT / "agent/pages/templates").glob("*.j2"):
+    for path in (ROOT / "agent/templates").glob("*.j2"):
         assert not re.search(r"\|\s*safe\b|autoescape\s+false", path.read_text(encoding="utf-8")), path
     makes = re.compile(r"\bMarkup\((?!\))")
     assert {name for name, path in SOURCES.items() if makes.search(path.read_text(encoding="utf-8"))} == MARKED

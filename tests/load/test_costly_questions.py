@@ -47,7 +47,7 @@ import sys
 from pathlib import Path
 from fastapi import Request
 from agent.http import serve
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from probes.registry import ALL
 from agent.http import answers, server, state, worker
 shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MOST_WAITING},

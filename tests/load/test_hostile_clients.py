@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 QUICK = """
 import sys
 from agent.http import serve
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from agent.http.access import LimitedProtocol
 from probes.registry import ALL
 from agent.http.state import State

@@ -33,12 +33,7 @@ TRAIN = TrainSpec(global_batch=8, sequence_length=128)
 TIMING = LayerTiming(
     hidden=256, ffn=688, heads=8, kv_heads=4, tokens=512, sequence=128, forward_seconds=0.004, backward_seconds=0.006
 )
-CPU = Calibration(
-    device="CPU",
-    precision="fp32",
-    gemm_flops_per_second=60e9,
-    layer=TIMING,
-)
+CPU = Calibration(device="CPU", precision="fp32", gemm_flops_per_second=60e9, layer=TIMING)
 
 
 def cluster() -> ClusterTopology:

@@ -56,22 +56,21 @@ def test_a_sound_node_has_nothing_beside_it() -> None:
     assert sound().slowed == () and sound().sound is None and sound().sound_here is None
 
 
-@each_row(("machine", "words", "least", "off"), rows("sick"))
+@each_row(("machine", "words", "least"), rows("sick"))
 def test_each_sick_node_forecasts_what_it_does_beside_what_sound_ones_do(
-    machine: str, words: str, least: float, off: float
+    machine: str, words: str, least: float
 ) -> None:
-    """The layout of sound nodes takes longer here, by at least so much; sound ones take what the sound machine does."""
+    """The layout of sound nodes takes longer here, by at least so much; without the faults it takes what it does there.
+
+    A fault that the topology shows has no forecast beside it.
+    """
     advice = ask(host(machine))
     assert any(re.search(words, line) for line in advice.slowed), advice.slowed
-    assert advice.sound.forecast.step_seconds.mid == pytest.approx(seconds(sound()), rel=off)
-    assert advice.sound_here.forecast.step_seconds.mid > least * advice.sound.forecast.step_seconds.mid
     assert seconds(advice) >= 0.999 * seconds(sound())
-
-
-def test_a_lost_gpu_is_there_again_when_repaired() -> None:
-    advice = ask(host("sick-h100-gpu-lost"))
-    assert (advice.chosen.layout.world_size, advice.sound.layout.world_size) == (14, 16)
-    assert advice.sound.forecast.tokens_per_second > 1.1 * advice.chosen.forecast.tokens_per_second
+    assert bool(advice.sound) == bool(least)
+    if advice.sound is not None:
+        assert advice.sound.forecast.step_seconds.mid == pytest.approx(seconds(sound()), rel=1e-6)
+        assert advice.sound_here.forecast.step_seconds.mid > least * advice.sound.forecast.step_seconds.mid
 
 
 def with_clock(snapshot: Snapshot, megahertz: float, *reasons: str) -> Snapshot:
@@ -116,10 +115,7 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
         pairs[1], (snapshot,), model_named("Llama-3.1-8B"), train, findings={"a": (found,), "b": (found,)}
     )
     assert advice.slowed == ("gpu.pcie.width on GPU2: fewer lanes to the host and to the NICs",)
-    assert advice.sound is not None and advice.sound.forecast.step_seconds.mid == pytest.approx(
-        seconds(sound()), rel=1e-3
-    )
-    assert advice.sound_here.forecast.step_seconds.mid > advice.sound.forecast.step_seconds.mid
+    assert advice.sound is None
 
 
 def test_what_was_measured_stands_above_a_rule() -> None:
@@ -171,7 +167,7 @@ def test_an_unknown_network_gives_a_range_that_says_so() -> None:
 
 
 def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_counted() -> None:
-    """By the table of what each code costs; the last set is what no figure bounds."""
+    """By the table of what each code costs; the last set is what no figure bounds, or what only its finding counts."""
     page = (ROOT / "docs" / "decisions" / "0020-severity-by-cost.md").read_text(encoding="utf-8")
     failing = {
         code for code, severity in re.findall(r"^\| `([a-z0-9_.]+)` \| ([^|]+) \|", page, re.M) if "fail" in severity
@@ -181,7 +177,7 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
     }
     unbounded = {
         "gpu.fabric.unhealthy", "gpu.fabric.degraded", "gpu.mig.enabled", "gpu.counters.rising",
-        "rdma.counters.rising", "topology.reference.departs", "evidence.log.problem",
+        "rdma.counters.rising", "topology.reference.departs", "evidence.log.problem", "rdma.mtu.small",
     }  # fmt: skip
     probes = {code for code in failing if code.endswith(".probe.failed")}
     assert failing - runs - probes - unbounded == {*RULES, *ENDS} & failing

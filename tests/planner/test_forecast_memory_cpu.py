@@ -15,7 +15,6 @@ from rigs.tables import each_row
 
 from contracts.layout import Layout
 from planner.forecast.engine import share_of
-from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_from_config, model_named
 from planner.forecast.specs import Method, TrainSpec, weights
 from planner.recommend import forecast_layout, plan
@@ -82,20 +81,6 @@ def test_each_adapter_of_trl_keeps_its_own_input(targets: tuple[str, ...]) -> No
     train = TrainSpec(method="lora", sequence_length=ROW_TOKENS, lora_rank=8, lora_targets=targets)
     said = engine_named("trl").layer_activations(share_of(shape, train, Layout(world_size=1, micro_batch=MICRO_BATCH)))
     assert said == pytest.approx(counted + MICRO_BATCH * ROW_TOKENS * columns, rel=0.05)
-
-
-def test_on_a_cpu_everything_is_fp32_and_nothing_else_is_moved() -> None:
-    """What FSDP gathers is twice as wide as in bf16, and no wider than on a GPU in fp32."""
-    shape, train = model_named("Llama-3.1-8B"), TrainSpec(sequence_length=512, precision="fp32")
-    layout = Layout(world_size=2, dp_shard=2, precision="fp32")
-    gpu, cpu = (memory_parts(shape, train, layout, TOPOFLIGHT, on_cpu=on_cpu) for on_cpu in (False, True))
-    half = memory_parts(shape, train, dataclasses.replace(layout, precision="bf16"), TOPOFLIGHT)
-    assert cpu.gathered == pytest.approx(2.0 * half.gathered)
-    assert (cpu.weights, cpu.gathered, cpu.activations) == (gpu.weights, gpu.gathered, gpu.activations)
-    assert (cpu.weights, cpu.fragmentation, cpu.reserved) == (gpu.weights, 0.0, 0.0)
-    whole = memory_parts(shape, dataclasses.replace(train, method="full"), layout, TOPOFLIGHT, on_cpu=True)
-    # code of libraries is loaded before memory is measured, and how much PEFT brings depends on what is installed
-    assert whole.context == cpu.context < 32 << 20
 
 
 @pytest.mark.ranks

@@ -14,12 +14,10 @@ from planner.advice import Forecast
 from planner.explain import helps_most
 from planner.forecast import machines
 from planner.forecast.links import Links, Speed
-from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.forecast.step_time import step_parts
 from planner.recommend import forecast_layout, plan, recommend
-from planner.search import Candidate, Planned
+from planner.search import Planned
 
 GB = 1e9
 
@@ -36,13 +34,9 @@ def links(*, ranks: int, nodes: int, inside: float, network: float | None, islan
 # gsm8k padded to the longest of a batch is about 370 tokens. 12 GB leave each node twice per step, so with Liger's
 # kernels, which the article's settings name, 1.2 and 2.6 GB/s are what the published times imply for OVN and TCP.
 ARTICLE = TrainSpec(
-    method="lora",
-    sequence_length=1024,
-    length_histogram=((370, 1),),
-    global_batch=128,
-    engine="trl",
+    method="lora", sequence_length=1024, length_histogram=((370, 1),), global_batch=128, engine="trl",
     fused_cross_entropy=True,
-)
+)  # fmt: skip
 ARTICLE_LAYOUT = Layout(world_size=4, dp_shard=4, micro_batch=32, checkpointing="full", fused_cross_entropy=True)
 
 
@@ -69,10 +63,7 @@ def test_ovn_tcp_rdma_are_three_to_one_and_a_half_to_one() -> None:
 def ideas(network: float, name: str) -> tuple[str, ...]:
     """What would help the article's job most over one network."""
     planned = planned_over(network, name)
-    parts = step_parts(planned.job, ARTICLE_LAYOUT)
-    memory = memory_parts(planned.job.model, ARTICLE, ARTICLE_LAYOUT, planned.job.engine)
-    candidate = Candidate(layout=ARTICLE_LAYOUT, parts=parts, memory=memory, seconds=parts.total)
-    return helps_most(planned.job, candidate, None)
+    return helps_most(planned.job, planned.candidate(ARTICLE_LAYOUT), None)
 
 
 def gain_of_doubling(texts: tuple[str, ...]) -> int:
@@ -118,9 +109,7 @@ def test_the_page_of_published_studies_has_every_row_with_a_forecast_of_today() 
 def test_nvlink_helps_only_gpus_that_exist_with_it() -> None:
     """An A40 can have a bridge; an RTX 4090 cannot (Ada has no NVLink)."""
     planned = planned_over(2.6 * GB, "TCP")
-    parts = step_parts(planned.job, ARTICLE_LAYOUT)
-    memory = memory_parts(planned.job.model, ARTICLE, ARTICLE_LAYOUT, planned.job.engine)
-    candidate = Candidate(layout=ARTICLE_LAYOUT, parts=parts, memory=memory, seconds=parts.total)
+    candidate = planned.candidate(ARTICLE_LAYOUT)
     apart = replace(planned.job.links, ranks_per_node=4, nodes=1, island_size=1, network=None)
     for device, advised in (("NVIDIA A40", True), ("NVIDIA GeForce RTX 4090", False)):
         job = replace(planned.job, links=apart, rates=replace(planned.job.rates, device=device))

@@ -46,31 +46,6 @@ def test_forms(name: str) -> None:
     assert found.names() == ("NCCL_DEBUG", "NCCL_IB_HCA")
 
 
-def test_conditions_are_said_and_each_way_is_judged() -> None:
-    """A wrong value in one branch is found, under the branch's name."""
-    found = reading(
-        """
-        #!/bin/bash
-        export NCCL_DEBUG=WARN
-        if [ "$FABRIC" = roce ]; then
-          export NCCL_IB_TC=106
-        else
-          export NCCL_IB_TC=300
-        fi
-        [ -n "$SLOW" ] && export NCCL_DEBUG=TRACE
-        """
-    )
-    assert {each.source: each.environment for each in found.environments} == {
-        "shell script": {"NCCL_DEBUG": "WARN", "NCCL_IB_TC": "300"},
-        "shell script, if [ $FABRIC = roce ]": {"NCCL_DEBUG": "WARN", "NCCL_IB_TC": "106"},
-        "shell script, if [ -n $SLOW ]": {"NCCL_DEBUG": "TRACE", "NCCL_IB_TC": "300"},
-    }
-    assert {each.lines["NCCL_IB_TC"]: each.environment["NCCL_IB_TC"] for each in found.environments} == {
-        4: "106",
-        6: "300",
-    }
-
-
 def test_variables_of_the_script_are_not_nccls() -> None:
     """Neither helpers with NCCL in their names, nor what is shown on the terminal, nor comments."""
     found = reading(

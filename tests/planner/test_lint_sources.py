@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 from nccl_env_hosts import host
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.checks.host_checks import environment_checks
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError, NamedEnvironment
-from planner.lint.sources import (
-    guess_kind,
-    read_text,
-)
+from planner.lint.sources import guess_kind, read_text
 from topology.build import build
 
-JOB, TRAINJOB, MPIJOB = Path(__file__).with_name("lint_jobs.yaml").read_text(encoding="utf-8").split("---\n")[1:]
+rows = rows_of(__file__)
+JOB, MPIJOB = Path(__file__).with_name("lint_jobs.yaml").read_text(encoding="utf-8").split("---\n")[1:]
 
 
 def read_environment(text: str, kind: str | None = None) -> tuple[NamedEnvironment, ...]:
@@ -32,37 +30,7 @@ def one(text: str, kind: str | None = None) -> NamedEnvironment:
     return found
 
 
-MAP = json.dumps({"kind": "ConfigMap", "metadata": {"name": "env"}, "data": {"NCCL_NET": "IB", "train.py": "x"}})
-NUMBER = "kind: Pod\nspec:\n  containers:\n  - name: a\n    env:\n    - {name: NCCL_IB_TC, value: 106}\n"
-
-
-@each_row(
-    ("text", "kind", "environment", "said"),
-    [
-        # anchored templates once; values from elsewhere and secrets are not kept
-        (JOB, None, {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HBA": "mlx5_1"}, ["env.name.unknown"]),
-        (TRAINJOB, None, {"PET_NNODES": "2"}, ["env.name.reserved"]),
-        (MAP, None, {"NCCL_NET": "IB"}, []),  # JSON is YAML; a ConfigMap may be taken in by envFrom
-        (NUMBER, None, {"NCCL_IB_TC": "106"}, []),  # an error to the API server but still readable here
-        # NUL-separated, first of two wins, as getenv has it; nothing but communication is kept
-        ("PATH=/bin\0NCCL_NET=IB\0AWS_SECRET_ACCESS_KEY=x\0NCCL_NET=Socket\0", None, {"NCCL_NET": "IB"}, []),
-        # docker does not strip quotes, and the linter says what comes of it; a shell does
-        ('# comment\nNCCL_IB_HCA="mlx5_1"\n\nNCCL_DEBUG=INFO\n', None,
-         {"NCCL_IB_HCA": '"mlx5_1"', "NCCL_DEBUG": "INFO"}, ["env.value.quotes"]),
-        ('export NCCL_IB_HCA="mlx5_1"\n'
-         'NCCL_ALGO=Ring mpirun -x NCCL_PROTO=Simple \\\n  -x NCCL_NET="AWS Libfabric" a\n',
-         None, {"NCCL_IB_HCA": "mlx5_1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NET": "AWS Libfabric"},
-         ["env.debug.leftover"] * 2),
-        # nccl.conf: no trimming and no export, such lines set names that nobody reads
-        ("NCCL_DEBUG = INFO\nexport NCCL_NET=IB\n#NCCL_ALGO=Ring\nNCCL_PROTO=Simple\n", "conf",
-         {"NCCL_DEBUG ": " INFO", "export NCCL_NET": "IB", "NCCL_PROTO": "Simple"},
-         ["env.name.unknown", "env.name.unknown", "env.debug.leftover"]),
-        # the "set by environment" lines of NCCL's log
-        ("n:10:20 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to net1\n"
-         "n:10:20 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 0.\n", None,
-         {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_DISABLE": "0"}, []),
-    ],
-)  # fmt: skip
+@each_row(("text", "kind", "environment", "said"), rows("environments"))
 def test_the_environment_of_a_text(text: str, kind: str | None, environment: dict[str, str], said: list[str]) -> None:
     """What is set, and what the linter says of it."""
     found = one(text, kind)
@@ -93,14 +61,7 @@ def test_what_a_scan_saw() -> None:
         assert sorted(each.subject for each in found if each.status == "warn") == wrong
 
 
-@each_row(
-    ("text", "kind"),
-    [
-        ("A=1\0B=2\0", "process"), ("h:1:2 [0] NCCL INFO x", "log"), (JOB, "yaml"), ("export A=1", "shell"),
-        ("mpirun -x A_B=1 x", "shell"), ("NCCL_NET=IB\n", "env"), ('{"kind": "Pod"}', "json"), ("", "env"),
-        ("\x7fELF\2\1\0A=1\0", "env"), ("BASH_FUNC_a%%=() { :\n}\0B=2\0", "process"),
-    ],
-)  # fmt: skip
+@each_row(("text", "kind"), rows("kinds"))
 def test_kinds_are_recognised(text: str, kind: str) -> None:
     """By their looks."""
     assert guess_kind(text) == kind
@@ -183,40 +144,10 @@ def test_a_variable_set_twice_and_one_that_stands_before_what_it_names() -> None
     assert of_the_text(elsewhere) == wanted[:1]
 
 
-ALONE = """\
-kind: StatefulSet
-metadata: {name: a}
-spec:
-  replicas: 4
-  template:
-    spec:
-      containers:
-        - name: t
-          env: [{name: NCCL_P2P_DISABLE, value: "1"}, {name: NCCL_SHM_DISABLE, value: "1"}]
-          resources: {limits: {nvidia.com/gpu: GPUS}}
-"""
-SBATCH = "#!/bin/bash\n#SBATCH -N 4\n#SBATCH GPUS\nexport NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1\nsrun python t.py\n"
-
-
-@each_row(
-    ("text", "gpus"),
-    [
-        (ALONE.replace("GPUS", "1"), 1), (ALONE.replace("GPUS", '"1"'), 1), (ALONE.replace("GPUS", "8"), 8),
-        (ALONE.replace("nvidia.com/gpu: GPUS", "nvidia.com/mig-1g.10gb: 1"), 1),
-        (ALONE.replace("GPUS", "{{ .Values.gpus }}"), None), (ALONE.replace("nvidia.com/gpu: GPUS", "cpu: 1"), None),
-        (ALONE.replace("GPUS", "1") + "      hostIPC: true\n", None),  # the pods of a node share /dev/shm
-        (ALONE.replace("GPUS", "1") + "      resourceClaims: [{name: a}]\n", None),  # NVLink between nodes
-        (ALONE.replace("GPUS", "1") + "      volumes: [{name: a, hostPath: {path: /dev/shm}}]\n", None),
-        ("\n---\n".join((ALONE.replace("GPUS", "1"), ALONE.replace("GPUS", "8"))), 8),
-        (SBATCH.replace("GPUS", "--gres=gpu:1"), 1), (SBATCH.replace("GPUS", "--gres=gpu:a100:4"), 4),
-        (SBATCH.replace("GPUS", "--gpus-per-node=1"), 1), (SBATCH.replace("GPUS", "--gpus-per-node h100:2"), 2),
-        (SBATCH.replace("GPUS", "--gpus=4"), None),  # of the whole job
-        (SBATCH.replace("GPUS", "--gres=gpu:1") + "srun --gres=gpu:$N python t.py\n", None),
-    ],
-)  # fmt: skip
-def test_one_gpu_per_pod_or_node_has_no_peer_access(text: str, gpus: int | None) -> None:
+@each_row(("text", "old", "new", "gpus"), rows("gpus"))
+def test_one_gpu_per_pod_or_node_has_no_peer_access(text: str, old: str, new: str, gpus: int | None) -> None:
     """NCCL_P2P_DISABLE and NCCL_SHM_DISABLE are no problem where no second GPU is reached, and say so."""
-    found = read_text(text)
+    found = read_text(rows("texts")()[text].replace(old, new))
     assert found.gpus == gpus
     (each,) = found.environments
     judged = lint(each.environment, gpus=found.gpus)
@@ -229,27 +160,7 @@ def test_one_gpu_per_pod_or_node_has_no_peer_access(text: str, gpus: int | None)
         assert {f.status.value for f in judged} == {"warn"}
 
 
-MASTER = """kind: PyTorchJob
-spec:
-  pytorchReplicaSpecs:
-    Master:
-      replicas: 1
-      template: {spec: {containers: [{name: a, env: [{name: NCCL_IB_DISABLE, value: "1"}]}]}}
-    Worker:
-      replicas: 1
-"""
-
-
-@each_row(
-    ("text", "nodes"),
-    [
-        ("export NCCL_IB_DISABLE=1\ntorchrun --standalone --nnodes=1 t.py\n", 1),
-        ("export NCCL_IB_DISABLE=1\ntorchrun --nnodes=1:4 t.py\n", 4),
-        ("export NCCL_IB_DISABLE=1\nsrun -N 1 -w $first hostname\nsrun torchrun t.py\n", None),  # of one step
-        ("#!/bin/bash\n#SBATCH --nodes=16  # adjust\nexport NCCL_IB_DISABLE=1\nsrun -N1 a\nsrun t\n", 16),
-        (MASTER, 2), (MASTER.replace("Master", "Launcher"), 1),
-    ],
-)  # fmt: skip
+@each_row(("text", "nodes"), rows("nodes"))
 def test_one_node_has_no_traffic_between_nodes(text: str, nodes: int | None) -> None:
     """NCCL_IB_DISABLE costs nothing in a job of one node, and says so."""
     found = read_text(text)
@@ -258,24 +169,10 @@ def test_one_node_has_no_traffic_between_nodes(text: str, nodes: int | None) -> 
     assert (judged.status == "info", "the job has one node" in judged.message) == (nodes == 1,) * 2
 
 
-@each_row(
-    ("change", "differs"),
-    [
-        (("NCCL_IB_DISABLE", "NCCL_IB_DISABLE"), ["NCCL_IB_DISABLE"]),
-        (("NCCL_IB_DISABLE", "NCCL_ALGO"), ["NCCL_ALGO"]),
-        (('value: "1"', 'value: "0"'), []),  # the default
-        (("NCCL_IB_DISABLE", "NCCL_DEBUG"), []),
-        (("{name: b}", '{name: b, env: [{name: NCCL_IB_DISABLE, value: "1"}]}'), []),
-        (("{name: b}", "{name: b, env: [{name: NCCL_IB_DISABLE, value: '0'}]}"), ["NCCL_IB_DISABLE"]),
-        (("{name: b}", "{name: b, envFrom: [{configMapRef: {name: c}}]}"), []),  # may set it
-        (("{name: b}", '{name: b}, {name: c, env: [{name: NCCL_IB_DISABLE, value: "1"}]}'), []),
-    ],
-)  # fmt: skip
+@each_row(("change", "differs"), rows("replicas"))
 def test_master_and_workers_share_what_every_rank_must(change: tuple[str, str], differs: list[str]) -> None:
     """Ranks that choose another algorithm or network hang; a container without env counts too."""
-    text = MASTER.replace("kind: PyTorchJob", "kind: PyTorchJob\nmetadata: {name: j}")
-    text += "      template: {spec: {containers: [{name: b}]}}\n"
-    found = read_text(text.replace(*change))
+    found = read_text(rows("texts")()["replicas"].replace(*change))
     noted = [note for each in found.environments for note in each.findings]
     assert [(note.code, note.subject, note.status) for note in noted] == [
         ("env.pair.differs", name, "fail") for name in differs

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from string import Formatter
 
+from contracts.tables import read_table
 from planner.lint.environment import settings
 from planner.lint.values import texts, values
+from planner.nccl_env.names import __file__ as names_file
 from planner.nccl_env.names import names, plugin_of, torch_names
-from planner.nccl_env.situation import texts as advice_texts
 
 OTHERS = {
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",
@@ -68,7 +69,7 @@ def test_every_text_is_used_and_filled_in() -> None:
 
 def test_every_text_of_the_advice_is_used_and_filled_in() -> None:
     """Each text of advice.toml is named by a rule, and what a rule passes are fields of the texts that it names."""
-    table, used = advice_texts(), set[str]()
+    table, used = read_table(names_file, "data/advice.toml"), set[str]()
     for path in (Path(__file__).parents[2] / "planner" / "nccl_env").glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in table}

@@ -75,28 +75,6 @@ def test_only_the_last_stage_of_an_image_holds_for_its_containers() -> None:
     assert [(each.source, each.environment) for each in found.environments] == [("Dockerfile", {"NCCL_ALGO": "Ring"})]
 
 
-def test_findings_about_settings_beside_others() -> None:
-    """Environment, what is said of it (codes by subject), and what is not said."""
-    fastrak = {"NCCL_FASTRAK_CTRL_DEV": "eth0"}
-    rows = (
-        ({"NCCL_PROTO": "Simple,LL128", **fastrak}, {}),
-        ({"NCCL_PROTO": "LL", **fastrak}, {"NCCL_PROTO": ("env.debug.leftover", "info")}),
-        ({"NCCL_ALGO": "Ring,Tree", **fastrak}, {"NCCL_ALGO": ("env.debug.leftover", "info")}),
-        ({"NCCL_BUFFSIZE": "8388608", "NCCL_NET": "gIB"}, {"NCCL_BUFFSIZE": ("env.debug.leftover", "info")}),
-        ({"NCCL_PROTO": "Simple"}, {"NCCL_PROTO": ("env.debug.leftover", "warn")}),
-        ({"NCCL_SHM_DISABLE": "1", "NCCL_P2P_DISABLE": "1"},
-         {"NCCL_SHM_DISABLE": ("env.pair.network", "warn"), "NCCL_P2P_DISABLE": ("env.debug.leftover", "warn")}),
-        ({"NCCL_DEBUG": "INFO "}, {"NCCL_DEBUG": ("env.value.blank", "warn")}),
-        ({"NCCL_IB_TC": "106 "}, {"NCCL_IB_TC": ("env.value.blank", "info")}),
-        ({"NCCL_SOCKET_IFNAME": " eth0"}, {"NCCL_SOCKET_IFNAME": ("env.value.blank", "warn")}),
-    )  # fmt: skip
-    for environment, wanted in rows:
-        found = {each.subject: (each.code, each.status) for each in lint(environment, nccl_version=(2, 27, 7))}
-        assert found == wanted, environment
-    (proto,) = lint({"NCCL_PROTO": "LL", **fastrak})
-    assert "Unset" not in proto.remedy and "Simple,LL128" in proto.message
-
-
 def test_secrets_are_not_repeated() -> None:
     text = 'export NCCL_DEBUG=INFO NCCL_TOKEN=hf_abcdefghijklmnopqrstuvwxyz012345 NCCL_X="password=hunter2secret"\n'
     answer = lint_text(text, "auto", nccl_version=None, machine=None)

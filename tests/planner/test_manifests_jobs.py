@@ -17,13 +17,13 @@ from rigs.tables import each_row
 from agent.advice.advise import answer, in_pods
 from agent.advice.job_settings import job_plan
 from agent.advice.request import Request
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
 from finetune import pod
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes.job import JobError, JobSpec
+from planner.kubernetes.manifests import JobError, JobSpec
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 from probes.registry import ALL
@@ -125,13 +125,6 @@ def test_pods_measure_together_only_where_it_is_asked_for(api: str) -> None:
     without, words = (command_of(manifests.APIS[api](replace(SPEC, measure=asked))) for asked in (False, True))
     assert "--measure" not in without and [word for word in words if word != "--measure"] == without
     assert words.index("--measure") < words.index("--")
-
-
-@each_row("given", [{"restarts": -1}, {"peer_wait_seconds": 0}])
-def test_counts_that_cannot_be_are_refused(given: dict[str, int]) -> None:
-    """With what is allowed."""
-    with pytest.raises(JobError, match=f"{next(iter(given))}=.*at least"):
-        replace(SPEC, **given)
 
 
 def restricted(container: dict[str, Any], pod: dict[str, Any]) -> list[str]:
@@ -345,3 +338,58 @@ def test_the_time_to_save_fits_a_checkpoint_at_the_rate_that_storage_takes(metho
     assert (found["5M"] > 100) and (found["1G"] > 100) is (method == "full")
     with pytest.raises(AssertionError, match=r"2: (.|\n)*--storage-rate='fast': must be a quantity above 0"):
         launched(*words, "--storage-rate", "fast")
+
+
+REQUIRED = "kueue.x-k8s.io/podset-required-topology"
+GROUP = "kueue.x-k8s.io/podset-group-name"
+RACK = "cloud.example/rack"
+
+
+def test_a_trainjobs_claims_are_where_the_trainer_carries_them_to_the_pod() -> None:
+    """resourcesPerNode loses its claims on the way, and replaces all that the runtime says; without them it is used."""
+    runtime, job = manifests.APIS["trainjob"](replace(SPEC, resource_claim_template="sft-gpu-nic"))[-2:]
+    (container,) = next(templates(runtime))["spec"]["containers"]
+    assert container["resources"]["claims"] == [{"name": "gpu-nic"}]
+    assert container["resources"]["limits"] == SPEC.limits
+    assert "resourcesPerNode" not in job["spec"]["trainer"]
+    runtime, job = manifests.APIS["trainjob"](SPEC)
+    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == SPEC.limits
+    assert "resources" not in next(templates(runtime))["spec"]["containers"][0]
+
+
+def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
+    """Kueue 0.15.0 takes the quota of the runtime's Job, which without these two is one pod's."""
+    runtime, job = manifests.APIS["trainjob"](replace(SPEC, queue="team"))
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    said = replicated["template"]["spec"]
+    assert said["parallelism"] == said["completions"] == job["spec"]["trainer"]["numNodes"] == 3
+
+
+@each_row(
+    ("changes", "annotations"),
+    [
+        ({"queue": "team", "topology_label": RACK}, {REQUIRED: RACK, GROUP: "sft"}),
+        ({"queue": "team", "topology_label": RACK, "nodes": 1}, {REQUIRED: RACK}),
+        ({"queue": "team"}, {}),
+    ],
+)
+def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain(
+    changes: dict[str, Any], annotations: dict[str, str]
+) -> None:
+    """Two pod sets of the same required level may still land in two domains, unless they are a group.
+
+    Kueue's webhook refuses a group of one pod set, or without a topology; of two, one must have one pod.
+    """
+    (job,) = manifests.APIS["pytorchjob"](replace(SPEC, **changes))
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    said = [replica["template"].get("metadata", {}).get("annotations", {}) for replica in replicas.values()]
+    assert said == [annotations] * len(replicas)
+    assert replicas["Master"]["replicas"] == 1
+
+
+@each_row(("nodes", "allowed"), [(1, 54), (10, 54), (11, 53), (64, 53), (1000, 52)])
+def test_a_jobs_name_leaves_room_for_its_pods_names(nodes: int, allowed: int) -> None:
+    """PyTorchJob's NAME-worker-62 and JobSet's NAME-node-0-63 are labels of a host name."""
+    assert replace(SPEC, nodes=nodes, name="x" * allowed).nodes == nodes
+    with pytest.raises(JobError, match=f"{allowed} characters at most"):
+        replace(SPEC, nodes=nodes, name="x" * (allowed + 1))

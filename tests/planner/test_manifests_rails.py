@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import build
 import pytest
+from agent.base.hosts import snapshots
 from nccl_env_hosts import cluster, host, interface, port, settings
 from rigs.pods import Document, launched, templates
 from rigs.tables import each_row, rows_of
 
 from planner.advice import Recommendation
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes.job import JobError
+from planner.kubernetes.manifests import JobError
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface
-from probes.rdma.facts import RdmaDevice
+from probes.rdma.facts import RdmaDevice, RdmaPort
+from probes.registry import ALL
 
 rows = rows_of(__file__)
 
@@ -117,23 +118,6 @@ def interfaces(*snapshots: Snapshot) -> tuple[str, ...]:
 def test_every_rail_that_all_nodes_have_is_one() -> None:
     """By their names."""
     assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
-
-
-def test_bonds_and_vlans_are_rails_too() -> None:
-    """The macvlan stands on the bond and on the VLAN; the device plugin looks for the ports below them."""
-    links = [interface(f"bond{i}", "host", f"10.2.{i}.1/24", kind="bond", mtu_bytes=9000) for i in range(2)]
-    links += [interface(f"ens{i}f{k}np{k}", "host", "", master=f"bond{i}") for i in range(2) for k in range(2)]
-    links += [interface("ens7f0np0.7", "host", kind="vlan", parent="ens7f0np0"), interface("ens7f0np0", "host", "")]
-    bonds = [
-        replace(port(f"mlx5_bond_{i}", layer="Ethernet", netdev=f"ens{i}f0np0"), bond=f"bond{i}") for i in range(2)
-    ]
-    vlan = port("mlx5_7", layer="Ethernet", netdev="ens7f0np0.7")
-    found = network_manifests.from_snapshots([host(rdma=[*bonds, vlan], interfaces=links)])
-    assert found.interfaces == ("bond0", "bond1", "ens7f0np0.7")
-    assert found.ports == ("ens0f0np0", "ens0f1np1", "ens1f0np0", "ens1f1np1", "ens7f0np0")
-    assert [d["spec"]["master"] for d in of_kind(network_manifests.network(found), "MacvlanNetwork")] == list(
-        found.interfaces
-    )
 
 
 @each_row(
@@ -288,3 +272,94 @@ def test_one_rail_leaves_the_job_as_it_is() -> None:
     assert "metadata" not in job["spec"]["template"]
     assert told.startswith("warning: the nodes have RDMA devices, but the pods request none") and told.count("\n") == 1
     assert [d["metadata"]["name"] for d in of_kind(documents, "MacvlanNetwork")] == ["rdmashared-net"]
+
+
+# -- what the operators look for
+
+
+def roce(*links: Interface, netdev: str, bond: str | None = None) -> Snapshot:
+    """A node with one active RoCE port, whose interfaces are `links`."""
+    port = RdmaPort(port=1, state="ACTIVE", link_layer="Ethernet", netdev=netdev, netdev_mtu_bytes=9000)
+    return host("n", rdma=[RdmaDevice(name="mlx5_0", kind="hca", bond=bond, ports=(port,))], interfaces=links)
+
+
+def selected(documents: tuple[dict[str, Any], ...]) -> tuple[list[str], str]:
+    """What the device plugin looks for, and on what the macvlan stands."""
+    kinds = {document["kind"]: document["spec"] for document in documents}
+    config = json.loads(kinds["NicClusterPolicy"]["rdmaSharedDevicePlugin"]["config"])
+    return config["configList"][0]["selectors"]["ifNames"], kinds["MacvlanNetwork"]["master"]
+
+
+MEMBERS = (
+    Interface(name="bond0", role="host", kind="bond", mtu_bytes=4200),
+    Interface(name="ens8f1np1", role="host", master="bond0"),
+    Interface(name="ens8f0np0", role="host", master="bond0"),
+)
+VLAN = (
+    Interface(name="ens8f0np0.7", role="host", kind="vlan", parent="ens8f0np0"),
+    Interface(name="ens8f0np0", role="host"),
+)
+
+
+@each_row(
+    ("found", "ports", "master", "mtu_bytes"),
+    [
+        (roce(Interface(name="ens8f0np0", role="host"), netdev="ens8f0np0"), ["ens8f0np0"], "ens8f0np0", 9000),
+        (roce(*MEMBERS, netdev="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0", 9000),
+        (roce(*MEMBERS, netdev="ens8f0np0", bond="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0", 4200),
+        (roce(*VLAN, netdev="ens8f0np0.7"), ["ens8f0np0"], "ens8f0np0.7", 9000),
+    ],
+    ids=["port", "bond", "member of a bond", "vlan"],
+)
+def test_the_device_plugin_looks_for_pci_netdevs(
+    found: Snapshot, ports: list[str], master: str, mtu_bytes: int
+) -> None:
+    """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan stands on those."""
+    documents = network_manifests.network(network_manifests.from_snapshots([found]))
+    assert selected(documents) == (ports, master)
+    assert network_manifests.seen_from_a_pod([found]) == ()
+    assert network_manifests.from_snapshots([found]).mtu_bytes == mtu_bytes, "a bond's own, not its member's"
+
+
+@each_row("machine", ["hgx-h100-8xH100-8hca", "azure-nd-a100-flat-vm", "polaris-4xA100-nv4"])
+def test_infiniband_is_shared_and_needs_no_second_network(machine: str) -> None:
+    """Verbs go by the device alone, and a port's netdev need not be known: the link type finds it on every node."""
+    found = snapshots([MACHINES / f"{machine}.json"], ALL)
+    documents = network_manifests.network(network_manifests.from_snapshots(found))
+    assert [d["kind"] for d in documents] == ["MachineConfig", "NicClusterPolicy", "ClusterPolicy"]
+    (shared,) = json.loads(documents[1]["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
+    assert shared["resourceName"] == "rdma_shared_device_ib"
+    assert shared["selectors"] == {"linkTypes": ["infiniband"]}
+
+
+def test_a_node_with_both_shares_both() -> None:
+    """Storage over RoCE and compute over InfiniBand are two resources; the pod asks for one by name."""
+    ports = (
+        RdmaPort(port=1, state="ACTIVE", link_layer="Ethernet", netdev="ens8f0np0"),
+        RdmaPort(port=2, state="ACTIVE", link_layer="InfiniBand"),
+    )
+    both = host("n", rdma=[RdmaDevice(name="mlx5_0", kind="hca", ports=ports)])
+    documents = network_manifests.network(network_manifests.from_snapshots([both]))
+    config = json.loads(documents[1]["spec"]["rdmaSharedDevicePlugin"]["config"])
+    assert [each["selectors"] for each in config["configList"]] == [
+        {"ifNames": ["ens8f0np0"]},
+        {"linkTypes": ["infiniband"]},
+    ]
+    assert "MacvlanNetwork" in [d["kind"] for d in documents]
+
+
+def test_efa_needs_none_of_it() -> None:
+    """And the error says so."""
+    with pytest.raises(JobError, match="EFA needs none"):
+        network_manifests.from_snapshots(snapshots([MACHINES / "aws-p4d-8xA100-4efa.json"], ALL))
+
+
+def test_a_name_from_inside_a_pod_is_told() -> None:
+    """No node has an interface net1: what is printed for it wants another name."""
+    inside = snapshots([MACHINES / "r760xa-2xA40-bf3.json"], ALL)
+    assert network_manifests.seen_from_a_pod(inside) == ("net1",)
+    assert network_manifests.seen_from_a_pod(snapshots([MACHINES / "l40s-4x-pcie.json"], ALL)) == ()
+    words = ("--network", "--no-preflight", "--model", "Qwen/Qwen2.5-0.5B", "--resource",
+             "rdma/rdma_shared_device_eth=1")  # fmt: skip
+    _, told = launched("--host", MACHINES / "r760xa-2xA40-bf3.json", *words)
+    assert "warning: net1: these are names inside a pod;" in told

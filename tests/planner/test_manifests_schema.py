@@ -17,11 +17,11 @@ from rigs.crds import strict, validate, without_required
 from rigs.pods import templates
 from rigs.tables import each_row
 
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from agent.cluster.publish import NFD_VERSION
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes.job import JobError, JobSpec
+from planner.kubernetes.manifests import JobError, JobSpec
 from probes.registry import ALL
 
 ROOT = Path(__file__).parents[2]
@@ -147,13 +147,6 @@ def test_trainjob_environment_is_in_the_trainer_and_not_in_the_runtime() -> None
     assert "env" not in next(templates(runtime))["spec"]["containers"][0]
 
 
-@each_row("name", ["a\nb: c", "UPPER", "x" * 64, "-a", "a/b", '"', ""])
-def test_hostile_names_are_refused(name: str) -> None:
-    """A name that is no name is an error that says so."""
-    with pytest.raises(JobError, match="name="):
-        least_job(name=name)
-
-
 @each_row(("field", "value", "told"), ROWS["refused"])
 def test_what_the_api_server_would_refuse_is_refused(field: str, value: Any, told: str) -> None:
     """By name and value: an object that cannot exist would otherwise leave the pods waiting for it."""
@@ -174,13 +167,6 @@ def test_quantities_as_kubernetes_writes_them_are_taken(amount: str) -> None:
     """Every form of apimachinery's."""
     limits = {"memory": amount, "nvidia.com/gpu": "8", "hugepages-2Mi": "5Gi", "vpc.amazonaws.com/efa": "0"}
     assert least_job(limits=limits).limits["memory"] == amount
-
-
-@each_row("name", ["PET_NNODES", "PET_NODE_RANK"])
-def test_reserved_environment_is_refused(name: str) -> None:
-    """The Trainer's webhook would refuse it later and say less."""
-    with pytest.raises(JobError, match=name):
-        least_job(environment={name: "1"})
 
 
 @each_row(("given", "cpu"), [({}, "2"), ({"cpu": "4"}, "4"), ({"memory": "8Gi"}, None)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rigs.tables import each_row
 
-from agent.base.hosts import snapshots
+from agent.base.options import snapshots
 from planner.forecast import machines
 from probes.registry import ALL
 from topology.build import build

@@ -59,7 +59,7 @@ def preload_job():
 
 def preload_search():
     """Import what the verb search needs, once."""
-    for name in ("base.hosts", "cli.bench", "jobs.search", "terminal.findings"):
+    for name in ("base.options", "cli.bench", "jobs.search", "terminal.findings"):
         importlib.import_module(f"agent.{name}")
     refuse_threads()
 

@@ -1,4 +1,4 @@
-"""The report as one HTML document, and the sections that it shares with the agent's pages.
+"""The report as one HTML document, and the sections that it shares with the agent's pages (agent/http/pages.py).
 
 Style and drawings are in the document itself. The report has no script.
 """
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from agent.jobs.preflight import Report
 
 ORDER = ("fail", "unknown", "warn", "pass")
-_COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg", "topoflight")
 
 
 def explained(code: str) -> Markup:
@@ -80,28 +79,23 @@ def headline(group: Group) -> Markup:
     first = group.checks[0].subject
     if first and (len(group.subjects) == 1 or not group.alike):
         return with_subject(first, message)
-    return inline(sentence(message))
+    return inline(message)
 
 
 def with_subject(subject: str, message: str) -> Markup:
     """Put the subject before a message, unless the message begins with it."""
     if not subject or re.match(rf"{re.escape(subject)}(?![\w.:])", message):
-        return inline(sentence(message))
+        return inline(message)
     return Markup("<code>{}</code>: {}").format(subject, inline(message))
-
-
-def sentence(text: str) -> str:
-    """Capitalize the first word, unless it is a name such as eth0 or a command."""
-    plain = re.match(r"([a-z]+)(?:[ ,]|$)", text)
-    return text[:1].upper() + text[1:] if plain and plain[1] not in _COMMANDS else text
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _SHOWN_LAYOUTS = 4  # the chosen one and three others fit on the page
 
 
-def make_environment() -> Environment:
-    """Return the templates with the functions that every page and the report use."""
+@cache
+def environment() -> Environment:
+    """Return the templates with the functions that the pages and the report use."""
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -110,8 +104,7 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
-             units.tally, list_names, units.clock, when, explained, headline, inline, sentence,
-             lines)  # fmt: skip
+             units.tally, list_names, units.clock, when, explained, headline, inline, lines)  # fmt: skip
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
         kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(outcome_lines(one)),
@@ -122,15 +115,15 @@ def make_environment() -> Environment:
               as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
-        classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, layouts=_layouts, OPTIONS=OPTIONS
-    )
+        classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, layouts=_layouts, OPTIONS=OPTIONS,
+    )  # fmt: skip
     return made
 
 
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
     shown = rows(report.nodes, report.checks, report.started_at_seconds)
-    return rendered("report", _environment(), report=report, rows=shown, style_hash=digest("style.css"))
+    return rendered("report", report=report, rows=shown, style_hash=digest("style.css"))
 
 
 def when(seconds: float) -> str:
@@ -138,12 +131,9 @@ def when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-_environment = cache(make_environment)
-
-
-def rendered(name: str, environment: Environment, **values: Any) -> str:
+def rendered(name: str, **values: Any) -> str:
     """Render one page from its template."""
-    template = environment.get_template(f"{name}.html.j2")
+    template = environment().get_template(f"{name}.html.j2")
     return template.render(style=asset("style.css"), script=asset("page.js"), **values)
 
 
@@ -225,7 +215,6 @@ class Row:
     record: NodeRecord
     word: str  # status word of its verdict
     groups: tuple[Group, ...]  # failures, warnings and required checks that could not run, worst first
-    codes: tuple[str, ...]  # of all of them
     version: str
     age: float | None  # seconds since its scan; None: never scanned
     since: float  # Unix seconds of the start of its oldest finding; 0 if unknown
@@ -239,7 +228,8 @@ class Row:
         """Return what nodes of one line of the table have in common: hardware, versions and findings."""
         one = self.record
         hardware = (one.gpu_text, one.links or "unknown", one.rdma_text, one.memlock or "unknown")
-        return (*hardware, self.version, self.word, *self.codes, *(group.message for group in self.groups[:1]))
+        codes = (code for group in self.groups for code in group.codes)
+        return (*hardware, self.version, self.word, *codes, *(group.message for group in self.groups[:1]))
 
     def text(self) -> str:
         """Return the text that a search reads."""
@@ -261,7 +251,6 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
     agent = f", agent {record.agent_version or 'unknown'}" if agents else ""
     return Row(
         record=record, word="unknown" if record.silent(now) else record.verdict, groups=tuple(grouped(checks)),
-        codes=tuple(dict.fromkeys(check.code for check in checks)),
         version=f"driver {record.driver or 'unknown'}{agent}",
         age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
         since=min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0),

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import urlencode
 
-from jinja2 import Environment
 from markupsafe import Markup
 
 from agent.advice.advise import EXPORTS, FORM
@@ -24,12 +21,11 @@ from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
 from agent.cluster.nodes import Fleet, NodeRecord, checks_of, seconds_of
 from agent.jobs import search
-from agent.pages.report import Row, digest, lines, make_environment, rendered, rows
+from agent.pages import digest, environment, lines, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
-from planner.advice import Recommendation
+from planner.advice import FrontierPoint, Recommendation
 from planner.forecast import machines, models
-from planner.sweep import FrontierPoint
 from topology import diff
 from topology.paths import with_expectations
 
@@ -44,14 +40,14 @@ def node_page(
     `trouble` is why the newest scan failed, if this view is an older one; `others` says that the page of the whole
     cluster is not empty.
     """
-    return _rendered("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
+    return rendered("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
 
 
-def fleet_page(fleet: Fleet, *, source: str, behind: str | None, asked: NodeFilter | None = None) -> str:
+def fleet_page(fleet: Fleet, *, source: str, behind: str | None, search: str = "", page: int = 1) -> str:
     """Return the page of all publishing nodes, from the records alone."""
     now = time.time()
-    shown = console(fleet, asked or NodeFilter(), now)
-    return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
+    shown = console(fleet, now, search, page)
+    return rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
 
 
 def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
@@ -65,7 +61,7 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
         made_at_seconds=record.scanned_at_seconds,
     )  # fmt: skip
     age = units.duration(record.age_seconds(now))
-    return _rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
+    return rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
 
 
 def what_if_page(
@@ -74,7 +70,7 @@ def what_if_page(
 ) -> str:  # fmt: skip
     """Return the form and, if it was answered, the layouts and the comparison of numbers of nodes."""
     given = {name: asked[name] for name in FORM if asked.get(name)}
-    return _rendered(
+    return rendered(
         "what_if", view=view, asked={**dict.fromkeys(FORM, ""), **given}, query=given, advice=advice, error=error,
         points=points, machines=machines.names(), models=[model.name for model in models.KNOWN],
     )  # fmt: skip
@@ -90,22 +86,6 @@ def headers() -> dict[str, str]:
         "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store", "Content-Security-Policy": policy,
     }  # fmt: skip
-
-
-def _rendered(name: str, **values: Any) -> str:
-    return rendered(name, _environment(), **values)
-
-
-@cache
-def _environment() -> Environment:
-    """Return the templates with the functions that only the agent's pages need."""
-    made = make_environment()
-    made.globals.update(
-        field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
-        exports=EXPORTS, search_summary=search.summary,
-        search_picture=lambda result: Markup(search.picture(result)),  # noqa: S704 - escaped there
-    )  # fmt: skip
-    return made
 
 
 # The page of the whole cluster, created from the records alone.
@@ -127,37 +107,23 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFilter:
-    """The filters of the page's form and links; an empty one matches every node."""
-
-    search: str = ""
-    verdict: str = ""
-    fault: str = ""
-    page: int = 1
-
-    def query(self, **other: str | int) -> str:
-        """Return the address of this page with some filters changed, starting at the first rows."""
-        active = {name: value for name, value in {**asdict(self), "page": 1, **other}.items() if value not in ("", 1)}
-        return "cluster" + (f"?{urlencode(active)}" if active else "")
-
-    def matches(self, row: Row) -> bool:
-        """Whether the node matches the filters."""
-        found = all(each in row.text() for each in self.search.lower().split())
-        return found and self.verdict in ("", row.word) and (not self.fault or self.fault in row.codes)
+def cluster_address(search: str = "", page: int = 1) -> str:
+    """Return the address of the cluster's page for a search and a page of its table."""
+    asked = {name: value for name, value in (("search", search), ("page", page)) if value not in ("", 1)}
+    return "cluster" + (f"?{urlencode(asked)}" if asked else "")
 
 
-def console(fleet: Fleet, asked: NodeFilter, now: float) -> SimpleNamespace:
-    """Return all values that the page shows for these filters, at `now` (Unix seconds)."""
+def console(fleet: Fleet, now: float, search: str = "", page: int = 1) -> SimpleNamespace:
+    """Return all values that the page shows at `now` (Unix seconds); its table has the nodes that match `search`."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
     every = rows(records, checks, now)
-    matching = [row for row in every if asked.matches(row)]
+    matching = [row for row in every if all(word in row.text() for word in search.lower().split())]
     table = lines(matching)
     return SimpleNamespace(
-        asked=asked, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
-        shown=table[ROWS * (asked.page - 1) : ROWS * asked.page], pages=max(1, -(-len(table) // ROWS)),
+        search=search, page=page, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
+        shown=table[ROWS * (page - 1) : ROWS * page], pages=max(1, -(-len(table) // ROWS)),
         counts=dict(Counter(row.word for row in every)), faults=tuple(_faults(records, checks)),
-        codes=sorted({code for row in every for code in row.codes}), families=_families(fleet, records, now),
+        families=_families(fleet, records, now),
     )  # fmt: skip
 
 
@@ -187,3 +153,10 @@ def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[
         return ()
     found = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])
     return found.families
+
+
+environment().globals.update(
+    field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
+    exports=EXPORTS, cluster_address=cluster_address, search_summary=search.summary,
+    search_picture=lambda result: Markup(search.picture(result)),  # noqa: S704 - escaped there
+)  # fmt: skip
