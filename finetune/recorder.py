@@ -279,8 +279,9 @@ class Recorder:
                 due, got = one.forecast.scaled(1 / scale), one.measured / scale
                 forecast = f"forecast {due.mid:.3g} {unit} ({due.low:.3g}-{due.high:.3g})"
                 print_once(f"{one.title}: {forecast}, measured {got:.3g} {unit}: {one.verdict}")
-        if record.communication is not None and (record.communication.exposed_share or 0.0) >= 0.005:
-            print_once(f"communication {100 * record.communication.exposed_share:.0f} % exposed")
+        exposed = record.communication.exposed_share if record.communication else None
+        if exposed is not None and exposed >= 0.005:
+            print_once(f"communication {100 * exposed:.0f} % exposed")
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:
