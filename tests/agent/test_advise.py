@@ -368,3 +368,20 @@ def test_no_network_is_offered_that_nobody_sells() -> None:
     words = "--machine 2xa40-roce --nodes 2 --network 60M --model Llama-3.1-8B --sequence-length 1024 --global-batch 64"
     _, document = run(words)
     assert any("a network of 1.25 GB/s per node" in line for line in document["helps_most"])
+
+
+@each_row(
+    ("model", "words"),
+    [
+        ("meta-llama/Llama-3.1-8B", ["trainer: TRL's SFTTrainer", "topoflight does not support CP", "✓ CP2"]),
+        ("meta-llama/Llama-3.1-70B", ["No layout fits"]),  # nor do TRL's
+    ],
+)
+def test_auto_takes_trl_s_trainer_where_only_split_sequences_fit(tmp_path: Path, model: str, words: list[str]) -> None:
+    """Long rows on two GPUs: TRL's trainer has context parallelism, and the built-in one has not."""
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        f"{{model_name_or_path: {model}, dataset_name: own/x, use_peft: true, max_length: 131072, max_steps: 10}}"
+    )
+    done = topoflight("recommend", "--config", str(file), "--lengths", "131072:64", "--machine", "2xa40-roce")
+    assert [word for word in words if word not in done.stdout + done.stderr] == []

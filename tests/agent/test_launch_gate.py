@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -234,19 +233,6 @@ def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list
     assert run_record.read(tmp_path / "run.json") == record
     (sent,) = posted
     assert (sent.path, read_record(sent.body)) == ("/runs", record)
-
-
-def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
-    """The record is written with each checkpoint only; a line that was cut, and another start's, do not count."""
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 8, "loss": 2.0}\n{"step": 9, "loss": NaN}\n{"step": 10, "lo')
-    os.utime(metrics, (4e9, 4e9))
-    assert ended(tmp_path).steps_done == 9
-    os.utime(metrics, (1, 1))
-    assert ended(tmp_path).steps_done == 7
-    metrics.write_bytes(b"\xff\n[]\n3\n{}\n")
-    os.utime(metrics, (4e9, 4e9))
-    assert ended(tmp_path).steps_done == 7
 
 
 @each_row("status", ["complete", "failed"])

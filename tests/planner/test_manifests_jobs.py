@@ -318,7 +318,7 @@ def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> Non
     documents = manifests.APIS[api](replace(SPEC, save_seconds=700))
     settings = pod.read_settings(command_of(documents)[3:], {})
     for template in templates(list(documents)):
-        assert template["spec"]["terminationGracePeriodSeconds"] == settings.save_seconds + 20 == 720
+        assert template["spec"]["terminationGracePeriodSeconds"] == settings.save + 20 == 720
 
 
 @each_row(("method", "trained"), [("full", 7_615_616_512), ("lora", 40_370_176)])
