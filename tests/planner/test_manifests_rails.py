@@ -9,11 +9,11 @@ from typing import Any
 
 import build
 import pytest
-from agent.base.hosts import snapshots
 from nccl_env_hosts import cluster, host, interface, port, settings
 from rigs.pods import Document, launched, templates
 from rigs.tables import each_row, rows_of
 
+from agent.base.options import snapshots
 from planner.advice import Recommendation
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.manifests import JobError
