@@ -21,8 +21,7 @@ from markupsafe import Markup, escape
 
 from agent.base import units
 from agent.base.lines import GLYPHS
-from agent.checks.explain import UnknownCodeError, section
-from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
+from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, reasons, section
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.terminal import measured
 from agent.terminal.advice import (
@@ -111,7 +110,7 @@ def environment() -> Environment:
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count, need=need_words,
         settings_as=render_settings,
     )  # fmt: skip
-    shared = (picture, grouped, reasons, passed_ids, unknown_ids, columns, glance, summary, parts_grid, results_grid,
+    shared = (picture, grouped, reasons, codes_of, columns, glance, summary, parts_grid, results_grid,
               as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(

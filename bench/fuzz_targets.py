@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agent import metrics
-from agent.advice.advise import RequestError, answer
+from agent.advice.advise import RequestError, advise
 from agent.advice.request import Request, histogram_of, model_of
 from agent.base.options import parse_version
 from agent.base.output import document
@@ -405,7 +405,7 @@ def calibration(data: bytes) -> object:
     """A calibration file, and a forecast with it."""
     path = _file("calibration.json", _json(lambda: document_of("calibration"), data))
     json.dumps(plain.write(load_calibration(path)))
-    return answer(Request.of(model="tiny", calibration=path, ranks_per_node=2), (_scanned("cpu-only-vm"),))
+    return advise(Request.of(model="tiny", calibration=path, ranks_per_node=2), (_scanned("cpu-only-vm"),))
 
 
 @reads(b"{}", errors=(records.RecordError,), stepped=True)

@@ -48,16 +48,6 @@ class RunForecast:
     time_parts: list[NamedValue] = field(default_factory=list)
     memory_parts: list[NamedValue] = field(default_factory=list)
 
-    @property
-    def allocated_bytes(self) -> Interval | None:
-        """Part of memory_bytes that tensors use, without allocator fragmentation, workspaces and the CUDA context."""
-        due, other_parts = self.memory_bytes, ("fragmentation", "reserved", "context")
-        if due is None or not self.memory_parts:
-            return None
-        total = sum(part.value for part in self.memory_parts)
-        share = sum(part.value for part in self.memory_parts if part.name not in other_parts) / total
-        return Interval(low=due.low * share, mid=due.mid * share, high=due.high * share)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:

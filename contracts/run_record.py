@@ -26,8 +26,6 @@ WHY = "why.json"  # in the same folder: verdict of the process that watches the 
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved a checkpoint and ended; starting it again resumes it
 KILLED = 128  # plus the signal number, as in a shell
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
-_TAIL_BYTES = 65536  # read from the end of metrics.jsonl; a line has about 300
-_LOGGED_STEP = re.compile(rb'\{"step": (\d{1,15}),.*\}\n')
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FAILED_RANK = re.compile(r"^.*?rank +: (\d{1,7}) [^\n]*(?:\n.*?exitcode +: (-?\d{1,7}) |\s*\Z)", re.MULTILINE)
 # Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.
@@ -95,7 +93,6 @@ class Measured:
     memory_counts: str | None = None  # what memory_bytes counts
     memory_allocated_bytes: float | None = None  # part used by tensors; GPU only
     rss_peak_bytes: int | None = None
-    rss_growth_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,26 +118,24 @@ class Communication:
     share: float | None = None
     exposed_share: float | None = None
     seconds_by_kind: dict[str, float] = field(default_factory=dict)
-    profiled_seconds: float | None = None
 
 
-_TITLES = {"step_seconds": "step time", "memory_bytes": "peak memory per rank"}
+_TITLES = {"step_seconds": "step time", "memory_bytes": "peak memory per rank"}  # the quantities that are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Forecast and measurement of one quantity, and whether the measurement is inside the forecast interval."""
 
-    quantity: str  # "step_seconds", "memory_bytes", "memory_allocated_bytes"
+    quantity: str  # "step_seconds" or "memory_bytes"
     forecast: Interval | None = None
     measured: float | None = None
     within: bool | None = None  # None: no forecast or no measurement
-    line: str = ""
 
     @property
     def title(self) -> str:
         """Name of the quantity for a report: "step time"."""
-        return _TITLES.get(self.quantity, self.quantity.rsplit("_", 1)[0].replace("_", " "))
+        return _TITLES[self.quantity]
 
     @property
     def unit(self) -> str:
@@ -157,12 +152,6 @@ class Comparison:
         return "above" if self.measured > self.forecast.high else "below"
 
 
-def comparison_of(quantity: str, forecast: Interval | None, measured: float | None, line: str = "") -> Comparison:
-    """Compare a measurement with its forecast; both are in the unit of the quantity."""
-    within = None if forecast is None or measured is None else forecast.low <= measured <= forecast.high
-    return Comparison(quantity=quantity, forecast=forecast, measured=measured, within=within, line=line)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclChannels:
     """Channels of the job, as reported in NCCL's log (finetune.channels)."""
@@ -173,7 +162,6 @@ class NcclChannels:
     channels: dict[str, int] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     interfaces: list[str] = field(default_factory=list)
-    ranks_unknown: int | None = None
     log: str | None = None
 
 
@@ -229,11 +217,12 @@ class RunRecord:
 
 def compare(record: RunRecord) -> tuple[Comparison, ...]:
     """Compare step time and memory of a run with the forecast in its plan; unknown values are included."""
-    due, measured = record.forecast, record.measured
-    return (
-        comparison_of("step_seconds", due.step_seconds, measured.step_seconds),
-        comparison_of("memory_bytes", due.memory_bytes, measured.memory_bytes),
-    )
+    found = []
+    for name in _TITLES:
+        due, measured = getattr(record.forecast, name), getattr(record.measured, name)
+        within = None if due is None or measured is None else due.low <= measured <= due.high
+        found.append(Comparison(quantity=name, forecast=due, measured=measured, within=within))
+    return tuple(found)
 
 
 def record_of(data: dict[str, Any]) -> RunRecord:
@@ -323,23 +312,22 @@ def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool =
     return own if own is not None and (0 if cut_short else 1) <= own < 256 else exit_code
 
 
-def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> RunRecord | None:
-    """Return the record at the end of this start; None if there is none. A status of "running" is replaced in the file.
+def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> tuple[RunRecord | None, bool]:
+    """Return the record of this start as it ended, None if there is none; and whether its job could not end it.
 
-    The last step is taken from metrics.jsonl, which is more recent than the record.
+    The file of a job that could not is replaced. One that reported its end has sent that to the agent.
     """
     record = of_start(path, began)
     if record is None or exit_code == 0 or record.status not in ("running", "complete"):
-        return record
-    updated = replace(
-        record, status=status, exit_code=exit_code if exit_code >= 0 else KILLED - exit_code, reason=reason
-    )
-    if record.status == "running":  # otherwise the job reported its end, and the agent has that report
-        updated.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        updated.steps_done = _read_logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
+        return record, False
+    is_cut = record.status == "running"
+    exit_code = exit_code if exit_code >= 0 else KILLED - exit_code
+    record = replace(record, status=status, exit_code=exit_code, reason=reason)
+    if is_cut:
+        record.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with contextlib.suppress(OSError):  # a full disk may have ended the job
-            save(path, updated)
-    return updated
+            save(path, record)
+    return record, is_cut
 
 
 def watched(folder: Path) -> str:
@@ -357,15 +345,3 @@ def save(path: Path, record: RunRecord) -> None:
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(dumps(record))
     draft.replace(path)
-
-
-def _read_logged_step(metrics: Path, began: float) -> int:
-    """Return the last step that this start of the job logged; 0 if it logged none."""
-    with contextlib.suppress(OSError, ValueError):
-        if metrics.stat().st_mtime >= began:
-            with bounded.open_regular(metrics) as stream:
-                stream.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
-                lines = stream.read(_TAIL_BYTES).splitlines(keepends=True)
-            steps = [found for line in lines if (found := _LOGGED_STEP.match(line))]  # without a line that was cut
-            return int(steps[-1][1]) if steps else 0
-    return 0

@@ -58,24 +58,22 @@ class Seen(NamedTuple):
     interface: str = ""  # used by its TCP connections, in NCCL's notation
 
 
-def settings(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings NCCL needs to write one log per process in `folder`; the user's values have priority."""
-    if environment.get("NCCL_DEBUG", "INFO").upper() not in VERBOSE:
-        return {}
+def start_log(folder: Path) -> None:
+    """Make NCCL write one log per process in `folder`; the user's values have priority.
+
+    NCCL reads these variables once, before the first communicator.
+    """
+    if os.environ.get("NCCL_DEBUG", "INFO").upper() not in VERBOSE:
+        return
     wanted = evidence.environment(folder.absolute())
     del wanted["NCCL_RUNTIME_CONNECT"]  # connecting all peers at the start uses memory that the job may never need
-    return {name: value for name, value in wanted.items() if name not in environment}
-
-
-def begin(folder: Path) -> None:
-    """Make NCCL write its log in `folder`; NCCL reads these variables once, before the first communicator."""
-    wanted = settings(folder, os.environ)
-    if "NCCL_DEBUG_FILE" in wanted:
+    if "NCCL_DEBUG_FILE" not in os.environ:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
             return  # without the folder NCCL would log to stdout
-    os.environ.update(wanted)
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
 def log_path(named: str | None, host: str, pid: int) -> Path | None:
@@ -165,8 +163,7 @@ def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclCh
     return NcclChannels(
         verdict=verdict, planned="; ".join(word for word in (plan.why, plan.gdrdma) if word) or None,
         hosts=hosts, channels=dict(sorted(counts.items())), unknown=unknown[:8],
-        interfaces=sorted({seen.interface for seen in ranks if seen.interface})[:8],
-        ranks_unknown=len(unknown), log=ranks[0].log or None,
+        interfaces=sorted({seen.interface for seen in ranks if seen.interface})[:8], log=ranks[0].log or None,
     )  # fmt: skip
 
 
@@ -213,37 +210,17 @@ def _plain(address: str) -> str:
     return str(getattr(read, "ipv4_mapped", None) or read)
 
 
-def addresses_taken(ranks: Sequence[GlooSeen]) -> list[list[tuple[str, tuple[str, ...]]]]:
-    """Return for each rank the local addresses of its connections to other ranks, with their interfaces."""
-    found = []
-    for seen in ranks:
-        others = {(remote, own) for other in ranks if other is not seen for own, remote in other.connections}
-        mine = {own[0] for own, remote in seen.connections if (own, remote) in others}
-        found.append([(address, seen.interfaces.get(address, ())) for address in sorted(mine)])
-    return found
-
-
 def gloo_transports(ranks: Sequence[GlooSeen]) -> list[str]:
-    """Return the transports of rank 0, or that they are unknown; empty for a single rank."""
+    """Return the transports of rank 0, as `gloo: TCP over net1 (10.0.0.1)`, or that they are unknown.
+
+    Empty for a single rank.
+    """
     if len(ranks) < 2:
         return []
-    taken = [spell_address(*one) for one in addresses_taken(ranks)[0]]
-    return taken or ["gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"]
-
-
-def spell_address(address: str, interfaces: Sequence[str]) -> str:
-    """Format as `gloo: TCP over net1 (10.0.0.1)`."""
-    return f"gloo: TCP over {'/'.join(interfaces) or 'an unknown interface'} ({address})"
-
-
-def gloo_differences(ranks: Sequence[GlooSeen], environment: Mapping[str, str]) -> list[str]:
-    """Return one sentence per rank whose connections use another interface than the plan's GLOO_SOCKET_IFNAME."""
-    expected = environment.get("GLOO_SOCKET_IFNAME")
-    if not expected:
-        return []
+    first, *others = ranks
+    taken = {(remote, own) for seen in others for own, remote in seen.connections}
+    addresses = sorted({own[0] for own, remote in first.connections if (own, remote) in taken})
     return [
-        f"rank {rank}: GLOO_SOCKET_IFNAME={expected}: {spell_address(address, interfaces)}"
-        for rank, addresses in enumerate(addresses_taken(ranks))
-        for address, interfaces in addresses
-        if interfaces and not set(expected.split(",")) & set(interfaces)
-    ]
+        f"gloo: TCP over {'/'.join(first.interfaces.get(address, ())) or 'an unknown interface'} ({address})"
+        for address in addresses
+    ] or ["gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"]

@@ -98,20 +98,17 @@ class Trainer:
         self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, recorder: runs.Recorder
     ) -> None:
         self.config, self.layout, self.recorder = config, layout, recorder
-        if config.tf32 and device.type != "cuda":
-            recorder.note("tf32: no effect without a GPU")
-        elif config.tf32:
+        if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
         liger = device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
         if config.layout.get("fused_cross_entropy") and not liger:
-            recorder.note("fused_cross_entropy: Liger's kernel is not here (liger-kernel and a GPU); torch makes the "
-                          "loss in parts")  # fmt: skip
+            recorder.note("fused_cross_entropy: Liger's kernel is not here; torch computes the loss in parts")
         recorder.open_logs(config.report_to)
         self.tokenizer = load_tokenizer(config)
         examples, data_counts = data.prepare(config, config.dataset_train_split, self.tokenizer)
-        test = (
-            data.prepare(config, config.dataset_test_split, self.tokenizer)[0] if config.eval_strategy != "no" else []
-        )
+        test: Sequence[Any] = []
+        if config.eval_strategy != "no":
+            test = data.prepare(config, config.dataset_test_split, self.tokenizer)[0]
 
         net = model.build_model(config, layout.precision, recorder.note)
         counts, factors = [(weights_in(p), p.requires_grad) for p in net.parameters()], multiplied(net)
@@ -147,7 +144,7 @@ class Trainer:
         self.share_at = build_schedule(self.optimizer, config, self.steps)
         self.store = checkpoint.Checkpoints(Path(config.output_dir), config.save_total_limit)
         self.stop_requested = False
-        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
 
     def _loaders(self, examples: Sequence[Any], test: Sequence[Any]) -> tuple[data.Loader, data.Loader]:
         layout, config, fixed = self.layout, self.config, None
@@ -162,9 +159,6 @@ class Trainer:
         if layout.pp == 1:  # a pipeline evaluates in its training shape
             batch, times = config.per_device_eval_batch_size or batch, 1
         return train, data.Loader(examples=test, shuffle=False, micro_batch=batch, micro_batches=times, **common)
-
-    def _stop(self, _signal: int, _frame: Any) -> None:
-        self.stop_requested = True
 
     def train(self) -> None:
         """Run all remaining steps, and write the last checkpoint."""
@@ -289,8 +283,6 @@ class Trainer:
 
 
 # AdamW, its schedules, and a gradient norm that is correct for every sharding.
-#
-# Surface: `torch.optim.AdamW`; `transformers.get_scheduler`.
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> torch.optim.AdamW:

@@ -40,7 +40,11 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
 
 def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
-    ranks = layout.data_parallel * layout.tp * layout.pp
+    heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
+    kernel, layers = getattr(shape, "_attn_implementation", None), shape.num_hidden_layers
+    is_quantised = getattr(shape, "quantization_config", None) is not None
+    tp, pp, times = layout.tp, layout.pp, layout.gradient_accumulation
+    stages, given = pp * layout.virtual_stages, sum(layout.stage_layers)
     why = {
         f"ep={layout.ep}: this job trains no experts": layout.ep > 1,
         f"cp={layout.cp}: this job has no context parallelism; TRL's trainer has it": layout.cp > 1,
@@ -49,45 +53,23 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
         f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),
         "offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'":
             layout.offload == "optimizer",
-        "offload='all': needs dp_shard > 1": layout.offload == "all" and ranks > 1 and layout.dp_shard == 1,
-    }  # fmt: skip
-    if layout.tp > 1:
-        why |= _tensor_parallel(layout, shape, lora)
-    if layout.pp > 1:
-        why |= _pipeline(layout, shape)
-    return [text for text, holds in why.items() if holds]
-
-
-def _tensor_parallel(layout: Layout, shape: Any, lora: bool) -> dict[str, bool]:
-    name = f"tp={layout.tp}"
-    heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
-    sequence, kernel = layout.sequence_parallel, getattr(shape, "_attn_implementation", None)
-    return {
-        f"{name}: must divide {heads} heads, {kv_heads} key/value heads and intermediate size {inner}":
-            any(size % layout.tp for size in (heads, kv_heads, inner)),
-        f"{name} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split": _is_quantised(shape),
+        "offload='all': needs dp_shard > 1":
+            layout.offload == "all" and layout.data_parallel * tp * pp > 1 and layout.dp_shard == 1,
+        f"tp={tp}: must divide {heads} heads, {kv_heads} key/value heads and intermediate size {inner}":
+            any(size % tp for size in (heads, kv_heads, inner)),
+        f"tp={tp} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split": tp > 1 and is_quantised,
         "sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens":
-            sequence and lora,
+            tp > 1 and layout.sequence_parallel and lora,
         "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
-        "sequence": sequence and kernel == "eager",
-    }  # fmt: skip
-
-
-def _is_quantised(shape: Any) -> bool:
-    return getattr(shape, "quantization_config", None) is not None
-
-
-def _pipeline(layout: Layout, shape: Any) -> dict[str, bool]:
-    stages, layers, times = layout.pp * layout.virtual_stages, shape.num_hidden_layers, layout.gradient_accumulation
-    given = sum(layout.stage_layers)
-    return {
+        "sequence": tp > 1 and layout.sequence_parallel and kernel == "eager",
         f"stage_layers={layout.stage_layers}: add up to {given}, the model has {layers}":
-            bool(layout.stage_layers) and given != layers,
+            pp > 1 and bool(layout.stage_layers) and given != layers,
         f"{stages} pipeline stages: the model has {layers} layers, each stage needs one":
-            stages > layers or 0 in layout.stage_layers,
-        f"gradient_accumulation={times}: a pipeline needs at least pp={layout.pp}": times < layout.pp,
-        f"gradient_accumulation={times}: interleaved needs a multiple of pp={layout.pp}":
-            layout.schedule == "interleaved" and times % layout.pp > 0,
+            pp > 1 and (stages > layers or 0 in layout.stage_layers),
+        f"gradient_accumulation={times}: a pipeline needs at least pp={pp}": pp > 1 and times < pp,
+        f"gradient_accumulation={times}: interleaved needs a multiple of pp={pp}":
+            pp > 1 and layout.schedule == "interleaved" and times % pp > 0,
         "pp with tied embeddings: first and last stage would each train their own copy":
-            bool(getattr(shape, "tie_word_embeddings", False)),
+            pp > 1 and bool(getattr(shape, "tie_word_embeddings", False)),
     }  # fmt: skip
+    return [text for text, holds in why.items() if holds]

@@ -2,12 +2,13 @@
 
 `python -m finetune.pod --index 1 --nodes 2 --ranks 8 --meet sft-0.sft:29400 -- torchrun -m finetune.train ...`
 
-With `--once` the pod starts torchrun once and ends with the job's own exit code: JobSet's and Kubeflow's operators
+With `--once` the pod starts its ranks once and ends with the job's own exit code: JobSet's and Kubeflow's operators
 restart pods by their own policies. Without it, in a bare Indexed Job, pod 0 listens at `--meet`; the other pods connect
-whenever their image is there, and torchrun starts when all have come. The connections stay open while the ranks run, so
+whenever their image is there, and the ranks start when all have come. The connections stay open while the ranks run, so
 that each pod knows of every other whether it lives and how it ended: all start again together (a rank saved and ended,
-a pod was lost), or all end with the code of the one that failed. With `--measure` the pods are first measured together;
-a result that fails is such a failure. Surface: TCP, one JSON object a line; SIGTERM; stdout. No torch in this process.
+a pod was lost), or all end with the code of the one that failed. With `--measure` each start first measures what the
+ranks will use; a result that fails ends the job. What the ranks print goes to the pod's log, and whole lines of NCCL's
+logs too. Surface: TCP, one JSON object a line; SIGTERM; stdout. No torch in this process.
 """
 
 from __future__ import annotations
@@ -20,80 +21,88 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from collectives.bench import processes
 from contracts import job_plan, run_record
 from contracts.job_config import ConfigError
 from finetune import post
-from finetune.pod_ranks import ENDED_HERE, RESTARTS, SAVE_SECONDS, WAIT_SECONDS, Ranks, Settings
 
 RESUMABLE = run_record.RESUMABLE
 UNAVAILABLE = 69  # EX_UNAVAILABLE: another pod did not come, or the restarts are used up
 TERMINATED = 128 + signal.SIGTERM  # this pod was deleted or its node drained: its replacement goes on
-BEAT_SECONDS, SILENCE_SECONDS = 5.0, 30.0  # a pod whose node is gone sends no FIN
+ENDED_HERE = -1000  # in place of an exit code: ranks that this pod ended do not say why the job failed
+SEND_SECONDS = 5.0
+# A pod whose node is gone sends no FIN: the kernel closes a connection after 30 s without an answer (tcp(7)).
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 5, socket.TCP_USER_TIMEOUT: 30_000}
 LINGER_SECONDS = 5.0  # the others end after pod 0, whose log the job's controller then keeps
+LOST_GRACE_SECONDS = 25.0  # for ranks whose peers are gone: most end by themselves and upload their record (20 s)
 NEWS_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _LINE_BYTES = 4096
+_TAIL_BYTES = 65536  # of torchrun's output: its report of the failure is at the end
+_MOST_NCCL_BYTES = 16 << 20  # of each rank's log in the pod's: channels are at the beginning
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 
 
-class RendezvousTimeout(Exception):  # noqa: N818 - as TimeoutError's kin in torch
-    """The pods did not come together; the message says who is missing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One pod's part of the job."""
 
+    index: int
+    nodes: int
+    ranks: int
+    meet: tuple[str, int]
+    words: tuple[str, ...]  # for torchrun: "-m", "finetune.train", ...
+    output: Path | None = None
+    restarts: int = 3
+    wait: float = 3600.0  # seconds for the other pods: as long as an image may take to be pulled
+    save: float = 100.0  # seconds after SIGTERM; the pod's terminationGracePeriodSeconds must be more
+    measure: bool = False
+    once: bool = False
 
-class Terminated(Exception):  # noqa: N818 - no error: the pod was told to end
-    """SIGTERM came while no rank ran."""
-
-
-class Verdict(NamedTuple):
-    """What follows from how all pods ended."""
-
-    again: bool
-    code: int
-    why: str
+    def log(self, text: str) -> None:
+        """Write a line into the pod's log."""
+        print(f"pod {self.index}: {text}", flush=True)  # noqa: T201 - the pod's log
 
 
 class Wire:
-    """One connection between two pods: JSON objects, one a line. Silence ends it as a closed connection does."""
+    """One connection between two pods: JSON objects, one a line."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.closed = False
         self._left = b""
-        self._received_at = self._sent_at = time.monotonic()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, **message: Any) -> None:
         """Send one object. A peer that takes none closes the connection."""
         try:
-            self.connection.settimeout(BEAT_SECONDS)
+            self.connection.settimeout(SEND_SECONDS)
             self.connection.sendall(json.dumps(message).encode() + b"\n")
-            self._sent_at = time.monotonic()
         except OSError:
             self.close()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return what has come since the last call, and send a beat where it is time for one."""
+        """Return what has come since the last call."""
         found: list[dict[str, Any]] = []
-        now = time.monotonic()
-        if not self.closed and now - self._sent_at > BEAT_SECONDS:
-            self.send()
         try:
             self.connection.setblocking(False)
             while raw := self.connection.recv(65536):
-                self._received_at = now
                 *lines, self._left = (self._left + raw).split(b"\n")
                 found += [value for line in lines if isinstance(value := json.loads(line), dict)]
                 if len(self._left) > _LINE_BYTES:
                     raise ValueError("a line that does not end")
             self.close()
         except BlockingIOError:
-            if now - self._received_at > SILENCE_SECONDS:
-                self.close()
+            pass
         except (OSError, ValueError):  # closed by one of the two, or no JSON
             self.close()
         return found
@@ -104,6 +113,125 @@ class Wire:
         self.connection.close()
 
 
+class Ranks:
+    """One start of this pod's ranks: the benchmark where it is asked for, then torchrun; and what they print."""
+
+    def __init__(self, settings: Settings, address: str, ports: Sequence[int], restarts: int | None = None) -> None:
+        """Start them. They meet at the address of pod 0: for the benchmark at the first port, to train at the second.
+
+        `restarts` is for the record; None where an operator counts, whose number is in the environment already.
+        """
+        self.is_measuring = settings.measure  # the ranks do not train yet
+        self._settings, self._save_by, self._end_by, self._tail = settings, 0.0, 0.0, b""
+        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if restarts is not None:
+            self._environment["TOPOFLIGHT_RESTARTS"] = str(restarts)
+        meeting, port = ports
+        bench = [sys.executable, "-m", "agent.cli", "bench", "--quick", "--no-advice", f"--ranks={settings.ranks}"]
+        if settings.nodes > 1:
+            bench += [f"--nodes={settings.nodes}", f"--node-rank={settings.index}", f"--rendezvous={address}:{meeting}"]
+        self._torchrun = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={settings.nodes}",
+            f"--node-rank={settings.index}", f"--nproc-per-node={settings.ranks}", f"--master-addr={address}",
+            f"--master-port={port}", f"--rdzv-conf=timeout={settings.wait:.0f}", *settings.words,
+        ]  # fmt: skip
+        self._over = threading.Event()
+        # a thread apart from the loop that answers the other pods: the folder's file server may not answer
+        earlier = frozenset(self._nccl_logs())
+        self._nccl = threading.Thread(target=self._copy_nccl, args=(earlier,), name="NCCL's log", daemon=True)
+        self._nccl.start()
+        if self.is_measuring:
+            settings.log("measuring what the ranks will use, before they train")
+        self._start(bench if self.is_measuring else self._torchrun)
+
+    def _start(self, words: Sequence[str]) -> None:
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "wb") as stream:
+            self._tree = processes.Tree(words, self._environment, stream)
+        self._output = threading.Thread(target=self._copy, args=(reading,), name="the ranks' output", daemon=True)
+        self._output.start()
+
+    def _copy(self, reading: int) -> None:
+        with os.fdopen(reading, "rb") as stream:
+            while raw := stream.read1(65536):
+                self._tail = (self._tail + raw)[-_TAIL_BYTES:]
+                _write(raw)
+
+    def _copy_nccl(self, earlier: frozenset[Path]) -> None:
+        """Copy whole lines of this pod's NCCL logs, one file a rank, which the pod's log would not hold otherwise."""
+        read: dict[Path, int] = {}
+        over = False
+        while not over:
+            over = self._over.wait(1.0)
+            for path in self._nccl_logs():
+                at = read.get(path, 0)
+                if path in earlier or at > _MOST_NCCL_BYTES:
+                    continue
+                with contextlib.suppress(OSError), path.open("rb") as stream:
+                    stream.seek(at)
+                    whole = b"".join(stream.read(1 << 20).rpartition(b"\n")[:2])
+                    read[path] = at + len(whole)
+                    _write(whole)
+
+    def _nccl_logs(self) -> list[Path]:
+        """Return the log files of NCCL that the ranks of this host have written into the output folder."""
+        folder, host = self._settings.output, os.uname().nodename.partition(".")[0]
+        try:
+            return sorted((folder / "nccl").glob(f"nccl.{host}.*.log")) if folder else []
+        except OSError:
+            return []
+
+    def poll(self, *, terminating: bool, troubled: bool) -> int | None:
+        """Return the code that these ranks ended with; None while they run.
+
+        Ranks of a pod that is terminating are asked to save and have `--save` seconds for it; ranks whose peers are in
+        trouble have LOST_GRACE_SECONDS. Then they are ended.
+        """
+        code, now = self._tree.process.poll(), time.monotonic()
+        if code is not None:
+            return self._take_code(code, terminating=terminating, troubled=troubled)
+        if terminating and not self._save_by:
+            self._save_by = now + self._settings.save
+            self._tree.terminate()  # the ranks, not torchrun
+        if troubled and not self._end_by:
+            self._end_by = now + LOST_GRACE_SECONDS
+        if any(by and now > by for by in (self._save_by, self._end_by)):
+            self.close()
+            return RESUMABLE if terminating else ENDED_HERE
+        return None
+
+    def _take_code(self, code: int, *, terminating: bool, troubled: bool) -> int | None:
+        """Return the code of the rank that failed first. After a benchmark that passed the ranks start to train."""
+        self._output.join(5.0)
+        if not self.is_measuring:
+            first = run_record.first_failed_rank(self._tail.decode(errors="replace")) if code else None
+            return code if first is None or first.exit_code is None else first.exit_code
+        if terminating or (troubled and not code):  # a benchmark that was ended early has no result
+            return RESUMABLE if terminating else ENDED_HERE
+        if not code:
+            self._settings.log("measured: no result fails; the ranks train")
+            self.is_measuring = False
+            self._start(self._torchrun)
+        return code or None
+
+    def last_error(self) -> str:
+        """Return the error that a rank of this pod printed last; "" where none did."""
+        return run_record.raised(self._tail.decode(errors="replace"))
+
+    def close(self) -> None:
+        """End every process of these ranks."""
+        self._tree.end(1.0)
+        self._over.set()
+        self._output.join(5.0)
+        self._nccl.join(5.0)
+
+
+def _write(raw: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sys.stdout.buffer.write(raw)
+        sys.stdout.buffer.flush()
+
+
 @dataclass(slots=True, kw_only=True)
 class Pod:
     """The pod's life: come together, run, agree on what follows."""
@@ -111,9 +239,9 @@ class Pod:
     settings: Settings
     terminating: bool = False  # SIGTERM came
     listener: socket.socket | None = None
+    arrived: list[Wire] = field(default_factory=list)  # of pod 0: connections that have not said which pod they are
     peers: dict[int, Wire] = field(default_factory=dict)  # of pod 0: those that wait for the next start
     restarts: int = 0
-    is_measured: bool = False  # by pod 0: the ranks train next
     waiting_for: str = ""
     why: str = ""  # why the job ended, in pod 0; "" while it runs and where it is done
     before: float = 0.0  # when run.json of an earlier start was written, by the file system's own clock
@@ -122,74 +250,59 @@ class Pod:
         """Run the job until it is done or cannot go on. Return the pod's exit code."""
         if self.settings.once:
             return self._run_once()
-        try:
-            while True:
-                verdict = self._lead() if self.settings.index == 0 else self._follow()
-                if self.terminating and verdict.again:
-                    return TERMINATED
-                if not verdict.again:
-                    return verdict.code
-        except Terminated:
-            return TERMINATED
-        except RendezvousTimeout as error:
-            self._log(str(error))
-            for wire in self.peers.values():
-                wire.send(again=False, code=UNAVAILABLE, why=str(error))
-            self._end_record("failed", UNAVAILABLE, str(error), 0.0)
-            return UNAVAILABLE
-
-    def _run_once(self) -> int:
-        """Measure where asked, then train, each once; an operator restarts what fails. Return the exit code."""
-        host, port = self.settings.meet
-        address = host if self.settings.index else "127.0.0.1"
-        self.before = post.written_at(self.settings.output)
-        for measuring in (True, False) if self.settings.measure else (False,):
-            ranks = Ranks(self.settings, address, port + measuring, measuring=measuring)
-            try:
-                while (ended := ranks.poll(terminating=self.terminating, troubled=False)) is None:
-                    time.sleep(_POLL_SECONDS)
-            finally:
-                ranks.end()
-            code = self._code_after_sigterm() if self.terminating and ended else ended  # done is done
-            if code:
-                break
-        code = code if code >= 0 else run_record.KILLED - code
-        if code and self.settings.index == 0:
-            self.why = f"the ranks of pod 0 ended with exit code {code}. {ranks.last_error()}".strip()
-            interrupted = code in (RESUMABLE, TERMINATED)
-            self._end_record("interrupted" if interrupted else "failed", code, self.why, self.before)
+        while (code := self._lead() if self.settings.index == 0 else self._follow()) == RESUMABLE:
+            if self.terminating:
+                return TERMINATED
         return code
 
-    def _code_after_sigterm(self) -> int:
-        """Return TERMINATED, for operators to start the pod again; for Slurm's script the job's own code."""
-        if self.settings.output is None or "SLURM_JOB_ID" not in os.environ:
-            return TERMINATED
-        path = self.settings.output / "run.json"
-        return run_record.own_exit_code(path, TERMINATED, self.before, cut_short=True)
+    def _run_once(self) -> int:
+        """Run the ranks once; an operator restarts what fails. Return the exit code."""
+        settings, (host, port) = self.settings, self.settings.meet
+        self.before = post.written_at(settings.output)
+        address = host if settings.index else "127.0.0.1"
+        with contextlib.closing(Ranks(settings, address, (port + 1, port))) as ranks:
+            while (code := ranks.poll(terminating=self.terminating, troubled=False)) is None:
+                time.sleep(_POLL_SECONDS)
+        if (
+            self.terminating and code
+        ):  # for an operator to start the pod again; Slurm's script goes by the job's own code
+            code = TERMINATED
+            if settings.output is not None and "SLURM_JOB_ID" in os.environ:
+                path = settings.output / "run.json"
+                code = run_record.own_exit_code(path, TERMINATED, self.before, cut_short=True)
+        code = code if code >= 0 else run_record.KILLED - code
+        if code and settings.index == 0:
+            self.why = f"the ranks of pod 0 ended with exit code {code}. {ranks.last_error()}".strip()
+            self._end_record(code, self.why, self.before)
+        return code
 
     def _wait(self, grace: float = 0.0) -> Iterator[None]:
-        """Yield until the time for the other pods is over. Raises RendezvousTimeout and Terminated."""
-        began, news = time.monotonic(), 1.0
-        while (waited := time.monotonic() - began) < self.settings.wait_seconds + grace:
+        """Yield until the time for the other pods is over. Raises SystemExit then, and after SIGTERM."""
+        began, news, longest = time.monotonic(), 1.0, self.settings.wait
+        while (waited := time.monotonic() - began) < longest + grace:
             if self.terminating:
-                raise Terminated
+                raise SystemExit(TERMINATED)
             if waited > news:
-                self._log(f"waiting for {self.waiting_for}, {self.settings.wait_seconds - waited:.0f} s at most")
+                self.settings.log(f"waiting for {self.waiting_for}, {longest - waited:.0f} s at most")
                 news = waited + NEWS_SECONDS
             yield
             time.sleep(_POLL_SECONDS)
-        raise RendezvousTimeout(f"{self.waiting_for} did not come within {self.settings.wait_seconds:.0f} s")
+        self.why = f"{self.waiting_for} did not come within {longest:.0f} s"
+        self.settings.log(self.why)
+        for wire in self.peers.values():
+            wire.send(code=UNAVAILABLE, why=self.why)
+        raise SystemExit(UNAVAILABLE)
 
     # pod 0
 
-    def _lead(self) -> Verdict:
-        """Make one start as pod 0: gather the pods, run the ranks, and send what follows."""
+    def _lead(self) -> int:
+        """Make one start as pod 0: gather the pods, run the ranks, and send what follows. Return its code."""
         settings = self.settings
         if self.listener is None:
-            self._end_record("interrupted", RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
+            self._end_record(RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
             self.listener = _listen(settings.meet[1])
         for _ in self._wait():
-            self._accept()
+            self._admit()
             for wire in self.peers.values():
                 wire.receive()
             self.peers = {index: wire for index, wire in self.peers.items() if not wire.closed}
@@ -198,45 +311,38 @@ class Pod:
             if not missing:
                 break
         self.before = post.written_at(settings.output)
-        port, wires = _free_port(), dict(self.peers)
-        self.peers = {}
-        measuring, self.is_measured = settings.measure and not self.is_measured, False
+        with _listen(0) as first, _listen(0) as second:
+            ports = [first.getsockname()[1], second.getsockname()[1]]
+        wires, self.peers = self.peers, {}
         for wire in wires.values():
-            wire.send(go=port, measure=measuring)
-        if measuring:
-            self._log("measuring what the ranks will use, before they train")
-        ranks = Ranks(settings, "127.0.0.1", port, restarts=self.restarts, measuring=measuring)
-        try:
+            wire.send(go=ports)
+        with contextlib.closing(Ranks(settings, "127.0.0.1", ports, self.restarts)) as ranks:
             codes, lost = self._watch(ranks, wires)
-        finally:
-            ranks.end()
-        verdict = self.judge(codes, lost)
-        if not verdict.again and verdict.code and (error := ranks.last_error()):
-            verdict = verdict._replace(why=f"{verdict.why}. The last error in pod 0: {error}")
-        if measuring and not verdict.again:
-            verdict = verdict._replace(why=f"not started: measured before the job: {verdict.why}")
-            if not verdict.code:  # passed: all pods start again, to train
-                self.is_measured = True
-                verdict = Verdict(again=True, code=0, why="measured: no result fails; the ranks train")
-        return self._close(verdict, wires.values())
+        code, why = self.judge(codes, lost)
+        if code not in (0, RESUMABLE):
+            why = f"not started: measured before the job: {why}" if ranks.is_measuring else why
+            error = ranks.last_error()
+            self.why = why = f"{why}. The last error in pod 0: {error}" if error else why
+        for wire in wires.values():
+            wire.send(code=code, why=why)
+            wire.close()
+        if why:
+            settings.log(why if self.why else f"{why}; restart {self.restarts} of {settings.restarts}")
+        self._end_record(code, why, self.before)
+        return code
 
-    def _accept(self) -> None:
-        """Accept one pod that connects; it sends first which one it is."""
+    def _admit(self) -> None:
+        """Admit the pods that connect; each sends first which one it is. One that comes anew replaces its lost self."""
         assert self.listener is not None  # noqa: S101 - `_lead` has made it
         with contextlib.suppress(OSError):
-            connection, _ = self.listener.accept()
-            wire = Wire(connection)
-            until = time.monotonic() + 1.0
-            while not wire.closed and time.monotonic() < until:
-                for message in wire.receive():
-                    index = message.get("index")
-                    if isinstance(index, int) and 0 < index < self.settings.nodes:
-                        if index in self.peers:
-                            self.peers[index].close()
-                        self.peers[index] = wire
-                        return
-                time.sleep(_POLL_SECONDS)
-            wire.close()
+            self.arrived.append(Wire(self.listener.accept()[0]))
+        for wire in self.arrived:
+            index = next((message.get("index") for message in wire.receive()), None)
+            if isinstance(index, int) and 0 < index < self.settings.nodes:
+                if index in self.peers:
+                    self.peers[index].close()
+                self.peers[index] = wire
+        self.arrived = [wire for wire in self.arrived if not wire.closed and wire not in self.peers.values()]
 
     def _watch(self, ranks: Ranks, wires: Mapping[int, Wire]) -> tuple[dict[int, int], set[int]]:
         """Return the exit code of each pod once all have ended, and the pods that were lost before."""
@@ -245,15 +351,15 @@ class Pod:
         troubled_at = 0.0
         while len(codes) + len(lost) < self.settings.nodes:
             time.sleep(_POLL_SECONDS)
-            self._accept()
+            self._admit()
             for index, wire in wires.items():
                 for message in wire.receive():
                     if isinstance(message.get("ended"), int):
                         codes[index] = message["ended"]
                 gone = wire.closed or index in self.peers  # it has come anew: the one that ran is gone
-                gone = gone or bool(troubled_at and time.monotonic() - troubled_at > 2 * self.settings.save_seconds)
+                gone = gone or bool(troubled_at and time.monotonic() - troubled_at > 2 * self.settings.save)
                 if gone and index not in codes and index not in lost:
-                    self._log(f"pod {index} of {self.settings.nodes} was lost")
+                    self.settings.log(f"pod {index} of {self.settings.nodes} was lost")
                     lost.add(index)
             if not troubled_at and (lost or any(codes.values())):
                 troubled_at = time.monotonic()
@@ -264,86 +370,68 @@ class Pod:
                 codes[0] = code
         return codes, lost
 
-    def judge(self, codes: Mapping[int, int], lost: set[int]) -> Verdict:
-        """Decide what follows. A lost pod, or ranks that saved and ended, make all others fail: these come first."""
-        saved = [index for index, code in codes.items() if code in (RESUMABLE, -signal.SIGTERM)]
-        killed = [index for index, code in codes.items() if code == -signal.SIGKILL]
-        failed = {
-            index: code
-            for index, code in codes.items()
-            if code not in (0, ENDED_HERE) and index not in (*saved, *killed)
-        }
+    def judge(self, codes: Mapping[int, int], lost: set[int]) -> tuple[int, str]:
+        """Decide what follows: RESUMABLE to start again, or the job's exit code; and why.
+
+        A lost pod, or ranks that saved and ended, make all others fail: these come first.
+        """
         if not lost and not any(codes.values()):
-            return Verdict(again=False, code=0, why="")
+            return 0, ""
+        saved = [str(index) for index, code in codes.items() if code in (RESUMABLE, -signal.SIGTERM)]
+        killed = [str(index) for index, code in codes.items() if code == -signal.SIGKILL]
+        failed = {index: code for index, code in codes.items() if code not in (0, ENDED_HERE)}
         if lost:
             why = f"pod {', '.join(map(str, sorted(lost)))} was lost"
         elif saved or self.terminating:
-            why = f"the ranks were told to end on pod {', '.join(map(str, saved))}: saved" if saved else "told to end"
+            why = f"the ranks were told to end on pod {', '.join(saved)}: saved" if saved else "told to end"
         elif killed or not failed:
-            why = f"a rank of pod {', '.join(map(str, killed))} was ended by SIGKILL"
+            why = f"a rank of pod {', '.join(killed)} was ended by SIGKILL"
         else:
             index, code = max(failed.items(), key=lambda item: (item[1] > 1, item[1] > 0, -item[0]))  # the job's own
             code = code if code > 0 else run_record.KILLED - code
-            return Verdict(again=False, code=code, why=f"the ranks of pod {index} ended with exit code {code}")
+            return code, f"the ranks of pod {index} ended with exit code {code}"
         if self.terminating or self.restarts < self.settings.restarts:
             self.restarts += 1
-            return Verdict(again=True, code=RESUMABLE, why=why)
+            return RESUMABLE, why
         done = f"{why}; restart {self.settings.restarts} of {self.settings.restarts} is used up"
-        return Verdict(again=False, code=UNAVAILABLE, why=f"{done}: a new launch resumes from the last checkpoint")
-
-    def _close(self, verdict: Verdict, wires: Iterable[Wire]) -> Verdict:
-        """Send the verdict to all pods, and end the record where the ranks could not."""
-        for wire in wires:
-            wire.send(again=verdict.again, code=verdict.code, why=verdict.why)
-            wire.close()
-        count = f"; restart {self.restarts} of {self.settings.restarts}" if verdict.again and verdict.code else ""
-        if verdict.why:
-            self._log(f"{verdict.why}{count}")
-        self.why = "" if verdict.again else verdict.why
-        interrupted = verdict.again or verdict.code == UNAVAILABLE
-        code = RESUMABLE if interrupted and verdict.code else verdict.code
-        self._end_record("interrupted" if interrupted else "failed", code, verdict.why, self.before)
-        return verdict
+        return UNAVAILABLE, f"{done}: a new launch resumes from the last checkpoint"
 
     # the others
 
-    def _follow(self) -> Verdict:
-        """Make one start as another pod: connect to pod 0, run the ranks, and follow its verdict."""
-        wire, port, measuring = self._connect()
-        ranks = Ranks(self.settings, self.settings.meet[0], port, measuring=measuring)
-        ended, troubled = False, False
-        try:
-            while True:
+    def _follow(self) -> int:
+        """Make one start as another pod: connect to pod 0, run the ranks, and follow its verdict. Return its code."""
+        wire, ports = self._connect()
+        ended = troubled = False
+        ranks = Ranks(self.settings, self.settings.meet[0], ports)
+        with contextlib.closing(wire), contextlib.closing(ranks):
+            while not wire.closed:
                 time.sleep(_POLL_SECONDS)
                 for message in wire.receive():
-                    if isinstance(message.get("code"), int):
-                        return self._take_verdict(message)
+                    if isinstance(code := message.get("code"), int):
+                        if code != RESUMABLE:
+                            self.settings.log(str(message.get("why") or "done"))
+                            time.sleep(LINGER_SECONDS if code else 0.0)
+                        return code
                     troubled = troubled or bool(message.get("troubled"))
-                if wire.closed:
-                    why = "pod 0 was lost"
-                    self._log(f"{why}; waiting for the next")
-                    ranks.end()  # the next pod 0 starts others
-                    self._end_record("interrupted", RESUMABLE, why, 0.0)
-                    return Verdict(again=True, code=RESUMABLE, why=why)
-                if not ended and (code := ranks.poll(terminating=self.terminating, troubled=troubled)) is not None:
-                    wire.send(ended=code)
+                if not ended and (own := ranks.poll(terminating=self.terminating, troubled=troubled)) is not None:
+                    wire.send(ended=own)
                     ended = True
-        finally:
-            ranks.end()
-            wire.close()
+        self.settings.log("pod 0 was lost; waiting for the next")
+        self._end_record(RESUMABLE, "pod 0 was lost", 0.0)
+        return RESUMABLE
 
-    def _connect(self) -> tuple[Wire, int, bool]:
-        """Return the connection to pod 0, torchrun's port, and whether this start is the measurement."""
+    def _connect(self) -> tuple[Wire, list[int]]:
+        """Return the connection to pod 0, and the ports at which the ranks meet."""
         host, port = self.settings.meet
         wire = None
-        for _ in self._wait(BEAT_SECONDS):  # pod 0, which waits as long, says first who is missing
+        for _ in self._wait(SEND_SECONDS):  # pod 0, which waits as long, says first who is missing
             if wire is not None and not wire.closed:
                 for message in wire.receive():
-                    if isinstance(message.get("go"), int):
-                        return wire, message["go"], bool(message.get("measure"))
+                    if isinstance(ports := message.get("go"), list):
+                        return wire, ports
                 continue
             try:
-                wire = Wire(socket.create_connection((host, port), timeout=BEAT_SECONDS))
+                wire = Wire(socket.create_connection((host, port), timeout=SEND_SECONDS))
                 wire.send(index=self.settings.index)
                 self.waiting_for = f"pod 0 at {host}:{port} (others are not there yet)"
             except OSError as error:
@@ -351,44 +439,24 @@ class Pod:
                 time.sleep(1.0)
         raise AssertionError  # `_wait` ends by an error
 
-    def _take_verdict(self, message: Mapping[str, Any]) -> Verdict:
-        """Return pod 0's verdict; where the job failed, after pod 0 has had time to end first."""
-        verdict = Verdict(again=bool(message.get("again")), code=message["code"], why=str(message.get("why", "")))
-        if not verdict.again:
-            self._log(verdict.why or "done")
-            time.sleep(LINGER_SECONDS if verdict.code else 0.0)
-        return verdict
-
-    def _end_record(self, status: str, code: int, why: str, began: float) -> None:
+    def _end_record(self, code: int, why: str, began: float) -> None:
         """End the record that its ranks could not end, and upload it."""
-        if self.settings.output is None or not code:
+        if self.settings.output is None:
             return
+        status = "interrupted" if code in (RESUMABLE, UNAVAILABLE, TERMINATED) else "failed"
+        code = RESUMABLE if code == UNAVAILABLE else code  # a new launch resumes
         path = self.settings.output / "run.json"
-        before = run_record.of_start(path, began)
-        record = run_record.ended(path, status=status, exit_code=code, reason=why, began=began)
-        if record is None or before is None or before.status != "running":
-            return
-        if text := post.send(run_record.dumps(record).encode(), post.ONE_SECONDS):
-            self._log(f"the agent does not have this run's record: {text}")
-
-    def _log(self, text: str) -> None:
-        print(f"pod {self.settings.index}: {text}", flush=True)  # noqa: T201 - the pod's log
+        record, is_ended = run_record.end(path, status=status, exit_code=code, reason=why, began=began)
+        if record and is_ended and (text := post.send(run_record.dumps(record).encode(), post.ONE_SECONDS)):
+            self.settings.log(f"the agent does not have this run's record: {text}")
 
 
 def _listen(port: int) -> socket.socket:
-    """For all families that the pod has; accepting does not wait."""
-    if socket.has_dualstack_ipv6():
-        made = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    else:
-        made = socket.create_server(("", port))
+    """Listen for all families that the pod has; accepting does not wait."""
+    both = socket.has_dualstack_ipv6()
+    made = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
     made.setblocking(False)
     return made
-
-
-def _free_port() -> int:
-    with _listen(0) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def output_of(words: Sequence[str]) -> Path | None:
@@ -411,37 +479,29 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settin
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True, help="of each pod")
     parser.add_argument("--meet", required=True, metavar="HOST:PORT", help="where pod 0 listens")
-    parser.add_argument("--restarts", type=int, default=RESTARTS, help="times that an interrupted job starts again")
-    parser.add_argument("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help="for the other pods")
-    parser.add_argument("--save", type=float, default=SAVE_SECONDS, metavar="SECONDS", help="for it after SIGTERM")
-    parser.add_argument(
-        "--measure", action="store_true", help="first measure, all pods together; a failure is the job's"
-    )
-    parser.add_argument("--once", action="store_true", help="start torchrun once: an operator restarts the pods")
+    parser.add_argument("--restarts", type=int, help="times that an interrupted job starts again")
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="for the other pods")
+    parser.add_argument("--save", type=float, metavar="SECONDS", help="for it after SIGTERM")
+    parser.add_argument("--measure", action="store_true", help="measure before each start; a failure is the job's")
+    parser.add_argument("--once", action="store_true", help="start the ranks once: an operator restarts the pods")
     parser.add_argument("words", nargs="+", metavar="torchrun ...")
-    arguments = parser.parse_args(argv)
-    host, _, port = arguments.meet.rpartition(":")
-    words = tuple(arguments.words[1:] if arguments.words[0] == "torchrun" else arguments.words)
-    return Settings(
-        index=arguments.index, nodes=arguments.nodes, ranks=arguments.ranks, meet=(host, int(port)), words=words,
-        output=output_of(words), restarts=arguments.restarts, wait_seconds=arguments.wait,
-        measure=arguments.measure, once=arguments.once, save_seconds=arguments.save,
-    )  # fmt: skip
+    options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    host, _, port = options["meet"].rpartition(":")
+    words = tuple(options["words"][options["words"][0] == "torchrun" :])
+    return Settings(**{**options, "meet": (host, int(port)), "words": words, "output": output_of(words)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one pod. Return its exit code."""
     settings = read_settings(sys.argv[1:] if argv is None else argv, os.environ)
     pod = Pod(settings=settings)
-
-    def stop(_signal: int, _frame: Any) -> None:
-        pod.terminating = True
-
-    signal.signal(signal.SIGTERM, stop)  # process 1 of a container has no default for it
-    code = pod.run()
-    if settings.index == 0 and settings.output is not None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        post.write_termination_message(settings.output / "run.json", post.TERMINATION_LOG, pod.why, pod.before)
-    return code
+    # process 1 of a container has no default for it
+    signal.signal(signal.SIGTERM, lambda *_: setattr(pod, "terminating", True))
+    try:
+        return pod.run()
+    finally:
+        if settings.index == 0 and settings.output is not None and "KUBERNETES_SERVICE_HOST" in os.environ:
+            post.write_termination_message(settings.output / "run.json", post.TERMINATION_LOG, pod.why, pod.before)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import urllib3
 
-from contracts import bounded, run_record
+from contracts import bounded, plain, run_record
 from contracts.run_record import MOST_RECORD_BYTES, dumps
 
 if TYPE_CHECKING:
@@ -61,11 +61,10 @@ def send(body: bytes, seconds: float) -> str:
         return ""
     answers: list[str] = []
     # a thread, because neither name resolution nor an answer that arrives byte by byte has a time limit of its own
-    target = lambda: answers.append(_send(url, body))  # noqa: E731 - the whole thread
-    thread = threading.Thread(target=target, name="run record upload", daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(_send(url, body)), name="run record upload", daemon=True)
     thread.start()
     thread.join(seconds)
-    return next(iter(answers), f"no answer within {seconds:.0f} s")
+    return answers[0] if answers else f"no answer within {seconds:.0f} s"
 
 
 def main(path: str) -> int:
@@ -95,15 +94,14 @@ def write_termination_message(record: Path, place: Path, why: str = "", began: f
     found = run_record.of_start(record, began) or (run_record.RunRecord(status="failed", reason=why) if why else None)
     if found is None:
         return
+    short = {
+        "status": found.status, "reason": (found.reason or "")[:500] or None, "started_at": found.started_at,
+        "host": found.host, "steps_done": found.steps_done, "transports": found.transports[:12],
+        "measured": {"step_seconds": found.measured.step_seconds, "counted_steps": found.measured.counted_steps},
+        "nccl": {"interfaces": found.nccl.interfaces[:12]} if found.nccl else None,
+        "plan": {"forecast": {"step_seconds": plain.write(found.forecast.step_seconds)}},
+    }  # fmt: skip
     with contextlib.suppress(OSError):  # the record itself is in the output folder
-        due = found.forecast.step_seconds
-        short = {
-            "status": found.status, "reason": (found.reason or "")[:500] or None, "started_at": found.started_at,
-            "host": found.host, "steps_done": found.steps_done, "transports": found.transports[:12],
-            "measured": {"step_seconds": found.measured.step_seconds, "counted_steps": found.measured.counted_steps},
-            "nccl": {"interfaces": found.nccl.interfaces[:12]} if found.nccl else None,
-            "plan": {"forecast": {"step_seconds": {"low": due.low, "mid": due.mid, "high": due.high} if due else None}},
-        }  # fmt: skip
         place.write_text(json.dumps(short)[:4096])
 
 

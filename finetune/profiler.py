@@ -77,9 +77,7 @@ def measure_communication(events: Iterable[Any], wall_seconds: float) -> Communi
     busy, talking = [*map(_span, compute), *map(_span, optimizer)], [*map(_span, collective)]
     share = min(1.0, union(talking) / wall_seconds)
     alone = max(0.0, union([*busy, *talking]) - union(busy)) / wall_seconds
-    return Communication(
-        share=share, exposed_share=min(share, alone), seconds_by_kind=seconds_by_kind, profiled_seconds=wall_seconds
-    )
+    return Communication(share=share, exposed_share=min(share, alone), seconds_by_kind=seconds_by_kind)
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:

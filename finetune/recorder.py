@@ -16,17 +16,16 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from contracts import job_plan, run_record
-from contracts.finding import Interval
 from contracts.job_config import EndedError
-from contracts.job_plan import JobPlan, RunForecast
+from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from contracts.run_record import Communication, Comparison, Loss, Measured, RunLayout, RunRecord, comparison_of
+from contracts.run_record import Loss, Measured, RunLayout, RunRecord
 from hardware.gpus import gpu_named
 from hardware.units import GIB
 
@@ -66,14 +65,12 @@ def rss_bytes() -> int:
 
 def highest_rss_bytes() -> int:
     """The most that was resident since the start, or since it was last forgotten (VmHWM, proc(5))."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def forget_highest_rss() -> None:
-    """Give freed memory back and begin anew: what is over must not count as a step's. No effect off Linux."""
+    """Give freed memory back and begin anew: what is over must not count as a step's."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -97,13 +94,9 @@ def return_freed(threshold: int) -> None:
 
 
 # Out of memory: how it is recognised, and what it reports.
-#
-# Surface: torch.OutOfMemoryError, torch.cuda's counts.
 
 # Texts of errors by torch and NCCL that are not an OutOfMemoryError.
 FAILURES = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "Cuda failure 2 'out of memory'")
-
-
 # The settings that take less memory with the same global batch, first what costs a step the least time.
 LIGHTER = (
     "Set gradient_checkpointing: true, or halve per_device_train_batch_size and double gradient_accumulation_steps. "
@@ -122,48 +115,6 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in FAILURES)
-
-
-def memory_words(device: torch.device, baseline_bytes: int, due: Interval | None) -> str:
-    """Describe the memory of this rank when an allocation failed, and what the plan's forecast was."""
-    forecast = "no plan has a forecast of its memory"
-    if due is not None:
-        forecast = f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
-    if device.type != "cuda":
-        return f"{(rss_bytes() - baseline_bytes) / GIB:.2f} GiB resident besides the program; {forecast}"
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    capacity = torch.cuda.get_device_properties(device).total_memory
-    taken = f"{allocated / GIB:.2f} GiB allocated, {reserved / GIB:.2f} GiB reserved of {capacity / GIB:.2f} GiB"
-    return f"{taken}; {forecast}"
-
-
-def hold_against(
-    forecast: RunForecast, measured: Measured, communication: Communication | None = None
-) -> list[Comparison]:
-    """Return a line for each quantity that was both forecast and measured; the step's has the exposed communication."""
-    lines = []
-    for name, due, unit, scale in (
-        ("step_seconds", forecast.step_seconds, "s", 1.0),
-        ("memory_bytes", forecast.memory_bytes, "GiB", GIB),
-        ("memory_allocated_bytes", forecast.allocated_bytes, "GiB", GIB),
-    ):
-        got = getattr(measured, name)
-        if due is not None and got is not None:
-            text = (
-                f"{name.replace('_', ' ')}: forecast {due.mid / scale:.3g} {unit} ({due.low / scale:.3g}-"
-                f"{due.high / scale:.3g}), measured {got / scale:.3g} {unit}"
-            )
-            if name == "step_seconds" and communication is not None and communication.exposed_share:
-                text += f", communication {100 * communication.exposed_share:.0f} % exposed"
-            lines.append(comparison_of(name, due, got, text))
-    return lines
-
-
-class Peak(NamedTuple):
-    """The most bytes of a rank's device that were taken at once."""
-
-    reserved: int  # and what is taken outside of the allocator: what a forecast adds up to. On a CPU: resident
-    allocated: int  # by tensors; 0 on a CPU
 
 
 class Recorder:
@@ -186,7 +137,7 @@ class Recorder:
         self.ranks = layout.world_size
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
-        self.fullest = Peak(0, 0)  # of the fullest rank, once the ranks have exchanged theirs
+        self.fullest = (0, 0)  # peaks of the fullest ranks, once the ranks have exchanged theirs
         self.started = False  # the model is there
         self._metrics: Any = None
         self._board: Any = None
@@ -251,37 +202,46 @@ class Recorder:
         first = WARM_UP if self.device.type == "cuda" else MEMORY_STEPS
         return [s for i, s in enumerate(self.seconds) if i >= first and i not in self.profiled]
 
-    def median_seconds(self) -> float | None:
-        """The typical of the counted steps; of all, where the run was too short to leave any."""
-        return statistics.median(self.counted_steps() or self.seconds) if self.seconds else None
+    def peak_memory(self) -> tuple[int, int]:
+        """This rank's peak in bytes, of a GPU after the warm-up; and the part that tensors took, 0 on a CPU.
 
-    def peak_memory(self) -> Peak:
-        """This rank's peak, of a GPU after the warm-up."""
+        Of a GPU the first is what a forecast adds up to: what the allocator reserved, and what is taken outside of it.
+        """
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             other_bytes = max(0, total - free - torch.cuda.memory_reserved(self.device))  # context, NCCL, others
             reserved = torch.cuda.max_memory_reserved(self.device) + other_bytes
-            return Peak(reserved, torch.cuda.max_memory_allocated(self.device))
-        return Peak(max(0, self.peak or highest_rss_bytes() - self.baseline_rss), 0)
+            return reserved, torch.cuda.max_memory_allocated(self.device)
+        return max(0, self.peak or highest_rss_bytes() - self.baseline_rss), 0
 
     def find_fullest_rank(self) -> None:
         """Exchange the peaks of all ranks, which call it together."""
         peaks = torch.tensor(self.peak_memory(), device=self.device)
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-        self.fullest = Peak(*peaks.tolist())
+        self.fullest = tuple(peaks.tolist())
 
     def exhausted(self, error: str) -> str:
         """What there was when an allocation failed, what was forecast, and what to change."""
-        where = f"rank {os.environ.get('RANK', '0')}, " + (
-            f"step {len(self.losses) + 1}" if self.started else "loading"
-        )
-        memory = memory_words(self.device, self.baseline_rss, self.record.forecast.memory_bytes)
-        return f"{where}: {error.splitlines()[0][:200]}; {memory}. {LIGHTER}"
+        where = f"step {len(self.losses) + 1}" if self.started else "loading"
+        due, forecast = self.record.forecast.memory_bytes, "no plan has a forecast of its memory"
+        if due is not None:
+            forecast = f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
+        taken = f"{(rss_bytes() - self.baseline_rss) / GIB:.2f} GiB resident besides the program"
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+            taken = (
+                f"{allocated / GIB:.2f} GiB allocated, {reserved / GIB:.2f} GiB reserved, {free / GIB:.2f} GiB free of "
+                f"{total / GIB:.2f} GiB"
+            )
+        rank = os.environ.get("RANK", "0")
+        return f"rank {rank}, {where}: {error.splitlines()[0][:200]}; {taken}; {forecast}. {LIGHTER}"
 
     def measured(self) -> Measured:
         """The numbers that a forecast can be held against."""
-        typical = self.median_seconds()
-        most, on_gpu = self.peak_memory(), self.device.type == "cuda"
+        on_gpu, counted = self.device.type == "cuda", self.counted_steps()
+        typical = statistics.median(counted or self.seconds) if self.seconds else None
+        taken, allocated = map(max, self.peak_memory(), self.fullest)
         counts = (
             "reserved by CUDA's allocator after the warm-up, and what the device holds beside it" if on_gpu
             else f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
@@ -289,12 +249,10 @@ class Recorder:
         rate = self.tokens / len(self.losses) / typical if typical else None
         peak = peak_flops(self.device)
         mfu = rate * self.flops / (peak * self.ranks) if rate and self.flops and peak else None
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Measured(
-            step_seconds=typical, counted_steps=len(self.counted_steps()), tokens_per_second=rate, mfu=mfu,
-            memory_bytes=max(most.reserved, self.fullest.reserved), memory_counts=counts,
-            memory_allocated_bytes=max(most.allocated, self.fullest.allocated) if on_gpu else None,
-            rss_peak_bytes=resident, rss_growth_bytes=resident - self.baseline_rss,
+            step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu, memory_bytes=taken,
+            memory_counts=counts, memory_allocated_bytes=allocated if on_gpu else None,
+            rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )  # fmt: skip
 
     def write(self) -> None:
@@ -305,7 +263,7 @@ class Recorder:
         record.measured = self.measured()
         record.step_seconds = [round(s, 6) for s in self.seconds]
         record.loss = Loss(first=self.losses[0], last=self.losses[-1]) if self.losses else Loss()
-        record.comparison = hold_against(record.forecast, record.measured, record.communication)
+        record.comparison = [one for one in run_record.compare(record) if one.within is not None]
         if line := run_record.watched(self.folder):
             self.note(line)
         run_record.save(self.folder / "run.json", record)
@@ -315,8 +273,15 @@ class Recorder:
         record = self.record
         record.status, record.exit_code, record.reason, record.ended_at = status, exit_code, reason, _now()
         self.write()
-        for compared in record.comparison:  # for a reader of the log who has no access to run.json
-            print_once(f"{compared.line}: {'inside' if compared.within else 'outside'} the forecast")
+        for one in record.comparison:  # for a reader of the log who has no access to run.json
+            scale, unit = (1.0, "s") if one.unit == "s" else (GIB, "GiB")
+            if one.forecast and one.measured is not None:
+                due, got = one.forecast.scaled(1 / scale), one.measured / scale
+                forecast = f"forecast {due.mid:.3g} {unit} ({due.low:.3g}-{due.high:.3g})"
+                print_once(f"{one.title}: {forecast}, measured {got:.3g} {unit}: {one.verdict}")
+        exposed = record.communication.exposed_share if record.communication else None
+        if exposed is not None and exposed >= 0.005:
+            print_once(f"communication {100 * exposed:.0f} % exposed")
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:

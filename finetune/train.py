@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     before = signal.getsignal(signal.SIGTERM)
     if torch.cuda.is_available():
-        channels.begin(Path(config.output_dir) / "nccl")
+        channels.start_log(Path(config.output_dir) / "nccl")
     device = join_ranks(Path(config.output_dir))
     recorder: Recorder | None = None
     ended: EndedError | None = None

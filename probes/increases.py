@@ -115,11 +115,9 @@ def rising(before: Snapshot, after: Snapshot) -> tuple[Finding, ...]:
     if before.hostname != after.hostname or not seconds > 0:
         return ()
     found: list[Finding] = []
-    old_rdma, new_rdma = before.facts(RdmaFacts), after.facts(RdmaFacts)
-    if old_rdma is not None and new_rdma is not None:
-        found += rdma_increases(old_rdma, new_rdma, seconds)
-    old_gpus, new_gpus = before.facts(GpuFacts), after.facts(GpuFacts)
-    if old_gpus is not None and new_gpus is not None:
+    if (old := before.facts(RdmaFacts)) and (new := after.facts(RdmaFacts)):
+        found += rdma_increases(old, new, seconds)
+    if (old_gpus := before.facts(GpuFacts)) and (new_gpus := after.facts(GpuFacts)):
         found += gpu_increases(old_gpus, new_gpus, seconds)
     return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from planner import stacks
 from planner.advice import ExportError, FrontierPoint, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, load_calibration
-from planner.forecast.faults import ENDS, RULES, Findings
+from planner.forecast.faults import ENDS, RULES
 from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
@@ -40,7 +40,7 @@ from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
-    from agent.checks.groups import Group
+    from agent.checks.findings import Group
     from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
@@ -91,24 +91,45 @@ def _steps_of(request: Request, chosen: RankedLayout) -> int | None:
     return max(1, math.ceil(request.epochs * per_epoch))
 
 
-def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
-    """Answer a request from a new scan, recordings or the machine catalogue."""
-    snapshots = () if request.machine else tuple(scan())
-    return answer(request, snapshots, measured=measurements_of(request))
+def advise(
+    request: Request, snapshots: Sequence[Snapshot], *, measured: Sequence[Measurement] | None = None,
+    calibrated: Calibration | None = None, ranks: int | None = None, checks: Sequence[Finding] | None = None,
+) -> Recommendation:  # fmt: skip
+    """Answer a request about the hosts in `snapshots`, or about the machine of the catalogue that it names.
+
+    `measured`, `calibrated` and `ranks` override the values of the request. `checks` are the known findings of the
+    hosts; if None, the hosts are checked here.
+    """
+    snapshots = () if request.machine else snapshots
+    if request.machine or request.model is None:
+        checks = ()
+    elif checks is None:
+        from agent.checks.host_checks import checks_of_scans
+
+        checks = checks_of_scans(snapshots)
+    measured = measurements_of(request) if measured is None else measured
+    ranks = ranks or request.ranks_per_node
+    try:
+        stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None
+        return of_cluster(
+            request, cluster_of(request, snapshots, ranks), snapshots, measured=measured,
+            calibration=calibrated or stored, ranks=ranks, checks=checks,
+        )  # fmt: skip
+    except ValueError as error:
+        raise RequestError(str(error)) from None
 
 
 def for_view(view: View, request: Request) -> Recommendation:
     """Answer a request from the agent's current view."""
-    snapshots = () if request.machine else view.snapshots
     measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
-    return answer(request, snapshots, measured=measured, checks=view.checks)
+    return advise(request, view.snapshots, measured=measured, checks=view.checks)
 
 
 def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommendation:
     """Add failures that the forecast does not include because no number bounds them or because they end the job."""
     if not checks:
         return advice
-    from agent.checks.groups import grouped
+    from agent.checks.findings import grouped
 
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
     groups = [
@@ -121,48 +142,9 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
 
 
-def findings_of(checks: Iterable[Finding]) -> Findings:
-    """Group failures and warnings by node, in the form the planner reads."""
-    found: dict[str, list[Finding]] = {}
-    for check in checks:
-        if check.status in ("fail", "warn"):
-            found.setdefault(check.node, []).append(check)
-    return {node: tuple(of_node) for node, of_node in found.items()}
-
-
 def _fault(group: Group) -> str:
     on = group.place if len(group.subjects) == 1 else group.places
     return f"{group.id}{on and ' '}{on}: {group.message}"
-
-
-def answer(
-    request: Request,
-    snapshots: Sequence[Snapshot],
-    *,
-    measured: Sequence[Measurement] = (),
-    calibrated: Calibration | None = None,
-    ranks: int | None = None,
-    checks: Sequence[Finding] | None = None,
-) -> Recommendation:
-    """Ask the planner for a recommendation; `ranks` and `calibrated` override the values of the request.
-
-    `checks` are the known findings of the hosts in `snapshots`; if None, the hosts are checked here.
-    """
-    if request.machine or request.model is None:
-        checks = ()
-    elif checks is None:
-        from agent.checks.host_checks import checks_of_scans
-
-        checks = checks_of_scans(snapshots)
-    ranks = ranks or request.ranks_per_node
-    try:
-        stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None
-        return of_cluster(
-            request, cluster_of(request, snapshots, ranks), snapshots, measured=measured,
-            calibration=calibrated or stored, ranks=ranks, checks=checks,
-        )  # fmt: skip
-    except ValueError as error:
-        raise RequestError(str(error)) from None
 
 
 def of_cluster(
@@ -170,17 +152,29 @@ def of_cluster(
     measured: Sequence[Measurement] = (), calibration: Calibration | None = None, ranks: int | None = None,
     checks: Sequence[Finding] = (),
 ) -> Recommendation:  # fmt: skip
-    """Ask the planner about these nodes. Raises RequestError, ValueError or LayoutError if the request does not fit."""
-    model = model_of(request)
+    """Ask the planner about these nodes; without a model, only about the NCCL environment.
+
+    Raises RequestError, ValueError or LayoutError if the request does not fit.
+    """
+    model, version, multi_node = model_of(request), parse_version(request.nccl_version), spans_nodes(request, cluster)
     if model is None:
-        return environment_only(request, cluster, snapshots)
-    findings = findings_of(checks)
+        case = situation(
+            snapshots, cluster, nccl_version=version, multi_node=multi_node, ranks_per_node=request.ranks_per_node
+        )
+        found = nccl_env.settings(case)
+        seen = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
+        backend = "rccl" if found.backend == "rccl" else seen
+        return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)
+    findings: dict[str, tuple[Finding, ...]] = {}  # failures and warnings by node, as the planner reads them
+    for check in checks:
+        if check.status in ("fail", "warn"):
+            findings[check.node] = (*findings.get(check.node, ()), check)
     if len(snapshots) == 1 and len(findings) == 1:  # one host, used for all nodes of the cluster
-        findings = {node.hostname: found for node in cluster.nodes for found in findings.values()}
+        findings = {node.hostname: of_host for node in cluster.nodes for of_host in findings.values()}
     advice = recommend(
         cluster, snapshots, model, request.train, measurements=measured, calibration=calibration,
-        nccl_version=parse_version(request.nccl_version), ranks_per_node=ranks or default_ranks(request, cluster),
-        multi_node=spans_nodes(request, cluster), findings=findings, measured_step=measured_step(request),
+        nccl_version=version, ranks_per_node=ranks or default_ranks(request, cluster),
+        multi_node=multi_node, findings=findings, measured_step=measured_step(request),
     )  # fmt: skip
     if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
         advice = replace(advice, helps_most=nearest(request, snapshots))
@@ -261,22 +255,7 @@ def _member(request: Request, name: str) -> Any:
     return getattr(request, name, getattr(request.train, name, None))
 
 
-# NCCL environment without a layout, the embedded job, and exports.
-
-
-def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
-    """Return only the NCCL environment, for a request without a model."""
-    case = situation(
-        snapshots,
-        cluster,
-        nccl_version=parse_version(request.nccl_version),
-        multi_node=spans_nodes(request, cluster),
-        ranks_per_node=request.ranks_per_node,
-    )
-    found = nccl_env.settings(case)
-    seen = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
-    backend = "rccl" if found.backend == "rccl" else seen
-    return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)
+# The embedded job, and exports.
 
 
 def with_fsdp(advice: Recommendation) -> Recommendation:
@@ -384,16 +363,9 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
             largest = max(sizes, key=lambda cluster: cluster.world_size)
             train = replace(train, global_batch=plan(largest, (), model, train).global_batch)
         return frontier(
-            names,
-            nodes,
-            networks,
-            model,
-            train,
-            tokens=tokens_of(request, train),
-            prices=prices,
-            transport=request.transport,
-            gpus_per_node=request.ranks_per_node,
-        )
+            names, nodes, networks, model, train, tokens=tokens_of(request, train), prices=prices,
+            transport=request.transport, gpus_per_node=request.ranks_per_node,
+        )  # fmt: skip
     except ValueError as error:
         raise RequestError(str(error)) from None
 

@@ -48,13 +48,9 @@ RANDOM = "random:"  # prefix of a model with random weights: only its shape is u
 
 # The embedded job has rows of about 51 tokens, padded to the longest row of a micro-batch.
 EMBEDDED_REQUEST: dict[str, Any] = {
-    "model": EMBEDDED_MODEL,
-    "method": "lora",
-    "lora_rank": 8,
-    "saved_modules": ("embed_tokens", "lm_head"),
-    "sequence_length": 64,
-    "global_batch": 16,
-}
+    "model": EMBEDDED_MODEL, "method": "lora", "lora_rank": 8, "saved_modules": ("embed_tokens", "lm_head"),
+    "sequence_length": 64, "global_batch": 16,
+}  # fmt: skip
 
 
 OURS, TRL = "topoflight", "trl"  # the trainers finetune.loop and finetune.sft_trl; also the names of their stacks
@@ -67,19 +63,14 @@ class Settings(NamedTuple):
     explicit: dict[str, Any]  # those that the user gave, by current name
     notes: list[str]  # on them, which the job will print
     raw: dict[str, Any]  # the file, with the overrides
+    only_trl: dict[str, None]  # settings that only TRL's trainer has, with their values
 
 
-def settings(
-    config: Path | None, overrides: Iterable[str], trainer: str = OURS, only_trl: dict[str, None] | None = None
-) -> Settings:
-    """Read the job's settings; of a TRL file those that both trainers have, and into `only_trl` the others.
+def settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> Settings:
+    """Read the job's settings; for another trainer than the built-in one also those that only TRL's trainer has.
 
     Raises RequestError that names the file or argument.
     """
-    if trainer == OURS:
-        only_trl = None
-    elif only_trl is None:
-        only_trl = {}
     words = list(overrides)
     for word in words:
         name, equals, value = word.partition("=")
@@ -90,14 +81,16 @@ def settings(
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
         raise RequestError(f"--config {error}") from None
+    only_trl: dict[str, None] = {}
     try:
         raw = with_overrides(raw, words)
-        made, explicit, notes = parse_config(raw, only_trl)
+        made, explicit, notes = parse_config(raw, None if trainer == OURS else only_trl)
         dumps(JobPlan(config=made))  # reject settings that no rank could read before any rank starts
     except ConfigError as error:
         raise RequestError(f"{where} {error}") from None
-    mixture = {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name) and only_trl is not None}
-    return Settings(made, {**explicit, **mixture}, notes, raw)
+    if trainer != OURS:
+        explicit |= {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name)}
+    return Settings(made, explicit, notes, raw, only_trl)
 
 
 def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
@@ -199,8 +192,7 @@ def choose_trainer(
 
     `requested` is "auto" or the name of a trainer. Raises RequestError if neither trainer supports the settings.
     """
-    only_trl: dict[str, None] = {}
-    settings(config, overrides, requested, only_trl)
+    only_trl = settings(config, overrides, requested).only_trl
     trainer, why = requested, ""
     if requested == "auto":
         trainer, why = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
@@ -235,7 +227,7 @@ def _advise_for(
     if trainer == TRL and not has_gpus:
         kept = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
         request = request.changed(asked=tuple(kept))
-    return advise(request, lambda: found)
+    return advise(request, found)
 
 
 def describe_refusal(advice: Recommendation) -> str:
@@ -297,7 +289,7 @@ def job_plan(
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
     by_trl = advice.train is not None and advice.train.engine == TRL
     file = DEFAULT_CONFIG if embedded and config is None else config
-    job_config, explicit, notes, raw = settings(file, overrides, TRL if by_trl else OURS)
+    job_config, explicit, notes, raw, _ = settings(file, overrides, TRL if by_trl else OURS)
     if why := untrainable(advice, explicit):
         raise RequestError(why)
     planned = {} if embedded else left_open(advice, explicit)

@@ -21,14 +21,12 @@ from agent.checks.verdict import GateError
 from contracts import bounded
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from contracts.yaml_text import YamlTextError, load_all
+from contracts.yaml_text import load_all
 from probes.api import Absent, Snapshot, finding
 from probes.gpu.compare import visible_gpus
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.limits.probe import LimitsFacts
-from probes.limits.probe import size as limit_words
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.check import by_gdr, farthest_gdr
@@ -36,7 +34,6 @@ from topology.graph import NodeTopology, nvlinks
 
 MOST_BYTES = 1 << 16  # a file of a dozen lines
 MOST_NAMES = 64
-UNLIMITED = "unlimited"
 _FORMS = read_table(__file__, "expect.toml")
 _TEXTS = read_table(__file__, "findings.toml")
 
@@ -78,18 +75,6 @@ def _form(name: str, made: Callable[[str], Any] = str) -> Callable[[str], Any]:
     return read
 
 
-def _size(text: str, allowed: str = units.SIZE_WORDS) -> int:
-    value = units.parse_size(text)
-    if value is None:
-        raise ValueError(allowed)
-    return value
-
-
-def _limit(text: str) -> int | str:
-    close = "; did you mean unlimited?" if difflib.get_close_matches(text.lower(), [UNLIMITED]) else ""
-    return UNLIMITED if text.lower() == UNLIMITED else _size(text, f"unlimited, or {units.SIZE_WORDS}{close}")
-
-
 def _model(text: str) -> str:
     if text.isdigit():
         raise ValueError(f"{_FORMS['model'][1]}; for a number of GPUs write gpus={text}")
@@ -113,30 +98,20 @@ def read_file(path: Path) -> tuple[Expected, ...]:
     where = f"--expect-file {path}"
     try:
         documents = load_all(bounded.read(path, MOST_BYTES).decode("utf-8"), most_aliases=0, once=True)
-    except OSError as error:
-        raise GateError(f"{where}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise GateError(f"{where}: not UTF-8 text") from None
-    except (bounded.TooLargeError, YamlTextError) as error:
-        raise GateError(f"{where}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise GateError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
     value = documents[0] if documents else None
     if len(documents) > 1 or not isinstance(value, dict | None):
         raise GateError(f"{where}: must be one mapping of {', '.join(KEYS)} to values")
-    found: dict[str, list[str]] = {}
-    for key, entry in (value or {}).items():
-        values = entry if isinstance(entry, list) else [entry]
-        misplaced = isinstance(entry, list) and key in KEYS and key not in _LISTS
-        if misplaced or any(isinstance(one, list | dict) or one is None for one in values):
-            raise GateError(f"{where}: {key}: must be one value; only {', '.join(_LISTS)} may be lists")
-        if key in _NAMES and not all(isinstance(one, str) for one in values):
-            raise GateError(f"{where}: {key}: must be text; put the name in quotes")
-        # convert the scalar back to the text a user would type, because YAML reads `on` as true
-        found[str(key)] = [("on" if one else "off") if isinstance(one, bool) else str(one) for one in values]
-    return _read(found, where)
+    entries = {
+        str(key): entry if isinstance(entry, list) and key in _LISTS else [entry]
+        for key, entry in (value or {}).items()
+    }
+    return _read(entries, where)
 
 
-def _read(found: Mapping[str, Sequence[str]], where: str) -> tuple[Expected, ...]:
-    """Read the texts of each key, in the order of KEYS."""
+def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[Expected, ...]:
+    """Read the values of each key, in the order of KEYS."""
     for key, values in found.items():
         if key not in KEYS:
             close = difflib.get_close_matches(key, KEYS, n=2)
@@ -146,7 +121,12 @@ def _read(found: Mapping[str, Sequence[str]], where: str) -> tuple[Expected, ...
             raise GateError(f"{where}: {key} is given {len(values)} times; only {', '.join(_LISTS)} may be repeated")
         if len(values) > MOST_NAMES:
             raise GateError(f"{where}: {key}: more than {MOST_NAMES} values")
-    return tuple(_read_one(key, text, where) for key in KEYS for text in found.get(key, ()))
+        allowed = str if key in _NAMES else str | int | float
+        if not all(isinstance(one, allowed) for one in values):
+            raise GateError(f"{where}: {key}: must be {'text, in quotes' if key in _NAMES else 'one value'}")
+    # YAML reads `on` as true
+    texts = {key: ["on" if one is True else str(one) for one in values] for key, values in found.items()}
+    return tuple(_read_one(key, text, where) for key in KEYS for text in texts.get(key, ()))
 
 
 def _read_one(key: str, text: str, where: str) -> Expected:
@@ -231,7 +211,8 @@ def _gpu_count(snapshot: Snapshot) -> int | None:
 
 def _gpus(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
     count = _gpu_count(snapshot)
-    return _least(count, expected.value), f"{'an unknown number of' if count is None else count} GPUs answer"
+    met = None if count is None else count >= expected.value
+    return met, f"{'an unknown number of' if count is None else count} GPUs answer"
 
 
 def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
@@ -336,24 +317,7 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: Expected) -> Jud
     return not far, f"GPUDirect RDMA is {able} to the nearest NIC"
 
 
-# Limits, interfaces ------------------------------------------------------------------------------------------------
-
-
-def _memlock(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
-    limits = snapshot.facts(LimitsFacts)
-    if limits is None or not limits.memlock_known:
-        return None, "memlock is unknown"
-    have = limits.memlock_soft_bytes
-    met = have is None or (isinstance(expected.value, int) and have >= expected.value)
-    return met, f"memlock is {limit_words(have)}"
-
-
-def _shm(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
-    limits = snapshot.facts(LimitsFacts)
-    if limits is not None and limits.of_agent:
-        return None, "the agent's own pod does not have the limits of a job's pod"
-    have = limits.shm_size_bytes if limits else None
-    return _least(have, expected.value), f"shared memory is {units.size(have)}"
+# Interfaces ---------------------------------------------------------------------------------------------------------
 
 
 def _interface(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
@@ -375,10 +339,6 @@ def _lacks(link: Interface) -> str:
     return "" if link.addresses else "has no address"
 
 
-def _least(have: int | None, expected: int) -> bool | None:
-    return None if have is None else have >= expected
-
-
 KEYS: dict[str, Key] = {
     "gpus": Key(_form("count", int), _gpus, ("gpu",)),  # minimum number of GPUs that answer
     "gpu": Key(_model, _gpu_model, ("gpu",)),  # words that every GPU's model must contain: "H100"
@@ -387,10 +347,8 @@ KEYS: dict[str, Key] = {
     "rate": Key(_form("rate", lambda text: int(re.findall(r"\d+", text)[0]) * 1e9 / 8), _rates, ("rdma",),
                 is_list=True, of_devices=True),  # minimum of each of these devices, bytes/s
     "gdr": Key(_form("on"), _gdr, ("pci", "rdma")),  # GPUDirect RDMA from every GPU to its nearest NIC
-    "memlock": Key(_limit, _memlock, ("limits",)),  # minimum in bytes, or "unlimited"
-    "shm": Key(_size, _shm, ("limits",)),  # minimum size of /dev/shm in bytes
     "interface": Key(_form("interface"), _interface, ("interfaces",), is_list=True),  # patterns: up, with an address
     "driver": Key(_form("driver"), _driver, ("gpu",)),  # minimum NVIDIA driver release: "570.86"
 }  # fmt: skip
-_LISTS = tuple(name for name, key in KEYS.items() if key.is_list)
 _NAMES = ("gpu", "interface")  # for these, a number or unquoted `on` in YAML is a mistake
+_LISTS = tuple(name for name, key in KEYS.items() if key.is_list)

@@ -8,7 +8,6 @@ intermittent finding stays raised. The history is kept in memory and ends with t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,8 +23,6 @@ from topology.diff import Difference, compare
 from topology.traits import Trait, traits
 
 MOST_EVENTS = 50
-MOST_OPEN = 256
-TEXT = 300  # characters per event
 SCANS_TO_RAISE = 2
 SCANS_TO_CLEAR = 3  # one more than to raise, so that an intermittent finding stays raised
 # Settling time after a boot or driver restart: the time that Kubernetes lets a node be not ready before it evicts its
@@ -39,7 +36,6 @@ AT_ONCE: dict[str, str] = {**_RULES["compared"], **_RULES["persistent"]}
 _MOVES_BY_ITSELF = "held back by"  # the trait changes on a GPU under load
 _VERSIONS = {"driver": "driver", "CUDA": "driver", "kernel": "kernel", "OS": "kernel"}
 _COUNTED = {"GPUs", "RDMA devices", "CPU", "CPU threads", "NUMA nodes", "memory", "product"}  # traits of the whole host
-OF_FINDINGS = ("raised", "cleared")  # kinds of events that report a finding and have its code
 PARTS = ("driver", "firmware", "kernel", "hardware")
 """What a change is of; `memlock`, a link that comes up and the like are of none."""
 
@@ -55,12 +51,11 @@ class Event:
     text: str
     code: str = ""  # of the finding; for a change one of PARTS, or empty
     subject: str = ""
-    severity: str = ""
 
     @property
     def finding(self) -> bool:
         """Return whether it reports a finding."""
-        return self.kind in OF_FINDINGS
+        return self.kind in ("raised", "cleared")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +136,7 @@ class History:
             for difference in differ:
                 part = _part(difference)
                 kind = "version" if part not in ("", "hardware") else "changed"
-                self._add_event(now, kind, difference.message, code="" if answers and part == "hardware" else part)
+                self._add_event(now, kind, difference.message, "" if answers and part == "hardware" else part)
         self._traits = held
 
     def _holding(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
@@ -175,7 +170,7 @@ class History:
         passes.
         """
         held = self._open
-        for key, checks in itertools.islice(found.items(), MOST_OPEN):
+        for key, checks in found.items():
             if settling and key[0] in _RULES["compared"]:  # counters that rose during the start belong to the start
                 continue
             seen = held.setdefault(key, Seen(checks=checks, since=now, scans=0))
@@ -183,7 +178,7 @@ class History:
             at_once = key[0] in AT_ONCE
             if not seen.raised and (at_once or (seen.scans >= SCANS_TO_RAISE and not settling)):
                 seen.raised = True
-                self._add_event(seen.since, "raised", checks[0].message, checks[0])
+                self._add_event(seen.since, "raised", checks[0].message, *key)
         for key, seen in list(held.items()):
             if key in found or key in unknown or (key[0], "") in unknown:
                 continue
@@ -191,12 +186,10 @@ class History:
             if not seen.raised or seen.missing >= SCANS_TO_CLEAR:
                 del held[key]
                 if seen.raised:
-                    self._add_event(now, "cleared", seen.checks[0].message, seen.checks[0])
+                    self._add_event(now, "cleared", seen.checks[0].message, *key)
 
-    def _add_event(self, at: float, kind: Any, text: str, check: Finding | None = None, *, code: str = "") -> None:
-        about = {"subject": check.subject[:128], "severity": check.status.value} if check else {}
-        code = check.code if check else code
-        self._events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], code=code, **about))
+    def _add_event(self, at: float, kind: Any, text: str, code: str = "", subject: str = "") -> None:
+        self._events.append(Event(at_seconds=at, kind=kind, text=text, code=code, subject=subject))
 
 
 def _part(difference: Difference) -> str:
@@ -215,30 +208,22 @@ def _value(found: Mapping[Key, Trait], subject: str) -> str | None:
     return trait.value if trait else None
 
 
-def since_words(view: View, code: str, subject: str) -> str:
-    """Format since when: "since 03:12, after driver 550 -> 560 (03:10)"; empty if unknown."""
-    at = view.since.get((code, subject))
-    if at is None:
-        return ""
-    words = f"since {clock(at)}"
-    causes = [e for e in view.events if e.kind in ("version", "boot") and at - CAUSE_SECONDS < e.at_seconds <= at]
-    if causes:
-        words += f", after {causes[-1].text} ({clock(causes[-1].at_seconds)})"
-    return words
-
-
-def lines(events: Iterable[Event]) -> list[str]:
-    """Return one line per event, newest first."""
-    lines = []
-    for event in sorted(events, key=lambda e: -e.at_seconds):
-        about = " ".join((event.code, *([f"on {event.subject}"] if event.subject else []))) if event.finding else ""
-        word = f"{event.kind} " if event.finding else ""
-        lines.append(f"{clock(event.at_seconds)}  {word}{about}{': ' if about else ''}{event.text}")
-    return lines
-
-
 def changed(view: View, most: int = 24) -> list[str]:
     """Return lines for a page: start times of raised findings, then the newest events."""
-    raised = [f"{code}{f' on {subject}' if subject else ''}: {since_words(view, code, subject)}"
-              for code, subject in view.since]  # fmt: skip
-    return [*raised, *lines(view.events)[:most]]
+    raised = [f"{_about(code, subject)}: since {clock(at)}{_cause(view, at)}"
+              for (code, subject), at in view.since.items()]  # fmt: skip
+    events = []
+    for event in sorted(view.events, key=lambda event: -event.at_seconds)[:most]:
+        about = f"{event.kind} {_about(event.code, event.subject)}: " if event.finding else ""
+        events.append(f"{clock(event.at_seconds)}  {about}{event.text}")
+    return [*raised, *events]
+
+
+def _about(code: str, subject: str) -> str:
+    return f"{code} on {subject}" if subject else code
+
+
+def _cause(view: View, at: float) -> str:
+    """Return the last version change or boot in the day before: ", after driver 550 -> 560 (03:10)"; or ""."""
+    causes = [e for e in view.events if e.kind in ("version", "boot") and at - CAUSE_SECONDS < e.at_seconds <= at]
+    return f", after {causes[-1].text} ({clock(causes[-1].at_seconds)})" if causes else ""

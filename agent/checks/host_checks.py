@@ -75,18 +75,14 @@ def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
 
 def no_gpu_read(snapshot: Snapshot) -> str:
     """Return why no GPU on the bus could be read; empty if one was read or there is none."""
-    pci = snapshot.facts(PciFacts)
+    pci, facts = snapshot.facts(PciFacts), snapshot.facts(GpuFacts)
     on_bus = pci_probe.gpus(pci) if pci else ()
     foreign = pci_probe.foreign_accelerators(pci) if pci else ()
-    facts = snapshot.facts(GpuFacts)
+    if facts is None and on_bus:
+        return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
     if facts is None:
-        if on_bus:
-            return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
-        if foreign:
-            return (
-                f"{_number(foreign, 'accelerator')} of another vendor on the PCI bus: this release reads NVIDIA's only"
-            )
-        return ""
+        what = _number(foreign, "accelerator")
+        return f"{what} of another vendor on the PCI bus: this release reads NVIDIA's only" if foreign else ""
     if any(gpu.error is None for gpu in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
         return ""
     if facts.driver_error:
@@ -115,12 +111,11 @@ def _number(devices: Sequence[object], one: str) -> str:
 
 
 def _outcome(snapshot: Snapshot, name: str) -> str:
+    """Return why a probe has no facts."""
     outcome = snapshot.outcomes.get(name)
-    if isinstance(outcome, Failed):
-        return outcome.error
-    if outcome is None:
-        return f"the {name} probe did not run"
-    return getattr(outcome, "why", "") if not isinstance(outcome, Ok) else ""
+    if isinstance(outcome, Absent):
+        return f"absent: {outcome.why}"
+    return f"the {name} probe {f'failed: {outcome.error}' if isinstance(outcome, Failed) else 'did not run'}"
 
 
 def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
@@ -191,14 +186,9 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
             judged = [code for code in probe.codes if code not in unjudged]
             checks.extend(with_passes(snapshot.hostname, found, judged))
             checks.extend(_unknown(snapshot.hostname, unjudged))
-            continue
-        if isinstance(outcome, Absent):
-            why = f"absent: {outcome.why}"
-        elif isinstance(outcome, Failed):
-            why = f"the {probe.name} probe failed: {outcome.error}"
         else:
-            why = f"the {probe.name} probe did not run"
-        checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
+            why = _outcome(snapshot, probe.name)
+            checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
     checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
     return tuple(checks)
 
@@ -318,15 +308,12 @@ def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapsh
     if not past:
         why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(
-            replace(check, status=Status.UNKNOWN, message=why)
-            if check.code in RISING_CODES and check.status == "pass"
-            else check
-            for check in checks
+            replace(c, status=Status.UNKNOWN, message=why) if c.code in RISING_CODES and c.status == "pass" else c
+            for c in checks
         )
     risen = with_passes(now.hostname, risen_since(past, now), ())
     raised = {check.code for check in risen}
-    remaining = (check for check in checks if not (check.status == "pass" and check.code in raised))
-    return (*remaining, *risen)
+    return (*(check for check in checks if check.status != "pass" or check.code not in raised), *risen)
 
 
 def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from agent.base import units
-from agent.checks.groups import ORDER
+from agent.checks.findings import ORDER
 from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, without_secrets
 from agent.checks.verdict import View, judge
 from collectives.bench.results import Bar, BenchResult, Measurement

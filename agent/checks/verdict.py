@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED, units
-from agent.checks.groups import MANY_CODES, ORDER, grouped
+from agent.checks.findings import MANY_CODES, ORDER, grouped, worst_first
 from agent.checks.host_checks import checks_of_hosts, without_secrets
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
@@ -61,14 +61,14 @@ def select(
     """
     checks = tuple(checks)
     names = {check.code for check in checks} | set(known)
-    for option, patterns in (("--require", require), ("--skip", skip)):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise GateError(f"{option} {pattern}: no such check; `topoflight explain --list` lists them")
 
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
+    for option, patterns in (("--require", require), ("--skip", skip)):
+        for pattern in patterns:
+            if not any(matches(name, [pattern]) for name in names):
+                raise GateError(f"{option} {pattern}: no such check; `topoflight explain --list` lists them")
     selected = [
         replace(check, required=check.required or matches(check.code, require))
         for check in checks if not matches(check.code, skip)
@@ -86,26 +86,24 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     `stopped` is the signal that ended the run before all checks were done. The verdict is then not a pass, and after
     Ctrl-C the exit code is the shell's code for it, whatever was found before.
     """
-    interrupted = EXIT_INTERRUPTED if stopped == "SIGINT" else None
     checks = tuple(checks)
     results = {status: [check for check in checks if check.status == status] for status in ORDER}
-    each = _listed(checks, results)
+    each = _listed(checks)
     prefix = f"{aside}; " if (aside := unjudged(checks)) else ""
-    counts: dict[str, int] = {status: len(found) for status, found in results.items()}
 
     def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, why: str) -> Verdict:
-        return Verdict(word=word, exit_code=exit_code, why=why, counts=counts, listed=each)
+        code = EXIT_INTERRUPTED if stopped == "SIGINT" else exit_code
+        counts: dict[str, int] = {status: len(found) for status, found in results.items()}
+        return Verdict(word=word, exit_code=code, why=why, counts=counts, listed=each)
 
-    pending = sorted({check.code for check in checks if check.pending})
-    required_unknown = [check for check in results[Status.UNKNOWN] if check.required]
     if results[Status.FAIL]:
         why = units.tally({status: each[status] for status in (Status.FAIL, Status.WARN)})
-        return verdict("fail", interrupted or EXIT_FAILED, why)
+        return verdict("fail", EXIT_FAILED, why)
     if stopped:
-        return verdict("unknown", interrupted or EXIT_STOPPED, f"stopped by {stopped} before it was done")
-    if required_unknown:
-        return verdict("unknown", EXIT_UNKNOWN, f"required but not measured: {_unmeasured(required_unknown)}")
-    if pending:
+        return verdict("unknown", EXIT_STOPPED, f"stopped by {stopped} before it was done")
+    if required := [check for check in results[Status.UNKNOWN] if check.required]:
+        return verdict("unknown", EXIT_UNKNOWN, f"required but not measured: {_unmeasured(required)}")
+    if pending := sorted({check.code for check in checks if check.pending}):
         return verdict("unknown", EXIT_UNKNOWN, f"seen once, not confirmed by a second scan yet: {', '.join(pending)}")
     if fail_on == "unknown" and results[Status.UNKNOWN]:
         unknown = len({check.code for check in results[Status.UNKNOWN]})
@@ -136,25 +134,22 @@ def unjudged(checks: Iterable[Finding]) -> str:
 
 def _unmeasured(checks: Sequence[Finding]) -> str:
     """Return the codes that were not measured; many codes of one family with one reason are written "gpu.* (why)"."""
-    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    by_reason: dict[tuple[str, str], set[str]] = {}
     for check in checks:
-        reasons.setdefault((check.code.split(".")[0], check.message.rstrip(".")), {})[check.code] = None
-    words = []
-    for (family, why), codes in reasons.items():
-        words.append(f"{family}.* ({why})" if len(codes) > MANY_CODES else ", ".join(sorted(codes)))
-    return ", ".join(sorted(dict.fromkeys(words)))
+        by_reason.setdefault((check.code.split(".")[0], check.message.rstrip(".")), set()).add(check.code)
+    return ", ".join(sorted({
+        f"{family}.* ({why})" if len(codes) > MANY_CODES else ", ".join(sorted(codes))
+        for (family, why), codes in by_reason.items()
+    }))  # fmt: skip
 
 
-def _listed(checks: Sequence[Finding], results: Mapping[Status, Sequence[Finding]]) -> dict[str, int]:
+def _listed(checks: Sequence[Finding]) -> dict[str, int]:
     """Count failures and warnings as every list groups them, and the other checks by their worst result."""
-    bad = Counter(group.status for group in grouped(checks))
-    seen: set[str] = set()
-    counts: dict[str, int] = {}
-    for status in ORDER:
-        mine = {check.code for check in results[status]} - seen
-        counts[status] = bad[status] if status in ("fail", "warn") else len(mine)
-        seen |= mine
-    return counts
+    worst: dict[str, Status] = {}
+    for check in worst_first(checks):
+        worst.setdefault(check.code, check.status)
+    groups, codes = Counter(group.status for group in grouped(checks)), Counter(worst.values())
+    return {status: (groups if status in ("fail", "warn") else codes)[status] for status in ORDER}
 
 
 # The view.
@@ -179,13 +174,9 @@ class View:
 
 
 def build_view(
-    snapshots: Sequence[Snapshot],
-    *,
-    runs: tuple[RunRecord, ...] = (),
-    earlier: Sequence[Snapshot] = (),
-    expected: Sequence[Expected] | str = (),
-    search: SearchResult | None = None,
-) -> View:
+    snapshots: Sequence[Snapshot], *, runs: tuple[RunRecord, ...] = (), earlier: Sequence[Snapshot] = (),
+    expected: Sequence[Expected] | str = (), search: SearchResult | None = None,
+) -> View:  # fmt: skip
     """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.
 
     `expected` contains the expectations for each host, or the reason why they could not be read.
@@ -193,14 +184,9 @@ def build_view(
     topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
     checks = checks_of_hosts(snapshots, topologies, earlier=earlier, expected=expected)
     return View(
-        snapshots=tuple(snapshots),
-        topologies=topologies,
-        checks=without_secrets(checks),
-        verdict=judge(checks),
-        made_at_seconds=time.time(),
-        runs=runs,
-        search=search,
-    )
+        snapshots=tuple(snapshots), topologies=topologies, checks=without_secrets(checks), verdict=judge(checks),
+        made_at_seconds=time.time(), runs=runs, search=search,
+    )  # fmt: skip
 
 
 def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:

@@ -274,7 +274,7 @@ def _networks_title(model: str | None, family: str, ranks: int) -> str:
 
 def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
     """Run one cluster job per network, one after another; with --dry-run print the jobs and exit."""
-    from agent.advice.advise import answer, in_pods, with_fsdp
+    from agent.advice.advise import advise, in_pods, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
     from agent.base.options import RequestError
@@ -289,7 +289,7 @@ def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
     request = for_whole_run(with_rows(training_request(options), explicit), explicit)
     found = snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
-    advice = answer(request, found)
+    advice = advise(request, found)
     if advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     if advice.chosen is None:

@@ -1,15 +1,28 @@
-"""The verb lint-env."""
+"""The verb lint-env: check the environments in a text of any form, and report the result as findings of the gate."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from agent.base.options import command, read_input
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
+from agent.base.options import InputError, command, parse_version, read_input
 from agent.base.output import console, print_text, render
+from contracts.finding import Finding
+from contracts.redaction import without_secrets
+from planner.lint.environment import lint
+from planner.lint.script import EnvironmentTextError
+from planner.lint.sources import Reading, listed_lines, read_text, why_nothing
+
+if TYPE_CHECKING:
+    from planner.lint.machine import ProbedMachine
 
 _LIMIT_BYTES = 16 << 20
 
@@ -18,8 +31,6 @@ _LIMIT_BYTES = 16 << 20
 @click.argument("source", default="-", metavar="FILE|-|PID")
 def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
     """Read the environment, print the findings, and exit with the verdict's code."""
-    from agent.checks.lint import lint_text, process_environment
-
     if kind == "process" or (kind == "auto" and source.isdigit() and not os.path.exists(source)):
         text, kind = process_environment(source), "process"
     else:
@@ -48,3 +59,108 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     console().print(linted.read, markup=False, highlight=False)
     findings(console(), linted.checks, everything=True)
     sys.exit(linted.exit_code)
+
+
+def process_environment(pid: str) -> str:
+    """Return the environment of a running process from /proc."""
+    try:
+        return Path(f"/proc/{int(pid)}/environ").read_bytes().decode("utf-8", errors="replace")
+    except ValueError:
+        raise click.UsageError(f"{pid}: must be a process id") from None
+    except OSError as error:
+        raise InputError(f"process {pid}: {error.strerror}") from None
+
+
+class Linted(NamedTuple):
+    """What was read from a text, and the findings in it."""
+
+    read: str  # text: how many variables, in which format
+    checks: tuple[Finding, ...]
+    unread: str = ""  # text: lines that were not understood; empty if all were
+
+    @property
+    def exit_code(self) -> int:
+        """Return 3 if a setting is wrong, 5 if none is wrong but part of the text was not understood."""
+        if any(check.status == "fail" for check in self.checks):
+            return EXIT_FAILED
+        return EXIT_UNKNOWN if self.unread else EXIT_PASS
+
+
+def lint_text(
+    text: str, kind: str, *, nccl_version: str | None, machine: ProbedMachine | None, name: str = ""
+) -> Linted:
+    """Check every environment in `text`; `name` is the file name.
+
+    Raises InputError if the text cannot be read or contains no variable: an environment that was not found was not
+    checked.
+    """
+    found_version = parse_version(nccl_version)
+    try:
+        reading = read_text(text, None if kind == "auto" else kind, name)
+    except EnvironmentTextError as error:
+        raise InputError(f"{name or 'the text'}: {error}") from None
+    printed = re.search(r"\bNCCL version (\d+\.\d+\.\d+)", text) if reading.form == "NCCL log" else None
+    found_version = found_version or (parse_version(printed[1]) if printed else None)
+    if not reading.names() and not reading.unreached and reading.form != "process":
+        hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
+        raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
+    checks = tuple(_checks(reading, found_version, machine))
+    return Linted(read=str(without_secrets(_read_in_words(reading))), unread=_unread_in_words(reading), checks=checks)
+
+
+def _checks(
+    reading: Reading, version_in_use: tuple[int, ...] | None, machine: ProbedMachine | None
+) -> Iterator[Finding]:
+    """Return the findings of each environment; a finding in several places is returned once with all places."""
+    seen: set[tuple[str, Finding]] = set()
+    for named in reading.environments:
+        judged = lint(
+            named.environment, nccl_version=version_in_use, machine=machine, source=named.source,
+            unresolved=named.unresolved, unexported=named.unexported, own=named.used,
+            nodes=reading.nodes, gpus=reading.gpus, also_set=named.also_set,
+        )  # fmt: skip
+        for finding in (*named.findings, *judged):
+            if (named.place, finding) in seen:
+                continue
+            seen.add((named.place, finding))
+            line = named.lines.get(finding.subject, 0)
+            message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
+            evidence += [f"line {line}"] if line else []
+            yield replace(finding, node=named.source, message=message, evidence=tuple(evidence), remedy=remedy)
+
+
+def _unread_in_words(reading: Reading) -> str:
+    """Describe the lines that were not understood, each reason once."""
+    if not reading.unread:
+        return ""
+    lines = [each.line for each in reading.unread if each.line]
+    where = listed_lines(lines) if lines else "part of the text"
+    why = ", ".join(dict.fromkeys(each.why for each in reading.unread[:3]))
+    return f"Not understood: {where} ({why}). What is set there was not checked."
+
+
+def _read_in_words(reading: Reading) -> str:
+    """Describe how many variables were read, in which format and where."""
+    found = reading.names()
+    unreached = [
+        f"{each.name} ({f'line {each.line}: ' if each.line else ''}{each.why})" for each in reading.unreached[:5]
+    ]
+    if unreached and not found:
+        return f"0 variables reach the job, form: {reading.form}; not checked: {', '.join(unreached)}"
+    if not found:
+        return f"0 variables of NCCL or its plugins read from a {reading.form}: everything is at its default"
+    places = list(dict.fromkeys(each.place for each in reading.environments))
+    elsewhere = {name: raw for each in reading.environments for name, raw in each.unresolved.items() if name in found}
+    parts = [f"{len(found)} variable{'s' if len(found) > 1 else ''} read, form: {reading.form}"]
+    if len(places) > 1:
+        parts.append(f"{len(places)} places: {', '.join(places)}")
+    if more := len(reading.environments) - len(places):
+        parts.append(f"{more} more set only under a condition or for one command")
+    if elsewhere:
+        listed = ", ".join(f"{name}={raw}" for name, raw in sorted(elsewhere.items())[:5])
+        parts.append(f"{len(elsewhere)} with a value from elsewhere, of which only the name is judged: {listed}")
+    if unreached:
+        parts.append(f"not checked, as the job does not get it: {', '.join(unreached)}")
+    if reading.files:
+        parts.append(f"not read: {', '.join(reading.files[:5])}")
+    return "; ".join(parts)

@@ -106,7 +106,7 @@ def cli(verbose: int) -> None:
 @click.option("--list", "listed", is_flag=True, help="List all codes and alerts, each with its meaning.")
 def explain(code: str | None, listed: bool) -> None:
     """Explain a finding, a log problem, a diagnosis or an alert: its meaning, its cause and its remedy."""
-    from agent.checks.explain import UnknownCodeError, point, section, sections
+    from agent.checks.findings import UnknownCodeError, point, section, sections
 
     if listed == (code is not None):
         raise click.UsageError("Give either one CODE or --list.")

@@ -111,7 +111,7 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 
 def github(report: Report) -> str:
     """Return workflow commands for GitHub Actions: one annotation per failed or warned check."""
-    from agent.checks.groups import grouped
+    from agent.checks.findings import grouped
     from agent.checks.verdict import unjudged
 
     levels = {"fail": "error", "warn": "warning"}

@@ -58,7 +58,7 @@ def recommend(**options: object) -> None:
             _compare(request, cast("tuple[str, ...]", options["compare"]), form)
         return
     found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
-    advice = advise(request, lambda: found) if config is None else _of_file(request, Path(str(config)), found)
+    advice = advise(request, found) if config is None else _of_file(request, Path(str(config)), found)
     if form == "k8s":
         advice, left_out = in_pods(advice, found, here=not request.hosts)
         for line in left_out:

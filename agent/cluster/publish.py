@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.base import units
-from agent.checks.groups import worst_first
+from agent.checks.findings import worst_first
 from agent.checks.host_checks import no_gpu_read, no_hca_read
 from agent.checks.verdict import View, judge
 from agent.cluster import node_facts

@@ -159,14 +159,8 @@ def problem(
     request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any
 ) -> JSONResponse:
     """Create one problem document."""
-    body = {
-        "type": "about:blank",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": detail,
-        "instance": request.url.path,
-        **more,
-    }
+    body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail,
+            "instance": request.url.path, **more}  # fmt: skip
     return JSONResponse(without_secrets(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
 
 

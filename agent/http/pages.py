@@ -15,8 +15,7 @@ from agent.advice.advise import EXPORTS, FORM
 from agent.base import units, version
 from agent.base.units import clock
 from agent.checks import history
-from agent.checks.explain import point
-from agent.checks.groups import Group, grouped
+from agent.checks.findings import Group, grouped, point
 from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
 from agent.cluster.nodes import Fleet, NodeRecord, checks_of, seconds_of

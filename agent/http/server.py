@@ -21,7 +21,7 @@ from agent import base, metrics
 from agent.advice import advise
 from agent.advice.request import Request as Question
 from agent.base.options import RequestError
-from agent.checks.groups import worst_first
+from agent.checks.findings import worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, View, judge, select
 from agent.cluster.publish import Publisher

@@ -17,7 +17,7 @@ from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
-from agent.checks.groups import ORDER
+from agent.checks.findings import ORDER
 from agent.checks.measured import (
     BARS,
     IS,

@@ -22,7 +22,7 @@ from typing import Any
 
 from agent.base import version
 from agent.base.output import document
-from agent.checks.groups import worst_first
+from agent.checks.findings import worst_first
 from agent.checks.host_checks import checks_of_scans
 from contracts import bounded
 from contracts.plain import loads

@@ -101,12 +101,11 @@ def train(
 
 def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
     """The job's record of this start, with its end from the exit code if the job could not write it (SIGKILL)."""
-    before = run_record.of_start(path, began)
-    closed = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.ending, began=began)
-    if before is not None and closed is not None and before.status == "running" != closed.status:
-        # prints errors to stderr
+    code, reason = ended.exit_code, ended.ending
+    record, is_ended = run_record.end(path, status="failed", exit_code=code, reason=reason, began=began)
+    if is_ended:  # prints errors to stderr
         subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
-    return closed
+    return record
 
 
 def environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import answer, of_cluster, with_fsdp
+from agent.advice.advise import advise, of_cluster, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, job_plan
 from agent.advice.request import Request, model_of
 from agent.base import units
@@ -309,7 +309,7 @@ def over(advice: Recommendation, network: Network, request: Request, found: Sequ
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
         same = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch", "gradient_accumulation", "sharding"}
         named = tuple((name, getattr(chosen.layout, name)) for name in sorted(same))
-        there = answer(replace(on_network, train=replace(request.train, asked=named)), found)
+        there = advise(replace(on_network, train=replace(request.train, asked=named)), found)
         if there.chosen is None:
             raise JobError(f"--over {network.name},{network.rate}: no forecast: {there.rejected[0].reason}")
         chosen = replace(chosen, forecast=there.chosen.forecast)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.advice.advise import answer, with_fsdp
+from agent.advice.advise import advise, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
@@ -24,7 +24,7 @@ from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
-from agent.checks.groups import worst_first
+from agent.checks.findings import worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import (
     FailOn,
@@ -217,7 +217,7 @@ class _Stages:
     def _recommend(self, result: BenchResult | None, calibration: Calibration | None) -> Recommendation:
         request, options = self._request(), self.options
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        advice = answer(request, self.found, measured=verified, calibrated=calibration, ranks=options["ranks"])
+        advice = advise(request, self.found, measured=verified, calibrated=calibration, ranks=options["ranks"])
         embedded = options["request"].model is None and request.model == EMBEDDED_MODEL
         return with_fsdp(advice) if options["train"] and embedded else advice
 

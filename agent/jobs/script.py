@@ -286,14 +286,14 @@ def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapsho
     if not unknown:
         try:
             config, settings, _ = parse_config(as_run(said))
-            advice = advise(_question(request, config, settings), lambda: found)
+            advice = advise(_question(request, config, settings), found)
             if advice.chosen is None:
                 why = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
                 unknown = [f"the layout of its arguments does not run: {why}"]
         except (ConfigError, ModelError, RequestError) as error:
             unknown = [f"forecast: unknown: {error}"]
     try:
-        alone = advice or advise(request, lambda: found)
+        alone = advice or advise(request, found)
     except RequestError as error:
         raise InputError(str(error)) from None
     words = [f"forecast {line}" for line in forecast(alone).values()]

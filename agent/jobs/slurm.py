@@ -129,7 +129,7 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
         nodes, gpus = size_of(text)
         request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                           ranks_per_node=gpus)  # fmt: skip
-        advice = advise(request, lambda: found)
+        advice = advise(request, found)
         made, notes = wrap_script(
             text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",
             require=options["require"],

@@ -12,13 +12,13 @@ from agent.base import units
 from agent.base.lines import SHOWN, indented, mark
 
 if TYPE_CHECKING:  # loaded with checks; a topology read from a file has only findings
-    from agent.checks.groups import Group
+    from agent.checks.findings import Group
     from contracts.finding import Finding
 
 
 def findings(out: Console, checks: Iterable[Finding], *, everything: bool = False) -> None:
     """Print findings worst first, equal ones of several subjects once; unknown checks by name, passes as a count."""
-    from agent.checks.groups import grouped, passed_ids
+    from agent.checks.findings import codes_of, grouped
 
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
@@ -30,7 +30,7 @@ def findings(out: Console, checks: Iterable[Finding], *, everything: bool = Fals
         else:
             quiet[group.status].append(group)
     unknowns(out, quiet["unknown"])
-    passed = len(passed_ids(groups))
+    passed = len(codes_of(groups, "pass"))
     if passed and quiet["pass"]:
         out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
 
@@ -40,7 +40,7 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
     if groups:
         number = units.count(len({group.id for group in groups}), "check")
         out.print(f"{mark('unknown')} {number} could not run")
-    from agent.checks.groups import reasons
+    from agent.checks.findings import reasons
 
     for why, codes in reasons(groups).items():
         indented(out, escape(why))

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import headline, mark, pairs, point, table
-from agent.checks.groups import ORDER, Group, grouped, unknown_ids
+from agent.checks.findings import ORDER, Group, codes_of, grouped
 from agent.checks.verdict import Verdict, View
 from agent.terminal.findings import finding, findings
 from agent.terminal.topology import links
@@ -168,7 +168,7 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
             finding(out, group, named=named, brief=True, names=list_names)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
-    if unknown := unknown_ids(groups):
+    if unknown := codes_of(groups, "unknown"):
         families = Counter(code.split(".")[0] for code in unknown)
         each = ", ".join(f"{name} {number}" for name, number in families.items())
         quiet.append(f"{units.count(len(unknown), 'check')} could not run ({each})")

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from agent.checks.explain import PAGES  # noqa: E402 - found by the path above
+from agent.checks.findings import PAGES  # noqa: E402 - found by the path above
 
 CODE = re.compile(r"(?<![\w./-])[a-z_]+\.[a-z_0-9.]+[a-z0-9]")  # as in "see pci.acs.on"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from contracts.tables import read_table
-from probes.api import Sample, Source, finding, probe_of
+from probes.api import Source, finding, probe_of
 
 TEXTS = read_table(__file__, "findings.toml")
 
@@ -25,7 +25,6 @@ class NumaNode:
     node: int
     cpus: str  # "0-47,96-143"
     memory_bytes: int | None = None
-    distances: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +81,5 @@ def check(facts: HostinfoFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "hostinfo.nccl.conf", None, "", lines, names=names)
 
 
-def samples(facts: HostinfoFacts) -> Iterator[Sample]:
-    """Export what node_exporter does not: NUMA distances and the hypervisor."""
-    if facts.virtual_machine:
-        yield Sample(metric="hostinfo_virtual_machine_info", value=1, labels=(facts.virtual_machine,))
-    for node in facts.numa:
-        for peer, distance in zip(facts.numa, node.distances, strict=False):
-            labels = (str(node.node), str(peer.node))
-            yield Sample(metric="hostinfo_numa_distance_ratio", value=distance / 10, labels=labels)
-
-
 SOURCE = Source(name="hostinfo", facts=HostinfoFacts)
-PROBE = probe_of(__file__, SOURCE, check, samples=samples)
+PROBE = probe_of(__file__, SOURCE, check)

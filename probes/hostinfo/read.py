@@ -105,15 +105,8 @@ def numa_nodes(host: Host) -> tuple[NumaNode, ...]:
     for number in numbers[:NODES_MAX]:
         folder = f"{NODES}node{number}/"
         memory = re.search(r"MemTotal:\s*(\d{1,18}) kB", sysfs.text(host, folder + "meminfo") or "", re.ASCII)
-        distances = (sysfs.parse_number(part) for part in (sysfs.text(host, folder + "distance") or "").split())
-        nodes.append(
-            NumaNode(
-                node=number,
-                cpus=sysfs.text(host, folder + "cpulist") or "",
-                memory_bytes=int(memory[1]) * 1024 if memory else None,
-                distances=tuple(d for d in distances if d is not None),
-            )
-        )
+        cpus, size = sysfs.text(host, folder + "cpulist") or "", int(memory[1]) * 1024 if memory else None
+        nodes.append(NumaNode(node=number, cpus=cpus, memory_bytes=size))
     return tuple(nodes)
 
 

@@ -30,7 +30,6 @@ class LimitsFacts:
     shm_size_bytes: int | None = None  # /dev/shm
     shm_free_bytes: int | None = None
     hugepages: dict[str, int] | None = None  # "2048kB" -> number
-    cgroup_memory_max_bytes: int | None = None  # None: unlimited or unknown
     cgroup_cpus: float | None = None
     container: str | None = None  # "kubernetes", "docker", "podman", None
     seccomp: str | None = None

@@ -15,7 +15,6 @@ from probes.limits.probe import SHM, LimitsFacts
 
 IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
 CGROUPS = "/sys/fs/cgroup"
-UNLIMITED_V1 = 1 << 62  # cgroup v1 reports "unlimited" as LONG_MAX, rounded down to a page
 SECCOMP = {"0": "disabled", "1": "strict", "2": "filter"}
 CGROUP_DEPTH_MAX = 32
 
@@ -46,7 +45,6 @@ def read(host: Host) -> LimitsFacts:
         shm_size_bytes=shm[0] if shm else None,
         shm_free_bytes=shm[1] if shm else None,
         hugepages=_read_hugepages(host),
-        cgroup_memory_max_bytes=_read_cgroup_memory(host),
         cgroup_cpus=_read_cgroup_cpus(host),
         container=where,
         of_agent=agent,
@@ -102,42 +100,29 @@ def _read_hugepages(host: Host) -> dict[str, int] | None:
     return {size: count for size, count in counts.items() if count is not None} or None
 
 
-def _list_cgroup_folders(host: Host, controller: str) -> list[str]:
-    """Return the cgroup of this process and its parents, v2 or v1. In a cgroup namespace the root appears as "/"."""
+def _list_cgroup_folders(host: Host) -> list[str]:
+    """Return the CPU cgroup of this process and its parents, v2 or v1. A cgroup namespace shows its root as "/"."""
     folders: list[str] = []
     for line in (sysfs.text(host, "/proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        mounted = CGROUPS if number == "0" else f"{CGROUPS}/{controller}"
-        if number != "0" and controller not in controllers.split(","):
+        mounted = CGROUPS if number == "0" else f"{CGROUPS}/cpu"
+        if number != "0" and "cpu" not in controllers.split(","):
             continue
         parts = [part for part in path.split("/") if sysfs.NAME.fullmatch(part)][:CGROUP_DEPTH_MAX]
         folders += ["/".join([mounted, *parts[:length]]) for length in range(len(parts), -1, -1)]
     return folders
 
 
-def _read_cgroup_memory(host: Host) -> int | None:
-    """Return the smallest memory limit of the cgroup and its parents, in bytes."""
-    found = []
-    for folder in _list_cgroup_folders(host, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            value = sysfs.number(host, f"{folder}/{name}")
-            if value is not None and 0 <= value < UNLIMITED_V1:
-                found.append(value)
-    return min(found, default=None)
-
-
 def _read_cgroup_cpus(host: Host) -> float | None:
     """Return the smallest CPU quota of the cgroup and its parents, in CPUs."""
     found = []
-    for folder in _list_cgroup_folders(host, "cpu"):
+    for folder in _list_cgroup_folders(host):
         quota, _, period = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")
-        pair = (sysfs.parse_number(quota), sysfs.parse_number(period))
+        pair = sysfs.parse_number(quota), sysfs.parse_number(period)
         if pair == (None, None):
-            pair = (
-                sysfs.number(host, f"{folder}/cpu.cfs_quota_us"),
-                sysfs.number(host, f"{folder}/cpu.cfs_period_us"),
-            )
+            names = (f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us")
+            pair = sysfs.number(host, names[0]), sysfs.number(host, names[1])
         if pair[0] is not None and pair[1] is not None and pair[0] > 0 and pair[1] > 0:
             found.append(pair[0] / pair[1])
     return min(found, default=None)

@@ -15,7 +15,7 @@ from rigs.command import topoflight
 from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row
 
-from agent.advice.advise import advise, answer, of_cluster
+from agent.advice.advise import advise, of_cluster
 from agent.advice.request import Request, cluster_of, dataset_settings, prices_of, with_rows
 from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
@@ -27,7 +27,7 @@ from topology.build import build
 
 def ask(**more: Any) -> Recommendation:
     given = {"machine": "p5.48xlarge", "model": "Llama-3.1-8B", "method": "full", "global_batch": 64}
-    return answer(Request.of(**{**given, **more}), ())
+    return advise(Request.of(**{**given, **more}), ())
 
 
 def chosen_of(advice: Recommendation) -> RankedLayout:
@@ -131,11 +131,11 @@ def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> N
     found = snapshot(name)
     usable = sum(gpu.usable for gpu in build(found).gpus)
     for ranks in sorted({1, usable // 2, usable} - {0}) if usable else ():
-        advised = answer(Request.of(model="tiny", nodes=2, ranks_per_node=ranks), (found,))
+        advised = advise(Request.of(model="tiny", nodes=2, ranks_per_node=ranks), (found,))
         assert chosen_of(advised).layout.world_size == 2 * ranks
     if usable:
         with pytest.raises(RequestError, match=f"must be from 1 to {usable}"):
-            answer(Request.of(model="tiny", ranks_per_node=usable + 1), (found,))
+            advise(Request.of(model="tiny", ranks_per_node=usable + 1), (found,))
 
 
 @each_row(("nodes", "networked"), [(1, False), (None, True), (2, True)])
@@ -231,7 +231,7 @@ def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
     """A tokenizer that nobody knows, or a folder that a pod has: the advice says so and counts no epochs."""
     for name, tokenizer in ((str(tmp_path / "none"), "builtin:bytes"), ("some/data", None)):
         request = of_rows(name, tokenizer, machine="p5.48xlarge", epochs=3)
-        advice = answer(request, ())
+        advice = advise(request, ())
         assert request.rows is None and advice.total_seconds is None
         assert any("were not measured" in line for line in advice.unknowns), advice.unknowns
 
@@ -250,7 +250,7 @@ def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp
 def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Path) -> None:
     request = of_rows(rows, tmp_path / "no-tokenizer", machine="p5.48xlarge", epochs=2, global_batch=64)
     assert request.rows == 5000 and "were not measured" in request.unmeasured
-    assert answer(request, ()).total_steps == 2 * math.ceil(5000 / 64)
+    assert advise(request, ()).total_steps == 2 * math.ceil(5000 / 64)
 
 
 def test_tokens_beyond_a_models_positions_are_said() -> None:
@@ -343,7 +343,7 @@ def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
 
 def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() -> None:
     """No shorter sequence and no other method would help."""
-    advice = advise(Request.of(machine="dgx-h100", model="gpt-oss-20b"), tuple)
+    advice = advise(Request.of(machine="dgx-h100", model="gpt-oss-20b"), ())
     assert advice.chosen is None
     assert [line.split(" fits")[0] for line in advice.helps_most] == ["engine trl"]
 

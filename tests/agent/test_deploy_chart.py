@@ -112,7 +112,7 @@ def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:
     for setting, named in (("runtimeClas=nvidia", "runtimeClas"), ("hostNetwork=maybe", "hostNetwork"),
                            ("expect.gpus=x", "gpus"), ("apiServerPorts={0}", "apiServerPorts"),
                            ("node.mountPropagation=Both", "Propagation"),
-                           ("expect.shm=16X", "shm"), ("expect.rate=mlx5_[0-7]:0", "rate"),
+                           ("expect.rate=mlx5_[0-7]:0", "rate"),
                            ("expect.interface=net 1", "interface"), (both, "/node")):  # fmt: skip
         done = helm("template", str(CHART), "--set", setting, check=False)
         assert done.returncode and named in done.stderr, setting

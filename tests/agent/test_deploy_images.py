@@ -19,7 +19,7 @@ import yaml
 from hatchling.builders.wheel import WheelBuilder
 from rigs.tables import each_row
 
-from agent.checks.explain import PAGES
+from agent.checks.findings import PAGES
 
 ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "deploy/images"

@@ -13,7 +13,7 @@ from alerts import ALERTS, DOCS
 from click.testing import CliRunner
 from rigs.tables import each_row
 
-from agent.checks.explain import PAGES, sections
+from agent.checks.findings import PAGES, sections
 from agent.checks.history import AT_ONCE
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, explain

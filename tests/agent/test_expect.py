@@ -30,11 +30,10 @@ from agent.http.state import State
 from contracts.finding import Finding
 from probes.api import Failed, Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.limits.probe import LimitsFacts
 
 ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load(Path(__file__).with_name("expectations.yaml").read_text(encoding="utf-8"))
-ALL_OF_IT = "gpus=8,gpu=H100,nvlink=NV18,hcas=8,rate=200,gdr=on,memlock=unlimited,shm=1GiB,interface=eno1,driver=550"
+ALL_OF_IT = "gpus=8,gpu=H100,nvlink=NV18,hcas=8,rate=200,gdr=on,interface=eno1,driver=550"
 
 
 def preflight(name: str, *options: str) -> Result:
@@ -98,7 +97,7 @@ def test_what_is_not_understood_is_an_error_that_names_what_is_allowed(
 
 
 def test_every_spelling_of_a_value_that_holds_is_met() -> None:
-    """Sizes with units, devices by a pattern, whole words of a model."""
+    """Devices by a pattern, whole words of a model."""
     words = [f"{key}={value}" for key, values in ROWS["met"].items() for value in values]
     assert not [each for each in words if {*judged(snapshot(), each).values()} != {"pass"}]
 
@@ -106,8 +105,8 @@ def test_every_spelling_of_a_value_that_holds_is_met() -> None:
 def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
     """YAML's own spellings count: `on` is true, lists are several interfaces, numbers need no quotes."""
     path = tmp_path / "expect.yaml"
-    path.write_text("gpus: 8\nnvlink: NV18\ngdr: on\nmemlock: unlimited\ninterface: [net1, net2]\ndriver: 550.9\n")
-    words = "gpus=8,nvlink=NV18,gdr=on,memlock=unlimited,interface=net1,interface=net2,driver=550.9"
+    path.write_text("gpus: 8\nnvlink: NV18\ngdr: on\ninterface: [net1, net2]\ndriver: 550.9\n")
+    words = "gpus=8,nvlink=NV18,gdr=on,interface=net1,interface=net2,driver=550.9"
     assert read_file(path) == parse([words])
     both = expectation(["gpus=4"], path)
     assert {*both} == {*parse([words.replace("gpus=8", "gpus=4")])}, "the command line goes before the file"
@@ -168,12 +167,6 @@ def test_a_record_of_another_release_meets_nothing() -> None:
         assert judge(checks).exit_code == 5
 
 
-def test_the_agents_own_shared_memory_is_no_jobs() -> None:
-    """shm of an agent's pod is unknown; memlock comes from the container engine and counts."""
-    pod = changed(snapshot(), LimitsFacts, of_agent=True, shm_size_bytes=64 << 20)
-    assert judged(pod, "shm=1GiB,memlock=unlimited") == {"shm=1GiB": "unknown", "memlock=unlimited": "pass"}
-
-
 def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
     """An uncabled port looks like a dead one, a GPU given to others like a lost one: the owner's number tells."""
     dead = snapshot("sick-h100-dead-hca")
@@ -209,7 +202,7 @@ def test_the_daemonset_reads_the_administrators_config_map(tmp_path: Path) -> No
     assert f"{mount['mountPath']}/{file}" == container["args"][container["args"].index("--expect-file") + 1]
     (text,) = re.findall(rf"```yaml\n# {re.escape(file)}\n(.*?)```", page, re.S)
     (tmp_path / file).write_text(text)
-    assert set(yaml.safe_load(text)) == set(KEYS) - {"shm"}, "shm is unknown to an agent"
+    assert set(yaml.safe_load(text)) == set(KEYS)
     read_file(tmp_path / file)
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from rigs.tables import each_row, rows_of
 
-from agent.checks.groups import worst_first
+from agent.checks.findings import worst_first
 from agent.checks.host_checks import with_passes
 from agent.checks.verdict import GateError, judge, select
 from contracts.finding import Finding, Status

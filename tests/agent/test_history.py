@@ -15,7 +15,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.checks import history
 from agent.checks.expect import Expected, parse
-from agent.checks.explain import section
+from agent.checks.findings import section
 from agent.checks.history import AT_ONCE, History
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import View, build_view
@@ -112,9 +112,8 @@ def test_since_when_and_after_what(tray: Snapshot) -> None:
     late = STEP * 13
     shown = [kept.seen(at(newer, late + STEP * i)) for i in range(14)]
     assert "rdma.port.down" in raised(shown[-1]) and "rdma.port.down" not in raised(shown[2])
-    words = history.since_words(shown[-1], "rdma.port.down", "mlx5_2:1")
     began = history.clock(START + late)
-    assert words == f"since {began}, after driver 570.124.06 -> 580.65.06 ({began})"
+    words = f"rdma.port.down on mlx5_2:1: since {began}, after driver 570.124.06 -> 580.65.06 ({began})"
     assert words in html.unescape(pages.node_page(shown[-1], None, "no model", trouble=None))
     body = exposition(shown[-1], "")[0].decode()
     shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)

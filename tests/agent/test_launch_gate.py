@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import advise, answer
+from agent.advice.advise import advise
 from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
 from agent.advice.request import Request
 from agent.base.options import RequestError
@@ -123,7 +122,7 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
 def test_the_job_trains_the_model_that_was_named() -> None:
     """Its weights, its data set and its adapters are in the job's YAML."""
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
-    advice = advise(asked, tuple)
+    advice = advise(asked, ())
     config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
     assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
@@ -142,7 +141,7 @@ def test_the_job_trains_the_model_that_was_named() -> None:
 
 def test_the_embedded_job_needs_no_yaml() -> None:
     """The job has its settings itself."""
-    advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), tuple)
+    advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), ())
     assert job_plan(advice).config == read_config(None)[0]
 
 
@@ -164,7 +163,7 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     assert job_request(Request(), silent, []).train.sequence_length == 1024  # as TRL and the job have it
     assert job_request(Request.of(sequence_length=512), silent, []).train.sequence_length == 512
     assert job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
-    advice = advise(replace(asked, machine="dgx-h100"), tuple)
+    advice = advise(replace(asked, machine="dgx-h100"), ())
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
     job.write_text("- a list")
     with pytest.raises(RequestError, match="must hold a mapping, holds list"):
@@ -185,7 +184,7 @@ def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path
     assert job_request(trl, job, ["lora_target_modules=[q_proj]"]).train.lora_targets == ("q_proj",)
     for request, fused in ((silent, False), (job_request(trl, job, ["use_liger_kernel=false"]), False),
                            (job_request(trl, job, ["use_liger_kernel=true"]), True)):  # fmt: skip
-        chosen = answer(request, ()).chosen
+        chosen = advise(request, ()).chosen
         assert chosen is not None and chosen.layout.fused_cross_entropy is fused
 
 
@@ -236,19 +235,6 @@ def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list
     assert (sent.path, read_record(sent.body)) == ("/runs", record)
 
 
-def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
-    """The record is written with each checkpoint only; a line that was cut, and another start's, do not count."""
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 8, "loss": 2.0}\n{"step": 9, "loss": NaN}\n{"step": 10, "lo')
-    os.utime(metrics, (4e9, 4e9))
-    assert ended(tmp_path).steps_done == 9
-    os.utime(metrics, (1, 1))
-    assert ended(tmp_path).steps_done == 7
-    metrics.write_bytes(b"\xff\n[]\n3\n{}\n")
-    os.utime(metrics, (4e9, 4e9))
-    assert ended(tmp_path).steps_done == 7
-
-
 @each_row("status", ["complete", "failed"])
 def test_the_launcher_posts_no_end_that_the_job_posted_itself(tmp_path: Path, posted: list[Asked], status: str) -> None:
     """The agent has it from the job: another record of the same start would be refused."""
@@ -289,7 +275,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(
 ) -> None:
     """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
-    advice = answer(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
+    advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
     written = job_plan(advice, overrides=DATA, found=found)
     (tmp_path / "plan.json").write_text(dumps(written))
     plan = read(tmp_path / "plan.json")
@@ -305,7 +291,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(
 
 def test_a_machine_that_nobody_looked_at_promises_no_gpudirect() -> None:
     """A catalogue's machine: whether its modules are loaded is not known."""
-    advice = answer(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
+    advice = advise(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
     assert "gdrdma" not in job_plan(advice, overrides=DATA).transport
 
 

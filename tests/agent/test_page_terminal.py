@@ -20,7 +20,7 @@ from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.checks.groups import grouped
+from agent.checks.findings import grouped
 from agent.cli.bench import show_networks
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal import advice as advice_view

@@ -10,7 +10,7 @@ from typing import Any
 from rigs.recorded import NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_facts, with_ports
 from rigs.tables import each_row, rows_of
 
-from agent.checks.explain import sections
+from agent.checks.findings import sections
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import build_view, with_environment
 from contracts.finding import Status, by_loss

@@ -19,8 +19,7 @@ from rigs.tables import each_row
 from agent.cli.evidence import evidence as verb
 from collectives.nccl_log import evidence
 from collectives.nccl_log.messages import gpus_before_ampere
-from collectives.nccl_log.reader import BLOCK_BYTES, WORDS, LogFileError
-from collectives.nccl_log.transport import rank_words
+from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError
 
 
 def test_generations_by_name() -> None:
@@ -142,15 +141,6 @@ def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
     empty.mkdir()
     with pytest.raises(LogFileError, match="no text file"):
         evidence.read_files([empty])
-
-
-def test_words_hold_no_digit() -> None:
-    """Lines are told apart without their digits."""
-    assert [word for word in WORDS if any(48 <= byte < 58 for byte in word)] == []
-
-
-def test_ranks_in_words() -> None:
-    assert rank_words([5, 0, 1, 2]) == "ranks 0 to 2, 5"
 
 
 @each_row("pack", [bytes, gzip.compress])

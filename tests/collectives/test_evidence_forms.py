@@ -72,19 +72,6 @@ def test_distances_are_decoded_by_version(version: str, distance: int, name: str
     assert verdict.gdrdma == "none"
 
 
-def test_json_is_plain() -> None:
-    """The verdict survives JSON and states the least a reader needs."""
-    sent = f"{HEAD}{rows('network_forms')[4][0]}"
-    lines = [sent, sent.replace("[send]", "[receive]").replace("(3)", "")]
-    data = json.loads(json.dumps(evidence.to_json(read(lines))))
-    assert data["gdrdma"] == "on"
-    assert data["send"] == {"total": 1, "gdrdma": 1}
-    assert data["pxn"] is True
-    assert data["proof"][0]["line"] == 1
-    assert data["exit_code"] == 0
-    assert {"nccl_version", "inter_node_transport", "intra_node_transport", "problems", "schema_version"} <= data.keys()
-
-
 SOCKETS = [
     "NCCL version 2.7.6+cudaCUDA_MAJOR.CUDA_MINOR",
     HEAD + "NCCL_P2P_DISABLE set by environment to 1.",

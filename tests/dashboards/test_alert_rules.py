@@ -12,7 +12,7 @@ import yaml
 from alerts import ALERTS, DOCS
 from rigs.tables import each_row
 
-from agent.checks.explain import sections
+from agent.checks.findings import sections
 from agent.checks.measured import ALL_CODES
 from agent.metrics import CATALOGUE
 

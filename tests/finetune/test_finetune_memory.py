@@ -5,18 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from rigs.tables import each_row
 from test_finetune_equivalence import HERE, ROOT
 
-from contracts.finding import Interval
-from contracts.job_plan import NamedValue, RunForecast
-from contracts.run_record import Measured
-from finetune.recorder import LIGHTER, hold_against, ran_out
-from hardware.units import GIB
+from finetune.recorder import LIGHTER, ran_out
 
 pytestmark = pytest.mark.long
 
@@ -80,23 +75,3 @@ def test_memory_that_runs_out_is_an_end_of_its_own_and_the_settings_named_instea
 def test_other_errors_are_no_lack_of_memory(error, is_memory):
     """A fault of the program stays one."""
     assert ran_out(error) is is_memory
-
-
-PARTS = {"weights": 10.0, "activations": 20.0, "fragmentation": 1.5, "reserved": 1.3, "context": 1.2}
-
-
-def test_a_perfect_forecast_of_memory_reads_inside():
-    """Allocated beside what tensors take, reserved beside all of it: on a GPU the two differ by the overheads."""
-    total, tensors = sum(PARTS.values()) * GIB, 30.0 * GIB
-    forecast = RunForecast(
-        memory_bytes=Interval(low=0.95 * total, mid=total, high=1.05 * total),
-        memory_parts=[NamedValue(name=name, value=value * GIB) for name, value in PARTS.items()],
-    )
-    perfect = Measured(memory_bytes=total, memory_allocated_bytes=tensors)
-    lines = {line.quantity: line for line in hold_against(forecast, perfect)}
-    assert [line.within for line in lines.values()] == [True, True]
-    assert lines["memory_allocated_bytes"].forecast.mid == pytest.approx(tensors)
-    mixed = Measured(memory_bytes=tensors, memory_allocated_bytes=total)
-    assert [line.within for line in hold_against(forecast, mixed)] == [False, False]
-    bare = replace(forecast, memory_parts=[])  # of an older plan: what tensors take is not known
-    assert [line.quantity for line in hold_against(bare, perfect)] == ["memory_bytes"]

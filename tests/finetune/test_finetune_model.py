@@ -14,11 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
-from contracts.finding import Interval
 from contracts.job_config import ConfigError, JobConfig
-from contracts.job_plan import RunForecast
 from contracts.layout import ROPE_TYPES, Layout
-from contracts.run_record import Communication, Measured
 from finetune import train
 from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
@@ -27,7 +24,6 @@ from finetune.model import build_model, causal_lm, cut
 from finetune.parallel import parallelize, stage_bounds
 from finetune.plan import refusals
 from finetune.profiler import measure_communication
-from finetune.recorder import hold_against
 from finetune.rows import IGNORED, load_tokenizer
 from planner.forecast.engine import share_of
 from planner.forecast.memory import checkpoint_bytes
@@ -285,15 +281,6 @@ def test_on_a_device_only_what_runs_there_counts():
     ]
     found = measure_communication(events, 10.0)
     assert (found.share, found.exposed_share) == (pytest.approx(0.4), pytest.approx(0.3))
-
-
-def test_a_forecast_without_an_interval_is_not_compared():
-    """What was not forecast, or not measured, has no line."""
-    measured = Measured(step_seconds=2.0, tokens_per_second=5.0)
-    due = RunForecast(step_seconds=Interval(low=1.6, mid=1.9, high=2.3), memory_bytes=Interval(low=1, mid=2, high=3))
-    (line,) = hold_against(due, measured, Communication(exposed_share=0.31))
-    assert line.line == "step seconds: forecast 1.9 s (1.6-2.3), measured 2 s, communication 31 % exposed"
-    assert line.within
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))

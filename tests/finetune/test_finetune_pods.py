@@ -1,5 +1,6 @@
 """Pods of a job on a cluster: late, deleted, killed, failed; on loopback, a process each, as a container has it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
-from finetune import pod, pod_ranks
+from finetune import pod
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_ranks")]
 PYTHON = sys.executable  # which starts torchrun and its ranks, where a pod of `forked_ranks` has them forked
@@ -199,32 +200,32 @@ def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wa
 @each_row(
     ("codes", "lost", "verdict"),
     [
-        ({0: 0, 1: 0}, set(), (False, 0)),
-        ({0: 75, 1: 75}, set(), (True, 75)),
-        ({0: 1, 1: 75}, set(), (True, 75)),  # its peer saved, and the barrier broke
-        ({0: 1}, {1}, (True, 75)),
-        ({0: -6, 1: -9}, set(), (True, 75)),  # NCCL's watchdog aborts where a peer was killed
-        ({0: 1, 1: 76}, set(), (False, 76)),
-        ({0: -6, 1: 1}, set(), (False, 1)),  # ran out of memory; the other one aborted for it
-        ({0: -11, 1: -1000}, set(), (False, 139)),
-        ({0: 2, 1: 2}, set(), (False, 2)),
+        ({0: 0, 1: 0}, set(), 0),
+        ({0: 75, 1: 75}, set(), pod.RESUMABLE),
+        ({0: 1, 1: 75}, set(), pod.RESUMABLE),  # its peer saved, and the barrier broke
+        ({0: 1}, {1}, pod.RESUMABLE),
+        ({0: -6, 1: -9}, set(), pod.RESUMABLE),  # NCCL's watchdog aborts where a peer was killed
+        ({0: 1, 1: 76}, set(), 76),
+        ({0: -6, 1: 1}, set(), 1),  # ran out of memory; the other one aborted for it
+        ({0: -11, 1: -1000}, set(), 139),
+        ({0: 2, 1: 2}, set(), 2),
     ],
 )
 def test_what_follows_is_of_the_pod_that_failed_first(codes, lost, verdict):
     """A failure of one is a failure of all: what tells is the code that no other pod's can have caused."""
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=())
-    found = pod.Pod(settings=settings).judge(codes, lost)
-    assert (found.again, found.code) == verdict
+    code, _why = pod.Pod(settings=settings).judge(codes, lost)
+    assert code == verdict
 
 
 def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(tmp_path, monkeypatch):
     """Their process has another code by then, SIGTERM's, which would read as saved and start the job again."""
-    monkeypatch.setattr(pod_ranks, "LOST_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(pod, "LOST_GRACE_SECONDS", 0.2)
     (tmp_path / "idle.py").write_text("import time\ntime.sleep(600)\n")
     settings = pod.Settings(index=0, nodes=3, ranks=1, meet=("127.0.0.1", 1), words=(str(tmp_path / "idle.py"),))
-    pairs = [socket.socketpair() for _ in range(2)]
-    wires = {number: pod.Wire(here) for number, (here, _) in enumerate(pairs, 1)}
-    failed, slow = (there for _, there in pairs)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        failed, slow = (socket.create_connection(server.getsockname()) for _ in range(2))
+        wires = {number: pod.Wire(server.accept()[0]) for number in (1, 2)}
     failed.sendall(b'{"ended": 1}\n')
 
     def end_later():
@@ -237,13 +238,10 @@ def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(t
     late.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        ranks = pod.Ranks(settings, "127.0.0.1", pod._free_port())
-        try:
+        with contextlib.closing(pod.Ranks(settings, "127.0.0.1", (1, 2))) as ranks:
             codes, lost = pod.Pod(settings=settings, listener=listener)._watch(ranks, wires)
-        finally:
-            ranks.end()
     late.join()
-    assert (codes, lost) == ({1: 1, 0: pod_ranks.ENDED_HERE, 2: pod_ranks.ENDED_HERE}, set())
+    assert (codes, lost) == ({1: 1, 0: pod.ENDED_HERE, 2: pod.ENDED_HERE}, set())
 
 
 def measured_pod(job, index, **environment):

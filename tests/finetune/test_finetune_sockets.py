@@ -1,4 +1,4 @@
-"""Which network gloo's connections take: ends that match, what is left out, what is told and stops the job."""
+"""Which network gloo's connections take: ends that match, what is left out, what is told."""
 
 import json
 import os
@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 from rigs.tables import each_row
 
-from finetune.channels import GlooSeen as Seen
-from finetune.channels import addresses_taken as taken
-from finetune.channels import gloo_differences as differences
-from finetune.channels import gloo_transports as transports
-from finetune.channels import spell_address as spell
+from finetune.channels import GlooSeen, gloo_transports
 
 ROOT = Path(__file__).parents[2]
 INTERFACES = ({"10.0.0.1": ("net1",), "192.0.2.1": ("eth0",)}, {"10.0.0.2": ("net1",), "192.0.2.2": ("eth0",)})
@@ -22,47 +18,24 @@ OVER_ETH0 = (("192.0.2.1", 4002), ("192.0.2.2", 5002))
 TO_A_HUB = (("192.0.2.1", 4003), ("198.51.100.7", 443))
 
 
-def ranks(*connections):
-    """Two ranks on two hosts; what the first sees, the second sees from its end, but for what leaves them both."""
-    turned = [(other, own) for own, other in connections if other[0].endswith(".2")]
-    return [Seen(connections, INTERFACES[0]), Seen(tuple(turned), INTERFACES[1])]
+UNKNOWN = "gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"
 
 
-def test_connections_between_ranks_are_told_with_their_interface():
-    """Another connection, to a hub say, is not the ranks'."""
-    found = taken(ranks(OVER_NET1, TO_A_HUB))
-    assert found == [[("10.0.0.1", ("net1",))], [("10.0.0.2", ("net1",))]]
-    assert spell(*found[0][0]) == "gloo: TCP over net1 (10.0.0.1)"
-    assert differences(ranks(OVER_NET1, TO_A_HUB), {"GLOO_SOCKET_IFNAME": "net1"}) == []
-
-
-@each_row(("asked", "stops"), [("net1", True), ("net0,net1", True), ("net1,eth0", False), (None, False)])
-def test_another_interface_than_the_plan_s_is_a_difference(asked, stops):
-    """One of a list is enough; where the plan sets none, nothing is compared."""
-    environment = {"GLOO_SOCKET_IFNAME": asked} if asked else {}
-    wrong = differences(ranks(OVER_NET1, OVER_ETH0), environment)
-    assert len(wrong) == (2 if stops else 0)
-    if stops:
-        assert wrong[0] == f"rank 0: GLOO_SOCKET_IFNAME={asked}: gloo: TCP over eth0 (192.0.2.1)"
-
-
-def test_what_cannot_be_seen_is_no_difference():
-    """Ends that do not match (address translation), addresses without an interface, and no connection at all."""
-    environment = {"GLOO_SOCKET_IFNAME": "net1"}
-    alone = [Seen((OVER_ETH0,), INTERFACES[0]), Seen((), INTERFACES[1])]
-    nameless = [Seen(one.connections, {}) for one in ranks(OVER_ETH0)]
-    for seen in (alone, nameless, [Seen((), {})]):
-        assert differences(seen, environment) == []
-
-
-def test_what_is_not_known_says_why():
-    """Translated ends, or nothing to read; a rank that is alone has no transport to know."""
-    elsewhere = [Seen((OVER_NET1,), INTERFACES[0]), Seen(((OVER_NET1[1], ("172.16.5.9", 3)),), INTERFACES[1])]
-    for seen in (elsewhere, [Seen((), {}), Seen((), {})]):
-        assert transports(seen) == [
-            "gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"
-        ]
-    assert transports([Seen((OVER_NET1,), INTERFACES[0])]) == []
+@each_row(
+    ("first", "second", "interfaces", "told"),
+    [
+        # another connection, to a hub say, is not the ranks'
+        ((OVER_NET1, TO_A_HUB), (OVER_NET1[::-1],), INTERFACES[0], ["gloo: TCP over net1 (10.0.0.1)"]),
+        ((OVER_ETH0,), (OVER_ETH0[::-1],), {}, ["gloo: TCP over an unknown interface (192.0.2.1)"]),
+        ((OVER_NET1,), ((OVER_NET1[1], ("172.16.5.9", 3)),), INTERFACES[0], [UNKNOWN]),  # translated
+        ((), (), {}, [UNKNOWN]),
+        ((OVER_NET1,), None, INTERFACES[0], []),  # a rank that is alone has no transport to know
+    ],
+)
+def test_connections_between_ranks_are_told_with_their_interface(first, second, interfaces, told):
+    """Those of which two ranks hold the two ends."""
+    others = [] if second is None else [GlooSeen(second, INTERFACES[1])]
+    assert gloo_transports([GlooSeen(first, interfaces), *others]) == told
 
 
 RANK = """
@@ -86,8 +59,7 @@ else:  # rank 0 holds the store, at a port that is free as it is taken
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 seen = verify._gather(0) and verify._gather(channels.read_gloo_connections())
 if dist.get_rank() == 0:
-    told = [channels.gloo_differences(seen, {"GLOO_SOCKET_IFNAME": name}) for name in ("lo", "absent0")]
-    print(json.dumps([channels.addresses_taken(seen), told]))
+    print(json.dumps(channels.gloo_transports(seen)))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -111,7 +83,4 @@ def test_the_connections_of_real_ranks_are_found(tmp_path, launcher):
         started = [subprocess.Popen(argv, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE) for r in range(2)]
     said = [one.communicate(timeout=500)[0] for one in started]
     assert [one.returncode for one in started] == [0] * len(started)
-    found, (right, wrong) = json.loads(said[0])
-    assert found == [[["127.0.0.1", ["lo"]]]] * 2
-    assert right == []
-    assert wrong[1] == "rank 1: GLOO_SOCKET_IFNAME=absent0: gloo: TCP over lo (127.0.0.1)"
+    assert json.loads(said[0]) == ["gloo: TCP over lo (127.0.0.1)"]

@@ -68,18 +68,12 @@ def test_the_record_is_sent_with_the_token(note_of, tmp_path, monkeypatch):
     assert json.loads(sent.body) == json.loads((tmp_path / "run/run.json").read_text())
 
 
-@each_row("status", [301, 302, 303, 307, 308])
-def test_the_token_follows_no_redirect(note_of, status):
-    """Neither does the record."""
+@each_row("status", [301, 302, 303, 307, 308, 403])
+def test_a_refusal_is_told_by_its_status_and_no_redirect_is_followed(note_of, status):
+    """Neither by the token nor by the record."""
     with answering() as (elsewhere, asked), answering((status, {"Location": elsewhere}, b"")) as (url, _):
-        assert f"answered {status}" in note_of(url)
+        assert note_of(url).endswith(f"it answered {status}")
         assert asked == []
-
-
-def test_a_refusal_is_told_by_its_status(note_of):
-    """On one line, without the token."""
-    with answering((403, {}, b"{}")) as (url, _):
-        assert note_of(url).endswith("it answered 403")
 
 
 @each_row("content", [None, b"", b"a b", b"a\r\nX-Other: b", b"\xff\xfe", b"t" * 20_000])

@@ -78,6 +78,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
         DEEP, b"]r\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"cos\nsystem\n(X\x02\0\0\0lstR.",
         b"(" * 3_000_000, b"\x96" + b"\xff\xff\xff\xff\x0f\0\0\0", b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f.",
         b"}" + b")" + b"\x85" * 900_000 + b"Ns.", b"}]Ns.", b"]q\x00}h\x00Ns.", b"0.", b"\x8d" + b"\xff" * 8,
+        b"", b"\x80\x02", b"\x80\x02}", b"X\xff\xff\xff\xffx", b"}]a.", b"\x80\x02]q\x00h\x00a.", b"e.", b"u.",
     )),
     ("host list", text(expand_host_list), HostListError, (b"n[1-999999999]", b"n[1-9999]" * 9, b"n[" * 100_000)),
     ("batch script", text(lambda raw: wrap_script(raw, (), python="python", has_log=True)), ScriptError, (

@@ -1,7 +1,4 @@
-"""Weights are never unpickled, and the setting that would run a model's code is refused.
-
-That such code is not run is in tests/finetune/test_finetune_hub.py, and of the source in test_static_rules.py.
-"""
+"""Weights are never unpickled. That code of a model is not run: tests/finetune/test_finetune_hub.py and _config.py."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.job_config import ConfigError, JobConfig, parse_config
+from contracts.job_config import ConfigError, JobConfig
 
 
 @pytest.mark.long  # imports torch
@@ -22,9 +19,3 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
     with pytest.raises(ConfigError, match=r"no model\.safetensors"):
         source_of(JobConfig(model_name_or_path=str(tmp_path)))
-
-
-def test_the_setting_itself_is_refused() -> None:
-    """`trust_remote_code: true` is an error, not a wish."""
-    with pytest.raises(ConfigError, match="code from a model folder is not run"):
-        parse_config({"trust_remote_code": True})

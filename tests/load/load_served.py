@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from pathlib import Path
 
@@ -35,3 +37,37 @@ class Served:
             seen.append(min(set(range(len(taken) + 1)) - taken))
             time.sleep(0.05)
         return min(seen)
+
+
+def connect(port: int, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    """A connection from an address of the loopback, on which these bytes were sent."""
+    one = socket.create_connection(("127.0.0.1", port), timeout=120, source_address=(source, 0))
+    with contextlib.suppress(OSError):
+        one.sendall(sent)
+    return one
+
+
+def connect_deaf(port: int, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    """A connection of a client that takes few bytes and waits for none; not all of `sent` may be gone."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.bind((source, 0))
+    one.connect(("127.0.0.1", port))
+    one.setblocking(False)
+    with contextlib.suppress(OSError):
+        one.sendall(sent)
+    return one
+
+
+def get_of(path: str, *headers: str) -> bytes:
+    """A request for the path."""
+    return "\r\n".join((f"GET {path} HTTP/1.1", "Host: localhost", *headers, "", "")).encode()
+
+
+def read(one: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := one.recv(65536):
+            got += piece
+    return got

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import resident
-from load_served import H100, Served
+from load_served import H100, Served, connect, get_of, read
 from rigs.waiting import eventually
 from starlette.requests import Request
 
@@ -74,14 +74,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def ask(agent: Served, path: str) -> socket.socket:
-    one = socket.create_connection(("127.0.0.1", agent.port), timeout=120)
-    one.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    return one
-
-
-def read(one: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    return b"".join(iter(lambda: one.recv(65536), b""))
+    return connect(agent.port, get_of(path, "Connection: close"))
 
 
 def worker(agent: Served) -> psutil.Process | None:

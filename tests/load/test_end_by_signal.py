@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import sys
@@ -13,7 +12,7 @@ import pytest
 import resident
 import yaml
 from api_server import write_kubeconfig
-from load_served import H100, ROOT
+from load_served import H100, ROOT, connect_deaf, get_of
 from rigs.waiting import eventually
 
 pytestmark = pytest.mark.long
@@ -26,37 +25,24 @@ GRACE_SECONDS = next(
 COSTLY = "/recommendations?model=Llama-3.1-405B&nodes=20000"
 
 
-def connect(port: int, *requests: str) -> list[socket.socket]:
-    made = []
-    for request in requests:
-        one = socket.socket()
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.connect(("127.0.0.1", port))
-        one.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            one.sendall(request.encode())
-        made.append(one)
-    return made
-
-
-def get(path: str) -> str:
-    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+def connected(port: int, *requests: bytes) -> list[socket.socket]:
+    return [connect_deaf(port, request) for request in requests]
 
 
 def crowded(port: int) -> list[socket.socket]:
     """Silent, slow and deaf clients."""
-    return connect(port, *[""] * 20, *["GET / HTTP/1.1\r\nX: "] * 20, *[get("/snapshot") * 100] * 20)
+    return connected(port, *[b""] * 20, *[b"GET / HTTP/1.1\r\nX: "] * 20, *[get_of("/snapshot") * 100] * 20)
 
 
 def planning(port: int) -> list[socket.socket]:
     """The worker at work, and a queue before it."""
-    return connect(port, *(get(f"{COSTLY}&sequence_length={4096 + number}") for number in range(20)))
+    return connected(port, *(get_of(f"{COSTLY}&sequence_length={4096 + number}") for number in range(20)))
 
 
 def asking_the_cluster(port: int) -> list[socket.socket]:
     """Of an API server that takes connections and says nothing; tokens wait to be judged, too."""
-    posted = "POST /preflight HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {:020d}\r\n\r\n"
-    return connect(port, *[get("/nodes")] * 50, *(posted.format(number) for number in range(20)))
+    posted = b"POST /preflight HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %020d\r\n\r\n"
+    return connected(port, *[get_of("/nodes")] * 50, *(posted % number for number in range(20)))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import resident
-from load_served import H100, Served
+from load_served import H100, Served, connect, connect_deaf, get_of, read
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
@@ -47,21 +47,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(one.pid, port, log)
 
 
-def connect(agent: Served, sent: bytes = b"", source: str = "127.0.0.9") -> socket.socket:
-    """Hostile clients have an address of their own; who is honest asks from 127.0.0.1."""
-    one = socket.create_connection(("127.0.0.1", agent.port), timeout=120, source_address=(source, 0))
-    with contextlib.suppress(OSError):
-        one.sendall(sent)
-    return one
-
-
-def read(one: socket.socket) -> bytes:
-    """Whatever comes until the server closes."""
-    got = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := one.recv(65536):
-            got += piece
-    return got
+HOSTILE = "127.0.0.9"  # hostile clients have an address of their own; who is honest asks from 127.0.0.1
 
 
 def status(answer: bytes) -> int:
@@ -92,7 +78,7 @@ def status(answer: bytes) -> int:
          "chunks in HTTP/1.0", "two lengths", "unknown coding", "two hosts"],
 )  # fmt: skip
 def test_what_is_too_large_or_no_http_gets_its_own_status(served: Served, request_bytes: bytes, expected: int) -> None:
-    with connect(served, request_bytes) as one:
+    with connect(served.port, request_bytes, HOSTILE) as one:
         assert status(read_answer(one)) == expected
     served.honest()
 
@@ -120,7 +106,7 @@ def read_answer(one: socket.socket) -> bytes:
 )  # fmt: skip
 def test_a_request_that_never_ends_is_closed(impatient: Served, start: bytes, answers: list[int]) -> None:
     """A byte now and then does not buy more time. Where the endpoint refuses before the body, its own status stands."""
-    with connect(impatient, start) as one:
+    with connect(impatient.port, start, HOSTILE) as one:
         began, got = time.monotonic(), b""
         while time.monotonic() - began < 120:
             with contextlib.suppress(OSError):
@@ -144,14 +130,7 @@ def test_a_client_that_does_not_read_is_let_go(impatient: Served) -> None:
     before = impatient.descriptors()
     deaf = []
     for number in range(10):
-        one = socket.socket()
-        one.bind((f"127.0.0.{20 + number}", 0))
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.connect(("127.0.0.1", impatient.port))
-        one.setblocking(False)
-        with contextlib.suppress(OSError):
-            one.sendall(b"GET /snapshot HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
-        deaf.append(one)
+        deaf.append(connect_deaf(impatient.port, get_of("/snapshot") * 400, f"127.0.0.{20 + number}"))
     impatient.honest()
     eventually(lambda: impatient.descriptors() <= before + 1, "the deaf clients' connections are closed")
     for one in deaf:
@@ -163,8 +142,8 @@ def test_a_client_that_does_not_read_is_let_go(impatient: Served) -> None:
 def test_a_client_that_leaves_in_the_midst_is_let_go(impatient: Served, how: str) -> None:
     """It shuts its side after half a request and keeps the socket; or it is killed while its answer comes."""
     before = impatient.descriptors()
-    left = [connect(impatient, b"GET /snapshot HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n" * (how == "reset"))
-            for _ in range(10)]  # fmt: skip
+    asked = get_of("/snapshot") if how == "reset" else get_of("/snapshot")[:-2]
+    left = [connect(impatient.port, asked, HOSTILE) for _ in range(10)]
     for one in left:
         if how == "reset":
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -178,7 +157,7 @@ def test_a_client_that_leaves_in_the_midst_is_let_go(impatient: Served, how: str
 
 
 def get_once(agent: Served, path: str, source: str = "127.0.0.1") -> int:
-    with connect(agent, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode(), source) as one:
+    with connect(agent.port, get_of(path, "Connection: close"), source) as one:
         return status(read(one))
 
 
@@ -190,16 +169,7 @@ def get_once(agent: Served, path: str, source: str = "127.0.0.1") -> int:
 )  # fmt: skip
 def test_idle_connections_keep_nobody_out(impatient: Served, start: bytes) -> None:
     """Three times as many as there are places, held open by five addresses, the kubelet's own among them."""
-    held = []
-    for number in range(3 * PLACES):
-        one = socket.socket()
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.bind((f"127.0.0.{1 + number % 5}", 0))
-        one.connect(("127.0.0.1", impatient.port))
-        one.setblocking(False)
-        with contextlib.suppress(OSError):
-            one.sendall(start)
-        held.append(one)
+    held = [connect_deaf(impatient.port, start, f"127.0.0.{1 + number % 5}") for number in range(3 * PLACES)]
     found = [(path, get_once(impatient, path)) for path in ("/healthz", "/readyz", "/metrics") * 20]
     assert [row for row in found if row[1] != 200] == []
     eventually(lambda: impatient.descriptors() < PLACES + 40, "no more are held than there are places")
@@ -209,10 +179,9 @@ def test_idle_connections_keep_nobody_out(impatient: Served, start: bytes) -> No
 
 def test_every_place_busy_leaves_health_checks(impatient: Served) -> None:
     """Requests that are worked on are not ended for new ones: who comes then is told so, the kubelet is answered."""
-    question = (
-        "GET /recommendations?model=Llama-3.1-405B&nodes=20000&sequence_length={} HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    )
-    busy = [connect(impatient, question.format(4096 + n).encode(), f"127.0.1.{1 + n % 8}") for n in range(PLACES + 9)]
+    question = "/recommendations?model=Llama-3.1-405B&nodes=20000&sequence_length={}"
+    busy = [connect(impatient.port, get_of(question.format(4096 + n)), f"127.0.1.{1 + n % 8}")
+            for n in range(PLACES + 9)]  # fmt: skip
     found = {path: [get_once(impatient, path) for _ in range(5)] for path in ("/metrics", "/healthz", "/readyz")}
     told = [status(read_answer(one)) for one in select.select(busy, [], [], 5)[0]]
     assert 503 in told and set(told) <= {200, 503}, (found, told)  # none that was asked is ended without a word
@@ -231,7 +200,7 @@ def test_without_descriptors_it_waits_and_does_not_spin(served: Served) -> None:
     def is_left_waiting() -> bool:
         """Not where a connection of before was still to be closed, and has made room since."""
         agent.rlimit(psutil.RLIMIT_NOFILE, (served.lowest_free_descriptor(), hard))
-        one = connect(served, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        one = connect(served.port, get_of("/healthz", "Connection: close"), HOSTILE)
         one.settimeout(0.2)
         try:
             one.recv(10)
@@ -265,7 +234,7 @@ def test_the_log_stays_short(impatient: Served) -> None:
     assert impatient.log is not None
     before = len(impatient.log.read_text().splitlines())
     for _ in range(300):
-        with connect(impatient, b"nonsense\r\n\r\n") as client:
+        with connect(impatient.port, b"nonsense\r\n\r\n", HOSTILE) as client:
             assert status(read(client)) == 400
     impatient.honest()
     assert len(impatient.log.read_text().splitlines()) - before < 10

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import resident
 from api_server import ApiServer, write_kubeconfig
-from load_served import H100, Served
+from load_served import H100, Served, connect_deaf, get_of
 from rigs.agents import agent
 from rigs.recorded import path_of, view
 from rigs.tables import each_row
@@ -119,15 +119,8 @@ def taken(agent: Served) -> float:
 @pytest.mark.parametrize("path", ["/nodes", "/cluster"])
 def test_many_clients_share_one_answer(cluster: Served, path: str) -> None:
     """Each of them slow to read; the agent and its worker stay below the pod's limit, and others are served."""
-    clients = []
-    for _ in range(CLIENTS):
-        one = socket.socket()
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.connect(("127.0.0.1", cluster.port))
-        one.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-        clients.append(one)
+    clients = [connect_deaf(cluster.port, get_of(path, "Connection: close")) for _ in range(CLIENTS)]
     highest = 0.0
-    clients[0].setblocking(False)
 
     def begun() -> bool:
         nonlocal highest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rigs.tables import each_row, rows_of
 
-from agent.checks.lint import lint_text
+from agent.cli.lint_env import lint_text
 from planner.lint.sources import read_text, why_nothing
 
 rows = rows_of(__file__)

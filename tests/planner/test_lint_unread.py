@@ -11,8 +11,8 @@ import pytest
 import yaml
 from rigs.tables import each_row
 
-from agent.checks.groups import grouped
-from agent.checks.lint import lint_text
+from agent.checks.findings import grouped
+from agent.cli.lint_env import lint_text
 from planner.lint.environment import lint
 from planner.lint.sources import Reading, read_text
 

@@ -14,7 +14,7 @@ from rigs.pods import launched, templates
 from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
 
-from agent.advice.advise import answer, in_pods
+from agent.advice.advise import advise, in_pods
 from agent.advice.job_settings import job_plan
 from agent.advice.request import Request
 from agent.base.options import snapshots
@@ -212,10 +212,10 @@ GIVEN = {
 def test_nccl_says_what_it_does() -> None:
     """So that `logs POD | topoflight evidence -` has something to read; gloo has no such log."""
     path = MACHINES / "r760xa-2xA40-bf3.json"
-    advice = answer(Request.of(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path], ALL))
+    advice = advise(Request.of(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path], ALL))
     assert cluster_job.spec_of(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
     path = MACHINES / "cpu-only-vm.json"
-    advice = answer(Request.of(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path], ALL), ranks=1)
+    advice = advise(Request.of(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path], ALL), ranks=1)
     assert "NCCL_DEBUG" not in cluster_job.spec_of(advice, GIVEN).environment
 
 
@@ -244,7 +244,7 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     if inside:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    advice = answer(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
+    advice = advise(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in advice.settings)
     made, told = in_pods(advice, [found], here=not (given.get("hosts") or given.get("machine")))
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in made.settings) is kept
@@ -262,7 +262,7 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
 def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, kept: bool) -> None:
     """A pod on a macvlan sees GIDs of its own."""
     found = node("net1" if role == "secondary" else "ens5", role)
-    advice = answer(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
+    advice = advise(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     index = replace(advice.settings[0], name="NCCL_IB_GID_INDEX", value="3")
     made, told = in_pods(replace(advice, settings=(index,)), [found], here=False)
     assert (made.settings == (index,)) is kept and bool(told) is not kept
@@ -318,7 +318,7 @@ def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> Non
     documents = manifests.APIS[api](replace(SPEC, save_seconds=700))
     settings = pod.read_settings(command_of(documents)[3:], {})
     for template in templates(list(documents)):
-        assert template["spec"]["terminationGracePeriodSeconds"] == settings.save_seconds + 20 == 720
+        assert template["spec"]["terminationGracePeriodSeconds"] == settings.save + 20 == 720
 
 
 @each_row(("method", "trained"), [("full", 7_615_616_512), ("lora", 40_370_176)])

@@ -48,16 +48,6 @@ def test_every_pair_once_and_every_form_holds(name):
         assert finding.evidence or finding.code == "topology.rail.uneven"
 
 
-@each_row("name", lambda: [name for name in NAMES if topology(name).gpus])
-def test_matrix_reads_back(name):
-    node = topology(name)
-    again = parse(matrix(node), name)
-    assert [(p.a, p.b, p.label) for p in again.pairs if p.label != "N/A"] == [
-        (p.a, p.b, p.label) for p in node.pairs if p.label != "N/A"
-    ]
-    assert again.islands == node.islands
-
-
 def test_rails_islands_and_files_of_recorded_machines():
     """What of them stands in no golden that people read (findings.json, metrics.txt and topology.txt of each)."""
     hgx, efa, flat, lost = (topology(name) for name in (HGX, P4D, FLAT, "sick-h100-gpu-lost"))

@@ -1,10 +1,14 @@
-"""Sort findings, describe where they were found, and group those that a reader should see as one."""
+"""Sort findings, group those that a reader should see as one, and explain their codes from the documentation."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Literal
 
 from agent.base import units
 from contracts.finding import Finding, Status
@@ -124,19 +128,13 @@ def _remedies(checks: Sequence[Finding]) -> str:
     )
 
 
-def passed_ids(groups: Iterable[Group]) -> tuple[str, ...]:
-    """Return the checks that passed everywhere; a check can pass on one node or device and fail on another."""
+def codes_of(groups: Iterable[Group], status: Literal["unknown", "pass"]) -> tuple[str, ...]:
+    """Return the codes whose worst result is `status`; a check can pass on one device and fail on another."""
     groups = tuple(groups)
-    worse = {code for group in groups if group.status != "pass" for code in group.codes}
-    return tuple(dict.fromkeys(group.id for group in groups if group.status == "pass" and group.id not in worse))
-
-
-def unknown_ids(groups: Iterable[Group]) -> tuple[str, ...]:
-    """Return checks that were not measured somewhere and did not fail or warn anywhere, as the verdict counts them."""
-    groups = tuple(groups)
-    worse = {code for group in groups if group.status in ("fail", "warn") for code in group.codes}
-    unknown = dict.fromkeys(code for group in groups if group.status == "unknown" for code in group.codes)
-    return tuple(code for code in unknown if code not in worse)
+    is_worse = ORDER[: ORDER.index(Status(status))]
+    worse = {code for group in groups if group.status in is_worse for code in group.codes}
+    found = dict.fromkeys(code for group in groups if group.status == status for code in group.codes)
+    return tuple(code for code in found if code not in worse)
 
 
 def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
@@ -146,3 +144,44 @@ def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
         for check in group.checks:
             found.setdefault(check.message.rstrip("."), {})[check.code] = None
     return {why: tuple(codes) for why, codes in found.items()}
+
+
+# The entries of finding codes, diagnoses and alerts in the reference pages of the documentation.
+
+PAGES = ("findings", "settings", "log-problems", "diagnoses", "alerts")
+_ENTRY = re.compile(r"^### `([\w.]+)`\n\n((?:- \*\*\w+:\*\* .+\n)+)", re.MULTILINE)
+_POINT = re.compile(r"^- \*\*(\w+):\*\* (.+)$", re.MULTILINE)
+
+
+class UnknownCodeError(LookupError):
+    """No page has this code; the message names similar codes."""
+
+
+@cache
+def sections() -> dict[str, str]:
+    """Return the entry of every code and alert: the name, then its points as a Markdown list."""
+    return {name: f"{name}\n\n{points}" for page in PAGES for name, points in _ENTRY.findall(_page(page))}
+
+
+def _page(name: str) -> str:
+    places = (Path(__file__).with_name("pages"), Path(__file__).parents[2] / "docs" / "reference")
+    page = next((place / f"{name}.md" for place in places if (place / f"{name}.md").exists()), None)
+    if page is None:
+        raise UnknownCodeError(f"docs/reference/{name}.md is not packaged with this installation")
+    return page.read_text(encoding="utf-8")
+
+
+def section(code: str) -> str:
+    """Return the entry of a code or alert. Raises UnknownCodeError that names similar codes."""
+    known = sections()
+    if exact := {name.lower(): name for name in known}.get(code.lower()):
+        return known[exact]
+    family = [name for name in known if name.startswith(f"{code.lower()}.")]
+    close = ", ".join(family[:8] or get_close_matches(code, known, n=3, cutoff=0.4))
+    raise UnknownCodeError(f"{code}: no such code or alert{close and f'; close: {close}'}; --list lists all")
+
+
+def point(code: str, name: str) -> str:
+    """Return one point of an entry, such as "Remedy"; empty if there is no such entry or point."""
+    found: dict[str, str] = dict(_POINT.findall(sections().get(code, "")))
+    return found.get(name, "")
