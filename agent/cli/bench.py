@@ -317,8 +317,8 @@ def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
     for number, (network, made) in enumerate(jobs):
         made = (*cluster_job.storage(options), *made) if number == 0 else made
         bars.append(networks.run(
-            client, made, network, options["api"], seconds=options["timeout"], report=lambda line: print_text(line, err=True), sleep=time.sleep,
-            clock=time.monotonic,
+            client, made, network, options["api"], seconds=options["timeout"],
+            report=lambda line: print_text(line, err=True), sleep=time.sleep, clock=time.monotonic,
         ))  # fmt: skip
     order = {network.name: place for place, network in enumerate(over)}
     return networks.priced(networks.NetworkBars(
