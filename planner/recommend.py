@@ -386,8 +386,8 @@ def recommend(
     if measured_step:
         planned = scaled(planned, measured_step)
     sound = sound_here = None
-    healthy = links or links_of(cluster, ranks_per_node=ranks_per_node)
-    if planned.slowed and (healthy := healthy_links(cluster, healthy, against, snapshots)):
+    known = links or links_of(cluster, ranks_per_node=ranks_per_node)
+    if planned.slowed and (healthy := healthy_links(cluster, known, against, snapshots)):
         again = plan(
             cluster, snapshots, model, train, calibration=calibration, ranks_per_node=ranks_per_node, links=healthy
         )
