@@ -95,7 +95,7 @@ class Watch:
             "memory_bytes": memory, "memory_counts": counts, "rss_peak_bytes": _resident("VmHWM"),
             "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MOST_ERROR]}",
         }  # fmt: skip
-        with contextlib.suppress(OSError):  # without it the record contains less
+        with contextlib.suppress(KeyError, OSError):  # without it the record contains less
             path = Path(os.environ["TOPOFLIGHT_RUN"], REPORT + os.environ["RANK"])
             path.write_text(json.dumps(report), encoding="utf-8")
         wait_for_gloo()
