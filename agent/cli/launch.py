@@ -167,6 +167,8 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
     """Report the state of the job's pods; exit with 3 if they are refused, 5 if none appeared for an unknown reason."""
     from agent.jobs import cluster_job
 
+    if sys.stderr.isatty():
+        print_text(f"waiting at most {options['wait']:.0f} s for the first pods", err=True)
     made = cluster_job.stored(client, job)
     exit_code, lines = cluster_job.wait(
         client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
 from agent_pod import OVERLAYS, PodHost, agent_of, healthy, in_pod
+from rigs.command import MODULE
 from rigs.recorded import H100, NAMES, of_code, path_of, raised, statuses, view
 from rigs.tables import each_row
 from scanned import scan
@@ -41,3 +48,15 @@ def test_what_the_engine_gives_every_pod_is_judged_in_the_agents(memlock: int | 
     """RLIMIT_MEMLOCK comes from the container engine, not from the manifest: a job's pod gets the same."""
     found = build_view((scan(PodHost(path_of(), agent_of("kubernetes"), memlock=memlock)),))
     assert statuses(found, "limits.memlock.low") == {status}
+
+
+def test_one_verb_at_a_time_runs_in_the_agents_container(tmp_path: Path) -> None:
+    """A second verb waits until the first has ended; the agent itself does not wait. Each uses 60 of 256 MiB."""
+    environment = {**os.environ, "TOPOFLIGHT_ROLE": "agent", "TOPOFLIGHT_STATE": str(tmp_path)}
+    with (tmp_path / "verb.lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        assert subprocess.run([*MODULE, "serve", "--help"], env=environment, capture_output=True).returncode == 0
+        second = subprocess.Popen([*MODULE, "--version"], env=environment, stdout=subprocess.DEVNULL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(1.0)
+    assert second.wait(30.0) == 0

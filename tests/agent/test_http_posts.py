@@ -160,7 +160,7 @@ def test_a_record_names_the_account_of_the_token_review(api: ApiServer, folder: 
     api.allowed.add((USER, "post", "/runs"))
     http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
     assert posted(http).status_code == 201
-    (record,) = result_store.read_runs((folder / "runs",))
+    (record,) = result_store.read_runs(folder)
     assert record.posted_by == USER
 
 

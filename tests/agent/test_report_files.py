@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,6 +26,7 @@ from agent.http.state import State
 from agent.jobs.preflight import Report, junit
 from agent.pages import report_page
 from contracts.finding import Finding, Status
+from contracts.run_record import RunRecord
 from probes.api import Absent, Snapshot
 
 HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes `ticks`\ud800".encode(
@@ -62,7 +64,7 @@ def test_hostile_text_stays_text() -> None:
     """A log line quoted as evidence can neither break the XML nor run in the page."""
     whole = report(*CHECKS)
     ElementTree.fromstring(junit(whole))  # noqa: S314 - our own output
-    html = report_page(whole)
+    html = report_page(replace(whole, run=RunRecord(status="failed", reason=HOSTILE)))
     assert "<script>alert" not in html
     assert "&lt;script&gt;" in html
     for word in ("http://", "https://", "src=", "@import", "url("):
