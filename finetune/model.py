@@ -289,7 +289,8 @@ def attend(
         )
         return out.transpose(1, 2), None
     if documents is None:
-        documents = Documents.of(torch.arange(length, device=query.device).expand(rows, -1))
+        ends = torch.arange(0, (rows + 1) * length, length, device=query.device, dtype=torch.int32)
+        documents = Documents(ends, [length] * rows)
     if not dropout and _varlen_takes(query):
         flat = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
         bounds = documents.bounds

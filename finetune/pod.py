@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -103,7 +104,7 @@ class Wire:
             self.close()
         except BlockingIOError:
             pass
-        except (OSError, ValueError):  # closed by one of the two, or no JSON
+        except (OSError, ValueError, RecursionError):  # closed by one of the two, or no JSON
             self.close()
         return found
 
@@ -210,7 +211,8 @@ class Ranks:
             return RESUMABLE if terminating else ENDED_HERE
         if not code:
             self._settings.log("measured: no result fails; the ranks train")
-            self.is_measuring = False
+            self.is_measuring, self._tail = False, b""
+            self._tree.end(1.0)  # what the benchmark may have left
             self._start(self._torchrun)
         return code or None
 
@@ -263,10 +265,8 @@ class Pod:
         with contextlib.closing(Ranks(settings, address, (port + 1, port))) as ranks:
             while (code := ranks.poll(terminating=self.terminating, troubled=False)) is None:
                 time.sleep(_POLL_SECONDS)
-        if (
-            self.terminating and code
-        ):  # for an operator to start the pod again; Slurm's script goes by the job's own code
-            code = TERMINATED
+        if self.terminating and code:
+            code = TERMINATED  # for an operator to start the pod again; Slurm's script goes by the job's own code
             if settings.output is not None and "SLURM_JOB_ID" in os.environ:
                 path = settings.output / "run.json"
                 code = run_record.own_exit_code(path, TERMINATED, self.before, cut_short=True)
@@ -291,6 +291,7 @@ class Pod:
         self.settings.log(self.why)
         for wire in self.peers.values():
             wire.send(code=UNAVAILABLE, why=self.why)
+        self._end_record(UNAVAILABLE, self.why, 0.0)
         raise SystemExit(UNAVAILABLE)
 
     # pod 0
@@ -300,6 +301,7 @@ class Pod:
         settings = self.settings
         if self.listener is None:
             self._end_record(RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
+            self.before = post.written_at(settings.output)
             self.listener = _listen(settings.meet[1])
         for _ in self._wait():
             self._admit()
@@ -342,13 +344,16 @@ class Pod:
                 if index in self.peers:
                     self.peers[index].close()
                 self.peers[index] = wire
-        self.arrived = [wire for wire in self.arrived if not wire.closed and wire not in self.peers.values()]
+        waiting = [wire for wire in self.arrived if not wire.closed and wire not in self.peers.values()]
+        for wire in waiting[: -self.settings.nodes]:  # a pod sends its number at once: these are no pods
+            wire.close()
+        self.arrived = waiting[-self.settings.nodes :]
 
     def _watch(self, ranks: Ranks, wires: Mapping[int, Wire]) -> tuple[dict[int, int], set[int]]:
         """Return the exit code of each pod once all have ended, and the pods that were lost before."""
         codes: dict[int, int] = {}
         lost: set[int] = set()
-        troubled_at = 0.0
+        is_troubled, until = False, math.inf  # when a pod that has not ended counts as lost: it may be stopped
         while len(codes) + len(lost) < self.settings.nodes:
             time.sleep(_POLL_SECONDS)
             self._admit()
@@ -356,18 +361,18 @@ class Pod:
                 for message in wire.receive():
                     if isinstance(message.get("ended"), int):
                         codes[index] = message["ended"]
-                gone = wire.closed or index in self.peers  # it has come anew: the one that ran is gone
-                gone = gone or bool(troubled_at and time.monotonic() - troubled_at > 2 * self.settings.save)
-                if gone and index not in codes and index not in lost:
+                # one that has come anew is not the one that ran
+                is_gone = wire.closed or index in self.peers or time.monotonic() > until
+                if is_gone and index not in codes and index not in lost:
                     self.settings.log(f"pod {index} of {self.settings.nodes} was lost")
                     lost.add(index)
-            if not troubled_at and (lost or any(codes.values())):
-                troubled_at = time.monotonic()
+            if not is_troubled and (lost or any(codes.values())):
+                is_troubled, until = True, time.monotonic() + 2 * self.settings.save
                 for wire in wires.values():
                     wire.send(troubled=True)
-            code = None if 0 in codes else ranks.poll(terminating=self.terminating, troubled=bool(troubled_at))
+            code = None if 0 in codes else ranks.poll(terminating=self.terminating, troubled=is_troubled)
             if code is not None:
-                codes[0] = code
+                codes[0], until = code, min(until, time.monotonic() + self.settings.wait)
         return codes, lost
 
     def judge(self, codes: Mapping[int, int], lost: set[int]) -> tuple[int, str]:
@@ -401,10 +406,10 @@ class Pod:
     def _follow(self) -> int:
         """Make one start as another pod: connect to pod 0, run the ranks, and follow its verdict. Return its code."""
         wire, ports = self._connect()
-        ended = troubled = False
+        ended, troubled, until = False, False, math.inf
         ranks = Ranks(self.settings, self.settings.meet[0], ports)
         with contextlib.closing(wire), contextlib.closing(ranks):
-            while not wire.closed:
+            while not wire.closed and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
                 for message in wire.receive():
                     if isinstance(code := message.get("code"), int):
@@ -416,6 +421,8 @@ class Pod:
                 if not ended and (own := ranks.poll(terminating=self.terminating, troubled=troubled)) is not None:
                     wire.send(ended=own)
                     ended = True
+                    if own:  # pod 0 decides within half of this time, unless it is stopped
+                        until = time.monotonic() + 4 * self.settings.save
         self.settings.log("pod 0 was lost; waiting for the next")
         self._end_record(RESUMABLE, "pod 0 was lost", 0.0)
         return RESUMABLE
@@ -487,7 +494,7 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settin
     parser.add_argument("words", nargs="+", metavar="torchrun ...")
     options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     host, _, port = options["meet"].rpartition(":")
-    words = tuple(options["words"][options["words"][0] == "torchrun" :])
+    words = tuple(options["words"][1:] if options["words"][0] == "torchrun" else options["words"])
     return Settings(**{**options, "meet": (host, int(port)), "words": words, "output": output_of(words)})
 
 

@@ -137,8 +137,6 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
 
     kind, number = reader_of(path), 0
     options: dict[str, Any] = {}
-    if kind != "parquet" and not path.stat().st_size:
-        return
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its lines say less than the ConfigError
     try:
         if kind == "csv":  # every cell is text, also "2" and "NA"
@@ -152,6 +150,8 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             options = {"columns": wanted or None, "batch_size": BATCH}
         if kind == "json" and _starts_with_list(path):  # which `datasets` reads whole
             _check_size(path.stat().st_size, path)
+        if kind != "parquet" and not path.stat().st_size:
+            return
         with tempfile.TemporaryDirectory() as cache:
             rows = datasets.load_dataset(
                 kind, data_files=str(path), split="train", streaming=True, cache_dir=cache, **options

@@ -7,6 +7,7 @@ import pytest
 import torch
 from filled import filled_model
 from rigs.tables import each_row
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from contracts.job_config import JobConfig
 from finetune.data import collate, pack, prepare
@@ -51,6 +52,13 @@ def test_documents_and_windows_equal_a_dense_mask(name, window):
     back = torch.randn(wanted.shape, generator=draw)
     for one, other in zip(torch.autograd.grad(got, given, back), torch.autograd.grad(wanted, given, back), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_alone_waits_for_no_value_of_the_device():
+    """Each layer would wait for the GPU, and break the graph of a compiled one."""
+    with FakeTensorMode():
+        given = [torch.empty(2, heads, LENGTH, 16) for heads in (8, 2, 2)]
+        assert attend(None, *given, None, sliding_window=16)[0].shape == (2, LENGTH, 8, 16)
 
 
 def test_a_packed_row_trains_as_under_the_mask_of_transformers():

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rigs.benchmarks import OWN_LOCK, require_own_lock
@@ -218,14 +219,25 @@ def test_what_follows_is_of_the_pod_that_failed_first(codes, lost, verdict):
     assert code == verdict
 
 
+def connected(count):
+    """Connections of pod 0 to that many others, and their ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname()) for _ in range(count)]
+        return {number: pod.Wire(server.accept()[0]) for number in range(1, count + 1)}, ends
+
+
+def watch(settings, wires, ranks):
+    """What pod 0 makes of one start."""
+    with pod._listen(0) as listener:
+        return pod.Pod(settings=settings, listener=listener)._watch(ranks, wires)
+
+
 def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(tmp_path, monkeypatch):
     """Their process has another code by then, SIGTERM's, which would read as saved and start the job again."""
     monkeypatch.setattr(pod, "LOST_GRACE_SECONDS", 0.2)
     (tmp_path / "idle.py").write_text("import time\ntime.sleep(600)\n")
     settings = pod.Settings(index=0, nodes=3, ranks=1, meet=("127.0.0.1", 1), words=(str(tmp_path / "idle.py"),))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        failed, slow = (socket.create_connection(server.getsockname()) for _ in range(2))
-        wires = {number: pod.Wire(server.accept()[0]) for number in (1, 2)}
+    wires, (failed, slow) = connected(2)
     failed.sendall(b'{"ended": 1}\n')
 
     def end_later():
@@ -236,12 +248,35 @@ def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(t
 
     late = threading.Thread(target=end_later)
     late.start()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setblocking(False)
-        with contextlib.closing(pod.Ranks(settings, "127.0.0.1", (1, 2))) as ranks:
-            codes, lost = pod.Pod(settings=settings, listener=listener)._watch(ranks, wires)
+    with contextlib.closing(pod.Ranks(settings, "127.0.0.1", (1, 2))) as ranks:
+        found = watch(settings, wires, ranks)
     late.join()
-    assert (codes, lost) == ({1: 1, 0: pod.ENDED_HERE, 2: pod.ENDED_HERE}, set())
+    assert found == ({1: 1, 0: pod.ENDED_HERE, 2: pod.ENDED_HERE}, set())
+
+
+def test_a_pod_that_is_stopped_is_given_up():
+    """Its node answers, so the connection stays; the ranks of pod 0 have ended well."""
+    settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=(), wait=0.2)
+    wires, _stopped = connected(1)
+    assert watch(settings, wires, SimpleNamespace(poll=lambda **_: 0)) == ({0: 0}, {1})
+
+
+def test_connections_that_name_no_pod_are_bounded():
+    """A port scanner's, or what breaks the parser: pod 0 goes on."""
+    settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=())
+    with pod._listen(0) as listener:
+        leader = pod.Pod(settings=settings, listener=listener)
+        at = ("127.0.0.1", listener.getsockname()[1])
+        silent = [socket.create_connection(at) for _ in range(9)]
+        silent[-1].sendall(b"[" * 9000 + b"\n")
+        for _ in range(30):
+            leader._admit()
+        assert len(leader.arrived) <= settings.nodes
+        with socket.create_connection(at) as real:
+            real.sendall(b'{"index": 1}\n')
+            eventually(lambda: leader._admit() or 1 in leader.peers, "the pod is admitted", 30)
+    for one in (*silent, *leader.arrived, *leader.peers.values()):
+        one.close()
 
 
 def measured_pod(job, index, **environment):
