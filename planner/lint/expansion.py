@@ -146,8 +146,11 @@ class Expander:
 
     def value(self, node: Node) -> str:
         """Return the text of a word after expansion."""
-        with self.during(_level=self._level + 1):
+        self._level += 1
+        try:
             found = self._value(node) if self._level <= MOST_LEVELS and self.spend(64) else OPEN
+        finally:
+            self._level -= 1
         self.spend(len(found))
         return found
 

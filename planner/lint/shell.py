@@ -212,7 +212,8 @@ class _Reader(Expander):
     def _visit(self, node: Node) -> Outcome:
         """Follow one statement."""
         self._commands += 1
-        with self.during(_blocks=self._blocks + 1):
+        self._blocks += 1
+        try:
             if self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
                 self._report(self.line(node), "too many or too deeply nested commands")
                 raise _LeftError("exit")
@@ -223,6 +224,8 @@ class _Reader(Expander):
                 self._only_assigns = False
             follow = _FOLLOW.get(node.type)
             return follow(self, node) if follow else SUCCESS
+        finally:
+            self._blocks -= 1
 
     def _follow_apart(self, nodes: Sequence[Node]) -> Outcome:
         """Follow statements in a subshell."""
@@ -464,7 +467,7 @@ class _Reader(Expander):
         if not NAME.match(given.name):
             return
         self.spend(WORK_OF_WORD)
-        name = re.sub(r"^(?:SINGULARITY|APPTAINER)ENV_", "", given.name)  # the name that the container gets
+        name = _name_in_container(given.name)
         before = self.shell.variables.get(name)
         if exported is None:
             exported = self.shell.exports_all or (before is not None and before.exported)
@@ -477,7 +480,8 @@ class _Reader(Expander):
 
     def _export(self, name: str, line: int) -> None:
         """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
-        self.set(self.shell.variables.get(name, Assigned(name, OPEN, f"${name}", line)), exported=True)
+        outside = Assigned(name, OPEN, f"${name}", line)
+        self.set(self.shell.variables.get(_name_in_container(name), outside), exported=True)
 
     def _declare(self, keyword: str, given: Sequence[Assigned | Word], line: int) -> None:
         """Follow export, declare, typeset, local, readonly or unset, with names and evaluated assignments."""
@@ -513,7 +517,8 @@ class _Reader(Expander):
             if OPEN in word.text:  # it may be any variable
                 self._report(line, "the names of the variables that unset gets are unknown")
             elif word.text[:1] != "-":
-                self.shell.variables[word.text] = Assigned(word.text, line=line, exported=False, unset=True)
+                name = _name_in_container(word.text)
+                self.shell.variables[name] = Assigned(name, line=line, exported=False, unset=True)
 
     # -- simple commands
 
@@ -567,7 +572,8 @@ class _Reader(Expander):
         for child in [each for each in node.children if each.type == "variable_assignment"]:
             given = self.evaluate(child)
             if for_command:
-                hidden.setdefault(given.name, self.shell.variables.get(given.name))
+                name = _name_in_container(given.name)
+                hidden.setdefault(name, self.shell.variables.get(name))
             self.set(given, exported=True if for_command else None)
             if is_judged(given.name) and ends_line:
                 self._report(line, "several assignments at the end of a line")
@@ -814,6 +820,11 @@ class _Reader(Expander):
                 self.shell.exports_all = text[0] == "-"
         if "--" in texts and any(NAMED.search(text) for text in texts):
             self._report(call.line, "the arguments that set gives")
+
+
+def _name_in_container(name: str) -> str:
+    """Return the name by which a container of Apptainer gets a variable: APPTAINERENV_NAME is NAME inside."""
+    return re.sub(r"^(?:SINGULARITY|APPTAINER)ENV_", "", name)
 
 
 def _redirects(node: Node) -> Iterator[Node]:
