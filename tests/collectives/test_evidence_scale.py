@@ -84,3 +84,9 @@ def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
     assert ledger.lines == len(lines)
     assert sorted(row.line for rows in ledger.proof.values() for row in rows) == want
     assert read(lines).lines_read == len(lines)
+
+
+def test_nccl_logs_every_connection_into_a_file_of_each_process() -> None:
+    env = evidence.environment("/x")
+    assert (env["NCCL_DEBUG"], env["NCCL_DEBUG_FILE"], env["NCCL_RUNTIME_CONNECT"]) == ("INFO", "/x/nccl.%h.%p.log", "0")
+    assert {"INIT", "ENV", "NET", "P2P", "SHM"} <= set(env["NCCL_DEBUG_SUBSYS"].split(","))
