@@ -230,9 +230,9 @@ class Row:
         codes = (code for group in self.groups for code in group.codes)
         return (*hardware, self.version, self.word, *codes, *(group.message for group in self.groups[:1]))
 
-    def text(self) -> str:
-        """Return the text that a search reads."""
-        return " ".join((self.name, *self.shown())).lower()
+    def matches(self, word: str) -> bool:
+        """Return whether the node has this verdict, or shows this word if it is not a verdict."""
+        return word == self.word if word in ORDER else word in " ".join((self.name, *self.shown())).lower()
 
 
 def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:

@@ -1,8 +1,8 @@
 """Faults made for real on gloo ranks, and what `topoflight why` says: python bench/why.py [--times N] [FAULT ...]
 
-Each fault starts its own ranks (tests/why/training.py). The ranks are diagnosed again and again, as by
-`--watch`, until the verdict names a cause or the time is over. A case without a fault passes only where no cause was
-named at any time. At the end the table of all runs is printed.
+Each fault starts its own ranks (tests/why/training.py). The ranks are diagnosed again and again, as by `--watch`, until
+the verdict names a cause or the time is over. A case without a fault passes only where no cause was named at any time.
+At the end the table of all runs is printed.
 """
 
 from __future__ import annotations

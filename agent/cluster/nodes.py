@@ -39,7 +39,7 @@ KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 LEAST_SILENT_SECONDS = 120.0
-MOST_MACHINES = 128  # kept after they were read
+MOST_MACHINES = 128  # whose facts and graph are cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class NodeRecord:
     changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
-    version: str = field(default="", compare=False)  # resourceVersion of the object; empty before it was written
+    resource_version: str = field(default="", compare=False)  # of the object; empty before it was written
 
     @property
     def gpu_text(self) -> str:
@@ -130,7 +130,7 @@ def from_resource(item: Json) -> NodeRecord:
     record = plain.read(
         {"host": name, "agent_version": "", **given, "name": name, "verdict": verdict,
          "scanned_at_seconds": seconds_of(status.get("scannedAt")), "stopped_at_seconds": ended,
-         "version": str(item["metadata"].get("resourceVersion", ""))}, NodeRecord,
+         "resource_version": str(item["metadata"].get("resourceVersion", ""))}, NodeRecord,
     )  # fmt: skip
     if verdict not in _VERDICTS:
         raise ValueError("status.verdict is no verdict")
@@ -178,8 +178,9 @@ class Fleet:
         """Replace all records by a complete list of resources; those that have not changed are not read again."""
 
         def read(item: Json) -> NodeRecord:
-            known = self._records.get(str(item["metadata"]["name"]))
-            is_same = known and known.version and known.version == item["metadata"].get("resourceVersion")
+            about = item["metadata"]
+            known = self._records.get(str(about["name"]))
+            is_same = known and "" != known.resource_version == about.get("resourceVersion")
             return known if known and is_same else read_resource(item)
 
         self._set(map(read, items))

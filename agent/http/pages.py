@@ -116,7 +116,7 @@ def console(fleet: Fleet, now: float, search: str = "", page: int = 1) -> Simple
     """Return all values that the page shows at `now` (Unix seconds); its table has the nodes that match `search`."""
     records, checks = fleet.records(), checks_of_records(fleet, now)
     every = rows(records, checks, now)
-    matching = [row for row in every if all(word in row.text() for word in search.lower().split())]
+    matching = [row for row in every if all(map(row.matches, search.lower().split()))]
     table = lines(matching)
     return SimpleNamespace(
         search=search, page=page, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),

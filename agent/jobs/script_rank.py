@@ -61,6 +61,8 @@ class Watch:
         self.ends: list[float] = []
         self.steps = 0
         self.resident_before = 0
+        self.status: object = None  # of the last sys.exit()
+        self.exit = sys.exit
 
     def begin(self, optimizers: Any) -> None:
         """Watch torch.optim.optimizer, which has been imported. If torch differs, the record contains less."""
@@ -75,9 +77,15 @@ class Watch:
             if len(self.ends) <= MOST_STEPS:
                 self.ends.append(time.perf_counter())
 
+    def record_exit(self, status: object = None, /) -> None:
+        """Replace sys.exit(): Python itself prints the status and shows it to nobody else."""
+        self.status = status
+        self.exit(status)  # type: ignore[arg-type]
+
     def end(self) -> None:
         """Write step times, memory and the error that ended the script, then wait for gloo."""
-        error: BaseException | None = getattr(sys, "last_value", None)  # set before sys.excepthook is called
+        # Python sets last_value before it calls sys.excepthook, but not for SystemExit
+        error = getattr(sys, "last_value", None) or (SystemExit(self.status) if self.status else None)
         memory, counts = max(0, _resident("VmHWM") - self.resident_before), "resident memory above that of its imports"
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
@@ -87,7 +95,7 @@ class Watch:
             "memory_bytes": memory, "memory_counts": counts, "rss_peak_bytes": _resident("VmHWM"),
             "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MOST_ERROR]}",
         }  # fmt: skip
-        with contextlib.suppress(OSError):  # without it the record contains less
+        with contextlib.suppress(KeyError, OSError):  # without it the record contains less
             path = Path(os.environ["TOPOFLIGHT_RUN"], REPORT + os.environ["RANK"])
             path.write_text(json.dumps(report), encoding="utf-8")
         wait_for_gloo()
@@ -105,4 +113,5 @@ def start() -> None:
     """Watch this process, a rank, until its end."""
     watch = Watch()
     atexit.register(watch.end)  # registered before any other, so it runs last
+    sys.exit = watch.record_exit  # type: ignore[assignment]
     runpy.run_path(str(_HOOK))["AfterImport"]("torch.optim.optimizer", watch.begin)

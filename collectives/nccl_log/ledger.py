@@ -100,7 +100,7 @@ class Ledger:
         # Line numbers by file, because the order of lines says what came first only within one file.
         self.began: Firsts[str, int] = Firsts(MAX_FILES)  # first line of NCCL
         self.ended: Lasts[str, int] = Lasts(MAX_FILES)  # last line that says that the job finished
-        self.steps: Lasts[str, tuple[int, ...]] = Lasts(MAX_FILES)  # last three lines that report a step of training
+        self.steps: Lasts[str, tuple[int, ...]] = Lasts(MAX_FILES)  # last three lines, each of another step of training
         self.last_lines: Lasts[tuple[str, str], int] = Lasts(MAX_FILES)  # last line of (code, file)
         self.proof = Proofs()
         self.variable_lines: Firsts[str, ProofLine] = Firsts()

@@ -53,6 +53,7 @@ class LineReader:
         self._tags_read = 0  # tags of the current line that belong to a channel
         self._traceback = 0  # number of the line with the start of an open traceback, else 0
         self._ignored = -2  # number of the line that says that an exception is ignored
+        self._step = b""  # the last step of training that a line reports
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def finish(self) -> None:
@@ -217,7 +218,9 @@ class LineReader:
             ledger.prove(fact, shown)
         if END in facts:
             ledger.ended.keep(self.file, ledger.lines)
-        if STEP in facts:
+        step = _TEXTS["step"].search(message) if STEP in facts else None
+        if step is not None and step[0] != self._step:  # every rank or node may report the same step
+            self._step = step[0]
             ledger.steps.keep(self.file, (*ledger.steps.get(self.file, (0, 0, 0))[1:], ledger.lines))
         if ledger.facts.variable:
             ledger.record_variable(ledger.facts.variable, shown)

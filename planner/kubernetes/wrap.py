@@ -603,9 +603,10 @@ def _list_templates(kind: str, spec: Document) -> Iterator[tuple[str, Document, 
     else:
         jobs = _member(_member(spec, "template"), "spec") if kind.endswith("Runtime") else spec
         for each in _member(jobs, "replicatedJobs"):
-            labels, body = _get(each["template"], "metadata", "labels"), each["template"]["spec"]
+            labels = _get(each["template"], "metadata", "labels")
             if str(labels.get(_STEP, "trainer")) != "trainer":  # a step that downloads the dataset or the model
                 continue
+            body = each["template"]["spec"]
             counts = [_parse_number(count) for count in (each.get("replicas", 1), body.get("parallelism", 1))]
             pods = None if None in counts else math.prod(n or 1 for n in counts)
             yield f" {each['name']}", body["template"], pods, None

@@ -221,11 +221,8 @@ def cpu_binding(case: Situation) -> Note | None:
         facts = node.gpu()
         nodes = {gpu.numa_node for gpu in facts.gpus if gpu.numa_node is not None} if facts else set()
         if len(nodes) > 1:
-            unset = (
-                ""
-                if platforms.published(case, "NCCL_IGNORE_CPU_AFFINITY")
-                else " (NCCL_IGNORE_CPU_AFFINITY stays unset)"
-            )
+            is_published = platforms.published(case, "NCCL_IGNORE_CPU_AFFINITY") is not None
+            unset = "" if is_published else " (NCCL_IGNORE_CPU_AFFINITY stays unset)"
             evidence = f"{node.hostname}: GPUs on NUMA nodes {', '.join(str(each) for each in sorted(nodes))}"
             return note("cpu_binding", evidence, unset=unset)
     return None

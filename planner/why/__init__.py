@@ -21,7 +21,7 @@ from planner.why.pace import find_late_rank, find_lower_pace
 __all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
 
 _ENDED = ("rank.gone", "rank.lost", "ranks.gone")
-# What is asked if the calls do not name a rank, in this order.
+# The rules that apply if the calls do not name a rank, in this order.
 _REPORTS = (
     reports.by_rendezvous,
     reports.by_cut_message,

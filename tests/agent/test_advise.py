@@ -349,9 +349,9 @@ def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() ->
 
 
 def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:
-    """A value with a blank is quoted; 3,030 s are no 3.03e+03."""
-    asked = "recommend --machine p4d.24xlarge --nodes 2 --model Llama-3.1-70B --method lora --sequence-length 131072"
-    said = topoflight(*asked.split(), COLUMNS="100").output
+    """A value with a blank is quoted; 3,063 s are no 3.06e+03."""
+    asked = "--machine p4d.24xlarge --nodes 2 --model Llama-3.1-70B --sequence-length 8192 --global-batch=2048"
+    said = topoflight("recommend", *asked.split(), COLUMNS="100").output
     assert "NCCL_NET='AWS Libfabric'" in said
     assert "e+0" not in said
 

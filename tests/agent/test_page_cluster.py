@@ -217,3 +217,6 @@ def test_the_search_reads_names_verdicts_and_findings() -> None:
     assert names(search="pass") == ["hgx-h100-01"]
     assert names(search="nv18 thermal") == ["hgx-h100-sick-thermal"] and names(search="no such word") == []
     assert names_in(page(held, search="thermal")) == ["hgx-h100-sick-thermal"]
+    held = published(*map(record_of, (*NAMES, "cpu-only-vm")))  # which shows "driver unknown"
+    found = {word: shown(held, search=word).matching for word in ("fail", "unknown", "warn", "pass")}
+    assert found == {"unknown": 0, "warn": 0} | shown(held).counts

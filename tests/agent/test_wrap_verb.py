@@ -148,11 +148,12 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     assert json.loads((tmp_path / "out" / "seen.json").read_text())["world"] == 2
     (kept,) = (tmp_path / "state" / "runs").glob("*.json")
     assert json.loads(kept.read_text())["steps_done"] == 4
-    (tmp_path / "sft.py").write_text("raise SystemExit(5)")
+    (tmp_path / "sft.py").write_text("import sys\nsys.exit('no data')")
     failed = topoflight(*words)
     assert failed.exit_code == 3 and "exit code 1" in failed.stderr
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "failed" and record["steps_done"] is None
+    assert record["reason"].endswith(": SystemExit: no data"), record["reason"]
     (tmp_path / "sft.py").write_text("import atexit, os\natexit.register(os.abort)\nprint(__name__, __file__)")
     aborted = topoflight(*words)  # after its work
     record = json.loads((tmp_path / "run" / "run.json").read_text())

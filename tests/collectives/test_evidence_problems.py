@@ -132,10 +132,10 @@ def test_a_job_that_died_is_not_a_pass(line: str, code: str, steps: int) -> None
 
 
 STEPS = [
-    "{'loss': 1.4426, 'grad_norm': 1.31, 'learning_rate': 1e-06, 'epoch': 0.0}",
-    " [2026-11-20 10:00:00] iteration      120/  500000 | consumed samples:        30720 | lm loss: 6.1E+00 |",
-    "[2026-11-20 10:00:00,001] [INFO] [logging.py:96:log_dist] [Rank 0] step=40, skipped=0, lr=[1e-05]",
-    "[rank0]:[titan] 2026-11-20 10:00:00,001 - root - INFO - step: 30  loss:  6.1234  memory: 42.12GiB(45.1%)",
+    "{'loss': 1.4426, 'grad_norm': 1.31, 'learning_rate': 1e-06, 'epoch': 0.0N}",
+    " [2026-11-20 10:00:00] iteration      12N/  500000 | consumed samples:        30720 | lm loss: 6.1E+00 |",
+    "[2026-11-20 10:00:00,001] [INFO] [logging.py:96:log_dist] [Rank 0] step=4N, skipped=0, lr=[1e-05]",
+    "[rank0]:[titan] 2026-11-20 10:00:00,001 - root - INFO - step: 3N  loss:  6.1234  memory: 42.12GiB(45.1%)",
 ]
 CAUGHT = [
     "OSError: [Errno 28] No space left on device: '/root/.cache/wandb/logs/core-debug.log'",
@@ -148,11 +148,12 @@ CAUGHT = [
 @each_row("caught", CAUGHT)
 def test_a_failure_that_training_outlives_is_a_note(caught: str, step: str) -> None:
     """Two more steps may be of ranks that wait for the failed one; three are of a job that goes on."""
-    for steps, outcome in ((2, "failed"), (3, "unknown")):
-        verdict = read([*GOOD, step, step, caught, *[step] * steps])
+    first, second, *more = (step.replace("N", str(number)) for number in range(1, 6))
+    for after, outcome in ((more[:2], "failed"), (more[:1] * 4, "failed"), (more, "unknown")):
+        verdict = read([*GOOD, first, second, caught, *after])
         assert (verdict.gdrdma, verdict.outcome) == ("on", outcome)
-        assert bool(verdict.notes) == (steps == 3)
-    assert read([*GOOD, *[step] * 3, caught]).outcome == "failed"
+        assert bool(verdict.notes) == (after == more)
+    assert read([*GOOD, first, second, *more, caught]).outcome == "failed"
 
 
 @each_row(

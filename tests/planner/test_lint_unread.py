@@ -53,6 +53,14 @@ def test_line_numbers_after_continued_texts() -> None:
     assert each.lines == {"NCCL_NET": 10, "NCCL_ALGO": 12}
 
 
+def test_each_way_has_the_line_of_its_own_assignment() -> None:
+    text = "if [ $A ]; then\nexport NCCL_IB_TC=106\nelse\nexport NCCL_IB_TC=300\nfi\n./a\n"
+    found = read_text(text, None, "a.sh").environments
+    assert [(each.environment, each.lines) for each in found] == [
+        ({"NCCL_IB_TC": "300"}, {"NCCL_IB_TC": 4}), ({"NCCL_IB_TC": "106"}, {"NCCL_IB_TC": 2})
+    ]  # fmt: skip
+
+
 def test_line_numbers_inside_a_here_document() -> None:
     found = read_text("export NCCL_NET=IB\ncat > a.env <<E\nNCCL_ALGO=Ring\nno setting\nE\n", None, "a.sh")
     assert [each.lines for each in found.environments] == [{"NCCL_NET": 1}, {"NCCL_ALGO": 3}]
