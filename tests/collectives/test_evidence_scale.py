@@ -88,5 +88,6 @@ def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
 
 def test_nccl_logs_every_connection_into_a_file_of_each_process() -> None:
     env = evidence.environment("/x")
-    assert (env["NCCL_DEBUG"], env["NCCL_DEBUG_FILE"], env["NCCL_RUNTIME_CONNECT"]) == ("INFO", "/x/nccl.%h.%p.log", "0")
+    wanted = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/x/nccl.%h.%p.log", "NCCL_RUNTIME_CONNECT": "0"}
+    assert wanted.items() <= env.items()
     assert {"INIT", "ENV", "NET", "P2P", "SHM"} <= set(env["NCCL_DEBUG_SUBSYS"].split(","))
