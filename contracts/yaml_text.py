@@ -80,9 +80,7 @@ class _UniqueKeyLoader(_Loader):
                 continue
             line = key.start_mark.line + 1
             if key.value in seen:
-                raise YamlTextError(
-                    f"{key.value!r} stands twice, in lines {seen[key.value]} and {line}; once is allowed"
-                )
+                raise YamlTextError(f"{key.value!r} occurs twice, in lines {seen[key.value]} and {line}")
             seen[key.value] = line
         return node
 

@@ -211,16 +211,19 @@ def _plain(address: str) -> str:
 
 
 def gloo_transports(ranks: Sequence[GlooSeen]) -> list[str]:
-    """Return the transports of rank 0, as `gloo: TCP over net1 (10.0.0.1)`, or that they are unknown.
+    """Return each interface with its first address, as `gloo: TCP over net1 (10.0.0.1)`, or that they are unknown.
 
-    Empty for a single rank.
+    The two ends of a connection can be on different networks: a rank accepts at the address of GLOO_SOCKET_IFNAME, and
+    the one that connects has the address of the route. Empty for a single rank.
     """
     if len(ranks) < 2:
         return []
-    first, *others = ranks
-    taken = {(remote, own) for seen in others for own, remote in seen.connections}
-    addresses = sorted({own[0] for own, remote in first.connections if (own, remote) in taken})
-    return [
-        f"gloo: TCP over {'/'.join(first.interfaces.get(address, ())) or 'an unknown interface'} ({address})"
-        for address in addresses
-    ] or ["gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"]
+    holders = {end: rank for rank, seen in enumerate(ranks) for end in seen.connections}
+    addresses: dict[str, str] = {}
+    for rank, seen in enumerate(ranks):
+        for own, remote in sorted(seen.connections):
+            if holders.get((remote, own), rank) != rank:
+                addresses.setdefault("/".join(seen.interfaces.get(own[0], ())) or "an unknown interface", own[0])
+    return [f"gloo: TCP over {name} ({address})" for name, address in addresses.items()] or [
+        "gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"
+    ]

@@ -388,7 +388,7 @@ class Pod:
         if lost:
             why = f"pod {', '.join(map(str, sorted(lost)))} was lost"
         elif saved or self.terminating:
-            why = f"the ranks were told to end on pod {', '.join(saved)}: saved" if saved else "told to end"
+            why = f"the ranks of pod {', '.join(saved)} ended after SIGTERM" if saved else "pod 0 received SIGTERM"
         elif killed or not failed:
             why = f"a rank of pod {', '.join(killed)} was ended by SIGKILL"
         else:

@@ -91,7 +91,9 @@ def hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
         rig = Rig(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)
         for network, rate in rates.items():
             _join(rig, network, rate)
-        import_modules(stop)
+        if stop.is_set():
+            raise NamespaceError("stopped by SIGTERM")
+        _import_modules()
         yield rig
 
 
@@ -134,14 +136,16 @@ def _join(rig: Rig, network: str, rate: float) -> None:
 # Ranks are forks of this process, so that none needs seconds to import torch.
 
 
-def import_modules(stop: threading.Event) -> None:
-    """Import MODULES, with one OpenMP thread and no GPU for all ranks. Raises NamespaceError once `stop` is set."""
+def _import_modules() -> None:
+    """Import MODULES, with one OpenMP thread and no GPU for all ranks. SIGTERM ends this process meanwhile."""
     os.environ |= {**processes.SAFE_PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its CPU kernels are a further download
-    for module in MODULES:
-        importlib.import_module(module)
-        if stop.is_set():
-            raise NamespaceError("stopped by SIGTERM")
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the import takes seconds, and there is nothing to save yet
+    try:
+        for module in MODULES:
+            importlib.import_module(module)
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def fork_rank(

@@ -57,6 +57,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
+        self.path = Path(os.environ["TOPOFLIGHT_RUN"], REPORT + os.environ["RANK"])
         self.first: int | None = None
         self.ends: list[float] = []
         self.steps = 0
@@ -95,9 +96,8 @@ class Watch:
             "memory_bytes": memory, "memory_counts": counts, "rss_peak_bytes": _resident("VmHWM"),
             "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MOST_ERROR]}",
         }  # fmt: skip
-        with contextlib.suppress(KeyError, OSError):  # without it the record contains less
-            path = Path(os.environ["TOPOFLIGHT_RUN"], REPORT + os.environ["RANK"])
-            path.write_text(json.dumps(report), encoding="utf-8")
+        with contextlib.suppress(OSError):  # without it the record contains less
+            self.path.write_text(json.dumps(report), encoding="utf-8")
         wait_for_gloo()
 
 

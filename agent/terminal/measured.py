@@ -92,7 +92,7 @@ def rdma(out: Console, result: RdmaResult) -> None:
 
 
 def comparison(out: Console, record: RunRecord) -> None:
-    """Print the forecast and the measurement of step time and memory, and the parts of the step."""
+    """Print the forecast and the measurement of step time and memory."""
     out.print("\n[bold]Forecast against run[/bold]")
     for line in compare(record):
         forecast, measured = compared_words(line)

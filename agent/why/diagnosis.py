@@ -90,8 +90,8 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
     seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
-        beside = rank_files.NAME.format(rank="*")  # of the ranks' monitors
-        dumps = (path for path in sources.recorder.glob("*") if not path.match(beside))
+        own = rank_files.NAME.format(rank="*")  # of the ranks' monitors
+        dumps = (path for path in sources.recorder.glob("*") if not path.match(own))
         traces, bad = rank_files.read_ranks(dumps, rank_files.read_file)
         seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
     if not seen.states and seen.traces:

@@ -103,7 +103,7 @@ class Expander:
     set: Callable[[Assigned], None]  # sets a variable
 
     def __init__(self, shell: Shell) -> None:
-        self.shell = shell
+        self.scope = shell
         self.script = Script()
         self.source, self.first = b"", 1
         self.loops = 0  # loops around the statement
@@ -134,14 +134,14 @@ class Expander:
 
     def look_up(self, name: str) -> str | None:
         """Return the value of a variable; None if unset, OPEN if unknown."""
-        found = self.shell.variables.get(name)
+        found = self.scope.variables.get(name)
         if found is None:
             return OPEN
         return None if found.unset else found.value
 
     def items(self, name: str) -> tuple[Word, ...] | None:
         """Return the items of an array; None if unknown."""
-        found = self.shell.variables.get(name)
+        found = self.scope.variables.get(name)
         return found.items if found is not None else None
 
     def value(self, node: Node) -> str:
@@ -182,7 +182,7 @@ class Expander:
     def parameter(self, name: str) -> str:
         """Return the value of `$NAME`; OPEN for positional parameters."""
         self.spend(64)
-        return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
+        return self.look_up(name) or ("" if name in self.scope.variables else OPEN)
 
     def _mixed(self, node: Node, start: int, end: int, escape: str) -> str:
         """Expand text between two offsets. Text outside child nodes is literal, as the grammar omits some blanks."""
@@ -210,11 +210,11 @@ class Expander:
         if index:
             items = self.items(name) or ()
             short = sum(len(each.text) + 1 for each in items) < MOST_VALUE
-            separated = index == "[*]" and "IFS" in self.shell.variables  # items are joined with IFS
+            separated = index == "[*]" and "IFS" in self.scope.variables  # items are joined with IFS
             return " ".join(each.text for each in items) if items and short and not separated else OPEN
         if sign == "}":
             return self.parameter(name)
-        known, got = name in self.shell.variables, self.look_up(name)
+        known, got = name in self.scope.variables, self.look_up(name)
         missing = not got if sign[0] == ":" else got is None
         if known and not missing and got != OPEN:
             if sign[-1] != "+":

@@ -100,7 +100,7 @@ def read_assignment(text: str, known: Mapping[str, str], line: int) -> list[Assi
     """Return the variables that `NAME=value` sets, including names that lint does not check."""
     reader = _Reader(known, ())
     reader.follow_text(f"export {text}", line)
-    return [each for each in reader.shell.variables.values() if each.exported]
+    return [each for each in reader.scope.variables.values() if each.exported]
 
 
 def expand(text: str) -> str:
@@ -116,7 +116,7 @@ class _Reader(Expander):
 
     def __init__(self, known: Mapping[str, str], before: Sequence[Assigned]) -> None:
         super().__init__(Shell({name: Assigned(name, value, value, exported=False) for name, value in known.items()}))
-        self.shell.variables |= {each.name: each for each in before}
+        self.scope.variables |= {each.name: each for each in before}
         self._exported = {each.name for each in before}  # names exported anywhere
         self._loose: dict[str, Assigned] = {}  # set but not exported
         # Ways
@@ -145,23 +145,23 @@ class _Reader(Expander):
 
     def follow_ways(self, start: Callable[[], object]) -> Script:
         """Follow every way through the script. Return the settings of its launches, and those that no launch gets."""
-        first, end = self.shell, self.shell
+        first, end = self.scope, self.scope
         for number, way in enumerate(self._ways):  # conditions that are met add ways
             self._way, self._choices, self._labels = way, dict(way.choices), way.labels
             self._ahead, self._rows = set(way.choices), False
             if self._commands > _MOST_COMMANDS or not self.spend(0):
                 break
-            self.shell = (end if way.function else first).copy()
+            self.scope = (end if way.function else first).copy()
             with suppress(_LeftError):
                 if way.function:
                     body, self.source, self.first = end.functions[way.function]
                     self._visit(body)
                 else:
                     start()
-                for name in list(self.shell.variables) if self._only_assigns else ():
+                for name in list(self.scope.variables) if self._only_assigns else ():
                     self._export(name, 0)  # a list of variables is meant to be exported
                 self._launch(END, sure=False)
-            end = end if number else self.shell
+            end = end if number else self.scope
             may_be_sourced = self._runs_unknown or not self._launches.has_launcher
             if number + 1 == len(self._ways) and not way.function and may_be_sourced:
                 names = [name for name, function in end.functions.items() if function.body.id not in self._called]
@@ -229,7 +229,7 @@ class _Reader(Expander):
 
     def _follow_apart(self, nodes: Sequence[Node]) -> Outcome:
         """Follow statements in a subshell."""
-        with self.during(shell=self.shell.copy()):
+        with self.during(scope=self.scope.copy()):
             try:
                 return self._follow(nodes)
             except _LeftError as left:
@@ -287,7 +287,7 @@ class _Reader(Expander):
     def _define(self, node: Node) -> Outcome:
         name = node.child_by_field_name("name") or node
         body = node.child_by_field_name("body") or node.named_children[-1]
-        self.shell.functions[self.text(name)] = Function(body, self.source, self.first)
+        self.scope.functions[self.text(name)] = Function(body, self.source, self.first)
         return SUCCESS
 
     def _leaves(self, nodes: Sequence[Node]) -> bool:
@@ -452,8 +452,8 @@ class _Reader(Expander):
     def _follow_nested(self, text: str, line: int, *, surely: bool = True) -> None:
         """Follow a script run by another shell: `bash -c`, ssh, a here-document. `surely` False: it may be prose."""
         started, unread = self._started, len(self.script.unread)
-        inherited = {name: each for name, each in self.shell.variables.items() if each.exported}
-        with self.during(shell=Shell(inherited)), suppress(_LeftError):
+        inherited = {name: each for name, each in self.scope.variables.items() if each.exported}
+        with self.during(scope=Shell(inherited)), suppress(_LeftError):
             self.follow_text(text, line)
         if not surely:
             del self.script.unread[unread:]
@@ -468,10 +468,10 @@ class _Reader(Expander):
             return
         self.spend(WORK_OF_WORD)
         name = _name_in_container(given.name)
-        before = self.shell.variables.get(name)
+        before = self.scope.variables.get(name)
         if exported is None:
-            exported = self.shell.exports_all or (before is not None and before.exported)
-        self.shell.variables[name] = given = given._replace(name=name, exported=exported)
+            exported = self.scope.exports_all or (before is not None and before.exported)
+        self.scope.variables[name] = given = given._replace(name=name, exported=exported)
         if given.items is None and not given.unset:
             if exported:
                 self._exported.add(name)
@@ -481,7 +481,7 @@ class _Reader(Expander):
     def _export(self, name: str, line: int) -> None:
         """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
         outside = Assigned(name, OPEN, f"${name}", line)
-        self.set(self.shell.variables.get(_name_in_container(name), outside), exported=True)
+        self.set(self.scope.variables.get(_name_in_container(name), outside), exported=True)
 
     def _declare(self, keyword: str, given: Sequence[Assigned | Word], line: int) -> None:
         """Follow export, declare, typeset, local, readonly or unset, with names and evaluated assignments."""
@@ -505,8 +505,8 @@ class _Reader(Expander):
                 each = Assigned(name, value, value, line) if equals else Assigned(name, unset=True)
             if own:  # exported if the hidden outer variable is
                 self._local[-1].add(each.name)
-                if each.unset and (before := self.shell.variables.get(each.name)):
-                    self.shell.variables[each.name] = before._replace(unset=True, value="", items=None)
+                if each.unset and (before := self.scope.variables.get(each.name)):
+                    self.scope.variables[each.name] = before._replace(unset=True, value="", items=None)
             if not each.unset:
                 self.set(each, exported=True if exports else None)
             elif exports:
@@ -518,7 +518,7 @@ class _Reader(Expander):
                 self._report(line, "the names of the variables that unset gets are unknown")
             elif word.text[:1] != "-":
                 name = _name_in_container(word.text)
-                self.shell.variables[name] = Assigned(name, line=line, exported=False, unset=True)
+                self.scope.variables[name] = Assigned(name, line=line, exported=False, unset=True)
 
     # -- simple commands
 
@@ -573,7 +573,7 @@ class _Reader(Expander):
             given = self.evaluate(child)
             if for_command:
                 name = _name_in_container(given.name)
-                hidden.setdefault(name, self.shell.variables.get(name))
+                hidden.setdefault(name, self.scope.variables.get(name))
             self.set(given, exported=True if for_command else None)
             if is_judged(given.name) and ends_line:
                 self._report(line, "several assignments at the end of a line")
@@ -584,7 +584,7 @@ class _Reader(Expander):
         try:
             return self._run(words, line)
         finally:
-            self.shell.restore(hidden)
+            self.scope.restore(hidden)
 
     def _run(self, words: list[Word], line: int) -> Outcome:
         """Follow one simple command: a built-in, a function, or a program."""
@@ -597,11 +597,11 @@ class _Reader(Expander):
         builtin = _BUILTINS.get(program)
         if builtin and (of_shell or program in ("cat", "tee")):
             return builtin(self, _Call(program, words[at + 1 :], line, given)) or SUCCESS
-        if of_shell and program in self.shell.functions and program not in self._active:
+        if of_shell and program in self.scope.functions and program not in self._active:
             return self._call(words[at:], line)
         if program:
-            outer = self.shell
-            with self.during(shell=outer.copy()):
+            outer = self.scope
+            with self.during(scope=outer.copy()):
                 self._remove(words)
                 for word in words[:at]:  # sudo accepts NAME=VALUE before the program
                     self._set_for_program(word, line, outer)
@@ -612,9 +612,9 @@ class _Reader(Expander):
 
     def _call(self, words: list[Word], line: int) -> Outcome:
         """Follow the call of a function. Its arguments may be a command that it runs."""
-        shell, name = self.shell, name_of(words[0])
+        shell, name = self.scope, name_of(words[0])
         if any(NAMED.search(word.text) for word in words[1:]):
-            with self.during(shell=shell.copy()):
+            with self.during(scope=shell.copy()):
                 self._start([Word("env", "env"), *words[1:]], line, None, shell)
         before = dict(shell.variables)
         body, source, first = shell.functions[name]
@@ -653,15 +653,15 @@ class _Reader(Expander):
         self._started += 1
         if self._ahead:
             return
-        count = self._launches.add(label, self.shell.variables.values(), self._labels, sure=sure)
+        count = self._launches.add(label, self.scope.variables.values(), self._labels, sure=sure)
         self.spend(WORK_OF_WORD * (count or 0))
         if count is None:
             self._report(0, "too many commands that start programs")
 
     def _remove(self, words: Sequence[Word]) -> None:
         """Unset variables that a command does not pass on."""
-        for name in removed_names(words, self.shell.variables):
-            del self.shell.variables[name]
+        for name in removed_names(words, self.scope.variables):
+            del self.scope.variables[name]
 
     def _take_options(self, words: list[Word], line: int, outer: Shell) -> bool:
         """Follow the words of a command: launcher options, `env A=1`, scripts. Returns whether they set variables."""
@@ -715,7 +715,7 @@ class _Reader(Expander):
         elif dotted := pattern("dotted").match(text):  # key path of Hydra or Helm: env_vars.NAME=VALUE
             self._set_pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
         elif re.match(r"[A-Za-z_]\w*=", text, re.ASCII) and (settings or (before[:1] == "-" and _SETTING.match(text))):
-            self._set_for_program(word, line, self.shell)
+            self._set_for_program(word, line, self.scope)
         elif at and program in _NAMES["remote"] and re.search(r"\s", text):
             self._follow_nested(text, inside)
         elif at and NAMED.search(text):
@@ -734,7 +734,7 @@ class _Reader(Expander):
             if equals:
                 self._set_pair(name, tail, word.raw.partition("=")[2] if OPEN in tail else tail, line)
             elif (before := outer.variables.get(name)) and before.exported:
-                self.shell.variables[name] = before
+                self.scope.variables[name] = before
 
     def _set_pair(self, name: str, value: str, raw: str, line: int) -> None:
         """Set a variable for the program that is being started."""
@@ -768,7 +768,7 @@ class _Reader(Expander):
         self._write_rows(text.replace("\\n", "\n") + "\n" * (texts[:1] != ["-n"]), call.line)
         for row in text.splitlines():
             if dotted := pattern("dotted").match(row):
-                with self.during(shell=self.shell.copy()):
+                with self.during(scope=self.scope.copy()):
                     self._set_pair(dotted[1], row[dotted.end() :], row[dotted.end() :], call.line)
                     self._launch(f"the command of line {call.line}", sure=False)
 
@@ -817,7 +817,7 @@ class _Reader(Expander):
             return
         for text, after in pairwise([*texts, ""]):
             if re.fullmatch(r"[-+][a-z]*a[a-z]*", text) or (text in ("-o", "+o") and after == "allexport"):
-                self.shell.exports_all = text[0] == "-"
+                self.scope.exports_all = text[0] == "-"
         if "--" in texts and any(NAMED.search(text) for text in texts):
             self._report(call.line, "the arguments that set gives")
 

@@ -84,3 +84,10 @@ def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
     assert ledger.lines == len(lines)
     assert sorted(row.line for rows in ledger.proof.values() for row in rows) == want
     assert read(lines).lines_read == len(lines)
+
+
+def test_nccl_logs_every_connection_into_a_file_of_each_process() -> None:
+    env = evidence.environment("/x")
+    wanted = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/x/nccl.%h.%p.log", "NCCL_RUNTIME_CONNECT": "0"}
+    assert wanted.items() <= env.items()
+    assert {"INIT", "ENV", "NET", "P2P", "SHM"} <= set(env["NCCL_DEBUG_SUBSYS"].split(","))

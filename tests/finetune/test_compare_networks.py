@@ -199,7 +199,8 @@ def test_one_host_beats_two_and_a_route_around_the_named_network_is_told(tmp_pat
     assert (apart["transports"], together["transports"]) == (
         ["gloo: TCP over eth0 (10.244.0.1)"], ["gloo: TCP over lo (127.0.0.1)"],
     )  # fmt: skip
-    assert "gloo: TCP over eth0 (10.244.0.1)" in routed["transports"]
+    assert any(one.startswith("gloo: TCP over eth0 (10.244.0.") for one in routed["transports"])
+    assert not proof_of(record_of(routed), "net1")[0]
     assert min(together["step_seconds"][2:]) < min(apart["step_seconds"][2:])
     assert together["communication"]["exposed_share"] < apart["communication"]["exposed_share"]
     assert together["loss"] == pytest.approx(apart["loss"], rel=1e-5)
@@ -231,7 +232,7 @@ def test_nothing_is_left_however_it_ends(tmp_path, number):
         children = verb.children(recursive=True)
         assert len(held) == 2
         verb.send_signal(number)
-        verb.wait(60)
+        verb.wait(20)  # also while it imports torch
         assert not psutil.wait_procs(children, timeout=120)[1]
     finally:
         if verb.is_running():

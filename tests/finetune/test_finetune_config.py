@@ -88,7 +88,7 @@ def test_overrides_win_and_reach_into_mappings(tmp_path):
 
 @each_row(("text", "overrides", "words"), SETTINGS["files"])
 def test_a_file_or_an_override_that_is_no_mapping_is_refused(tmp_path, text, overrides, words):
-    """Lists, broken YAML, nothing at all, and a key that stands twice, of which the loader would take the last."""
+    """Lists, broken YAML, nothing at all, and a key that occurs twice, of which the loader would take the last."""
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2,\n "stage": 3}}')
     path = tmp_path / "job.yaml"
     path.write_text(text)

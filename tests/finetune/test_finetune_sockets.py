@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 INTERFACES = ({"10.0.0.1": ("net1",), "192.0.2.1": ("eth0",)}, {"10.0.0.2": ("net1",), "192.0.2.2": ("eth0",)})
 OVER_NET1 = (("10.0.0.1", 4001), ("10.0.0.2", 5001))
 OVER_ETH0 = (("192.0.2.1", 4002), ("192.0.2.2", 5002))
+ROUTED = (("10.0.0.1", 4001), ("192.0.2.2", 5003))
 TO_A_HUB = (("192.0.2.1", 4003), ("198.51.100.7", 443))
 
 
@@ -26,12 +27,16 @@ UNKNOWN = "gloo: unknown: no connection is seen from both of its ends, as behind
     [
         # another connection, to a hub say, is not the ranks'
         ((OVER_NET1, TO_A_HUB), (OVER_NET1[::-1],), INTERFACES[0], ["gloo: TCP over net1 (10.0.0.1)"]),
-        ((OVER_ETH0,), (OVER_ETH0[::-1],), {}, ["gloo: TCP over an unknown interface (192.0.2.1)"]),
+        # rank 0 accepts at net1's address what a route brings over eth0
+        ((ROUTED,), (ROUTED[::-1],), INTERFACES[0],
+         ["gloo: TCP over net1 (10.0.0.1)", "gloo: TCP over eth0 (192.0.2.2)"]),
+        ((OVER_ETH0,), (OVER_ETH0[::-1],), {},
+         ["gloo: TCP over an unknown interface (192.0.2.1)", "gloo: TCP over eth0 (192.0.2.2)"]),
         ((OVER_NET1,), ((OVER_NET1[1], ("172.16.5.9", 3)),), INTERFACES[0], [UNKNOWN]),  # translated
         ((), (), {}, [UNKNOWN]),
         ((OVER_NET1,), None, INTERFACES[0], []),  # a rank that is alone has no transport to know
     ],
-)
+)  # fmt: skip
 def test_connections_between_ranks_are_told_with_their_interface(first, second, interfaces, told):
     """Those of which two ranks hold the two ends."""
     others = [] if second is None else [GlooSeen(second, INTERFACES[1])]

@@ -139,7 +139,6 @@ def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_pat
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert record["exit_code"] == 0
-    assert [part["part"] for part in record["parts"]]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
