@@ -378,7 +378,7 @@ def run(
     pods = cluster_job.pods_of(client, job, api)
     if not state:
         waiting = "".join(f"; {text}" for pod in pods if (text := cluster_job.why_waiting(pod)))
-        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it goes on{waiting}"
+        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues{waiting}"
         return replace(bar, why=why)
     record = next((found for pod in pods if (found := cluster_job.record_left(pod))), None)
     if record is None:

@@ -197,7 +197,7 @@ class _Reader:
                 calls.setdefault(rank, {}).setdefault(group, Call(group=group, number=number, op=UNNAMED))
         twice = self._shared()
         for rank in sorted({*calls, *(rank for rank, _ in self.enqueued)})[:MOST]:
-            # a name that more than one group bears tells no group
+            # a name of more than one group does not identify a group
             rows = tuple(replace(call, group="") if call.group in twice else call
                          for call in calls.get(rank, {}).values())  # fmt: skip
             self.report.traces[rank] = RankTrace(
