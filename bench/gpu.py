@@ -225,7 +225,7 @@ class Tier:
             yield name, f"{_ending(record)}; {record.placements}; first and last loss {apart}"
 
     def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
-        """One short run through `launch`: forecast against measured, by quantity and by part."""
+        """One short run through `launch`: forecast against measured, by quantity."""
         flash = more.get("attn_implementation") == "flash_attention_2"
         for package, needed in (("flash_attn", flash), ("bitsandbytes", more.get("load_in_4bit"))):
             if needed and find_spec(package) is None:

@@ -313,21 +313,21 @@ def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool =
 
 
 def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> tuple[RunRecord | None, bool]:
-    """Return the record of this start as it ended, None if there is none; and whether its job could not end it.
+    """Return the record of this start with its end, None if there is no record, and whether this call added the end.
 
-    The file of a job that could not is replaced. One that reported its end has sent that to the agent.
+    If the job wrote the end itself, it has also sent the record to the agent.
     """
     record = of_start(path, began)
     if record is None or exit_code == 0 or record.status not in ("running", "complete"):
         return record, False
-    is_cut = record.status == "running"
+    is_ended = record.status == "running"  # by this call
     exit_code = exit_code if exit_code >= 0 else KILLED - exit_code
     record = replace(record, status=status, exit_code=exit_code, reason=reason)
-    if is_cut:
-        record.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    if is_ended:
+        record.ended_at = timestamp()
         with contextlib.suppress(OSError):  # a full disk may have ended the job
             save(path, record)
-    return record, is_cut
+    return record, is_ended
 
 
 def watched(folder: Path) -> str:
@@ -338,6 +338,11 @@ def watched(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return f"why: {line}"[:500] if state not in ("", "fine") else ""
+
+
+def timestamp() -> str:
+    """Return the current time in UTC as RFC 3339."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def save(path: Path, record: RunRecord) -> None:

@@ -136,7 +136,7 @@ def find_resume(config: JobConfig, state: str = STATE) -> Path | None:
         raise ConfigError(f"resume_from_checkpoint={wanted!r}: not a checkpoint (no {state})")
     if newest is not None and (path is None or path.resolve() != newest.resolve()):
         # Two runs in one folder would each resume from the other's newest checkpoint.
-        raise ConfigError(f"resume_from_checkpoint={wanted!r}: {newest} is newer; go on from it, or set output_dir")
+        raise ConfigError(f"resume_from_checkpoint={wanted!r}: {newest} is newer; resume from it, or set output_dir")
     return path
 
 

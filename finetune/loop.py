@@ -28,13 +28,13 @@ from transformers import get_scheduler
 from contracts.job_config import EndedError, JobConfig
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from contracts.run_record import EvalLoss, RunModel
+from contracts.run_record import RESUMABLE, EvalLoss, RunModel
 from finetune import checkpoint, data, model, parallel, verify, weights
 from finetune import recorder as runs
 from finetune.profiler import Profiler
 from finetune.rows import load_tokenizer
 
-DIVERGED, RESUMABLE = 65, 75  # EX_DATAERR, EX_TEMPFAIL
+DIVERGED = 65  # EX_DATAERR
 
 
 class DivergedError(EndedError):
@@ -120,7 +120,6 @@ class Trainer:
         del net
         self.named = self.engine.named_parameters()
         self.optimizer = build_optimizer(self.named.values(), config)
-        self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None
 
         self.plan = plan
         effective = verify.check(layout, verify.observe(self.engine), plan.environment)
@@ -207,7 +206,7 @@ class Trainer:
         reduced = torch.stack([loss, loss.new_tensor(float(self.stop_requested))])
         dist.all_reduce(reduced)
         mean, stop = reduced.tolist()
-        norm = clip_gradients(self.named.values(), self.config.max_grad_norm, self.pipeline)
+        norm = clip_gradients(self.named.values(), self.config.max_grad_norm, self.engine.pipeline)
         if not math.isfinite(mean) or not math.isfinite(norm):
             raise DivergedError(f"step {number + 1}: loss {mean}, gradient norm {norm}; the checkpoints remain")
         self.optimizer.step()

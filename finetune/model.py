@@ -56,7 +56,7 @@ def load_libraries(config: JobConfig) -> None:
 
 
 def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
-    """The causal language model without values: parameters on meta (`weights.fill`), with LoRA where asked."""
+    """The causal language model without values: parameters on meta (`weights.fill`), with LoRA if configured."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped, unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -159,7 +159,7 @@ def causal_lm(model: Any) -> Any:
 
 
 class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
-    """A run of layers with what stands before and after: the whole model, or one pipeline stage.
+    """Consecutive layers, with the embedding or the head at an end: the whole model, or one pipeline stage.
 
     Takes tokens (first chunk) or hidden states; gives hidden states, or (last chunk) the summed loss.
     """
@@ -215,7 +215,7 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         return cast(DTensor, summed).to_local() if isinstance(logits, DTensor) else summed
 
     def _fused_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The same with the logits of a part of the tokens at a time: vocabulary x tokens never stands in memory."""
+        """The same with the logits of a part of the tokens at a time: no tensor has vocabulary x tokens."""
         head = causal_lm(self.net).lm_head
         plain = type(head) is nn.Linear and head.bias is None and not isinstance(head.weight, DTensor)
         here = hidden.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, for tests

@@ -173,7 +173,7 @@ def _selection(kind: str) -> dict[str, Any]:
 def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Split projections over the mesh: q, k, v, gate, up by column, o and down by row, LoRA's factors alike.
 
-    Beside a column-split weight lora_B is split by column, beside a row-split one lora_A by row; the other factor
+    If a weight is split by column, its lora_B is too; if it is split by row, its lora_A is too; the other factor
     stays whole. Embedding and output head split the vocabulary where nothing wraps them; the loss is made of the
     head's parts (torch's loss_parallel), so that no rank has the logits of the whole vocabulary.
     """
@@ -228,13 +228,14 @@ class Engine:
     def __init__(
         self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, fill: Fill = keep_values
     ) -> None:
-        self.layout, self.device, self.mesh = layout, device, mesh
+        self.layout, self.device = layout, device
         self.adapters = hasattr(model, "get_base_model")
         why = refusals(layout, causal_lm(model).config, self.adapters)
         if why:
             raise ConfigError(f"layout {layout.family}: " + "; ".join(why))
         bounds = stage_bounds(layout, causal_lm(model).config.num_hidden_layers)
         at = mesh.get_local_rank("pp") if mesh is not None else 0
+        self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None
         self.numbers = range(at, len(bounds), layout.pp)  # interleaved: rank r holds stages r, r + pp, ...
         self.width = causal_lm(model).config.hidden_size, causal_lm(model).dtype
         self.chunks = cut(model, bounds, self.numbers, layout.fused_cross_entropy)
@@ -246,13 +247,11 @@ class Engine:
         self.shape: torch.Size | None = None  # of the micro-batches that the schedule is built for
 
     def _build_schedule(self, tokens: torch.Tensor | None = None) -> Any:
-        """The schedule, for micro-batches like this one.
+        """Return the schedule, for micro-batches of this shape.
 
-        Knowing what its stages pass on, torch does not run the model once more in the first step to find out.
+        torch then does not run the model once more in the first step to find the shapes between stages.
         """
-        assert self.mesh is not None  # noqa: S101  pp > 1 has ranks
-        group, total = self.mesh.get_group("pp"), self.layout.pp * self.layout.virtual_stages
-        stages, known = [], {}
+        stages, known, total = [], {}, self.layout.pp * self.layout.virtual_stages
         for number, chunk, module in zip(self.numbers, self.chunks, self.modules, strict=True):
             if tokens is not None:
                 loss = torch.empty(1, device="meta", requires_grad=True)
@@ -260,7 +259,7 @@ class Engine:
                     "input_args": tokens if chunk.first else self._passed(tokens),
                     "output_args": loss if chunk.last else self._passed(tokens),
                 }
-            stages.append(PipelineStage(module, number, total, self.device, group=group, **known))
+            stages.append(PipelineStage(module, number, total, self.device, group=self.pipeline, **known))
         options: Any = {
             "n_microbatches": self.layout.gradient_accumulation,
             "loss_fn": lambda out, _: out.sum() * self.scale,

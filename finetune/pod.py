@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,12 @@ from finetune import post
 
 RESUMABLE = run_record.RESUMABLE
 UNAVAILABLE = 69  # EX_UNAVAILABLE: another pod did not come, or the restarts are used up
-TERMINATED = 128 + signal.SIGTERM  # this pod was deleted or its node drained: its replacement goes on
+TERMINATED = 128 + signal.SIGTERM  # this pod was deleted or its node drained: its replacement resumes the job
 ENDED_HERE = -1000  # in place of an exit code: ranks that this pod ended do not say why the job failed
 SEND_SECONDS = 5.0
 # A pod whose node is gone sends no FIN: the kernel closes a connection after 30 s without an answer (tcp(7)).
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 5, socket.TCP_USER_TIMEOUT: 30_000}
-LINGER_SECONDS = 5.0  # the others end after pod 0, whose log the job's controller then keeps
+LINGER_SECONDS = 5.0  # the other pods wait so long before they fail: a controller keeps the log of the first failure
 LOST_GRACE_SECONDS = 25.0  # for ranks whose peers are gone: most end by themselves and upload their record (20 s)
 NEWS_SECONDS = 30.0
 _POLL_SECONDS = 0.05
@@ -115,7 +116,7 @@ class Wire:
 
 
 class Ranks:
-    """One start of this pod's ranks: the benchmark where it is asked for, then torchrun; and what they print."""
+    """One start of this pod's ranks: with `--measure` the benchmark, then torchrun. Copies their output."""
 
     def __init__(self, settings: Settings, address: str, ports: Sequence[int], restarts: int | None = None) -> None:
         """Start them. They meet at the address of pod 0: for the benchmark at the first port, to train at the second.
@@ -240,8 +241,7 @@ class Pod:
 
     settings: Settings
     terminating: bool = False  # SIGTERM came
-    listener: socket.socket | None = None
-    arrived: list[Wire] = field(default_factory=list)  # of pod 0: connections that have not said which pod they are
+    arrived: list[Wire] = field(default_factory=list)  # of pod 0: connections that have not sent the index of a pod
     peers: dict[int, Wire] = field(default_factory=dict)  # of pod 0: those that wait for the next start
     restarts: int = 0
     waiting_for: str = ""
@@ -250,9 +250,14 @@ class Pod:
 
     def run(self) -> int:
         """Run the job until it is done or cannot go on. Return the pod's exit code."""
-        if self.settings.once:
+        settings, start = self.settings, self._follow
+        if settings.once:
             return self._run_once()
-        while (code := self._lead() if self.settings.index == 0 else self._follow()) == RESUMABLE:
+        if settings.index == 0:
+            self._end_record(RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
+            self.before = post.written_at(settings.output)
+            start = partial(self._lead, _listen(settings.meet[1]))
+        while (code := start()) == RESUMABLE:
             if self.terminating:
                 return TERMINATED
         return code
@@ -296,15 +301,11 @@ class Pod:
 
     # pod 0
 
-    def _lead(self) -> int:
+    def _lead(self, listener: socket.socket) -> int:
         """Make one start as pod 0: gather the pods, run the ranks, and send what follows. Return its code."""
         settings = self.settings
-        if self.listener is None:
-            self._end_record(RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
-            self.before = post.written_at(settings.output)
-            self.listener = _listen(settings.meet[1])
         for _ in self._wait():
-            self._admit()
+            self._admit(listener)
             for wire in self.peers.values():
                 wire.receive()
             self.peers = {index: wire for index, wire in self.peers.items() if not wire.closed}
@@ -319,7 +320,7 @@ class Pod:
         for wire in wires.values():
             wire.send(go=ports)
         with contextlib.closing(Ranks(settings, "127.0.0.1", ports, self.restarts)) as ranks:
-            codes, lost = self._watch(ranks, wires)
+            codes, lost = self._watch(listener, ranks, wires)
         code, why = self.judge(codes, lost)
         if code not in (0, RESUMABLE):
             why = f"not started: measured before the job: {why}" if ranks.is_measuring else why
@@ -333,11 +334,10 @@ class Pod:
         self._end_record(code, why, self.before)
         return code
 
-    def _admit(self) -> None:
-        """Admit the pods that connect; each sends first which one it is. One that comes anew replaces its lost self."""
-        assert self.listener is not None  # noqa: S101 - `_lead` has made it
+    def _admit(self, listener: socket.socket) -> None:
+        """Accept a connection, and admit pods that have sent their index. A pod's new connection replaces its old."""
         with contextlib.suppress(OSError):
-            self.arrived.append(Wire(self.listener.accept()[0]))
+            self.arrived.append(Wire(listener.accept()[0]))
         for wire in self.arrived:
             index = next((message.get("index") for message in wire.receive()), None)
             if isinstance(index, int) and 0 < index < self.settings.nodes:
@@ -345,23 +345,25 @@ class Pod:
                     self.peers[index].close()
                 self.peers[index] = wire
         waiting = [wire for wire in self.arrived if not wire.closed and wire not in self.peers.values()]
-        for wire in waiting[: -self.settings.nodes]:  # a pod sends its number at once: these are no pods
+        for wire in waiting[: -self.settings.nodes]:  # a pod sends its index immediately: these are no pods
             wire.close()
         self.arrived = waiting[-self.settings.nodes :]
 
-    def _watch(self, ranks: Ranks, wires: Mapping[int, Wire]) -> tuple[dict[int, int], set[int]]:
+    def _watch(
+        self, listener: socket.socket, ranks: Ranks, wires: Mapping[int, Wire]
+    ) -> tuple[dict[int, int], set[int]]:
         """Return the exit code of each pod once all have ended, and the pods that were lost before."""
         codes: dict[int, int] = {}
         lost: set[int] = set()
         is_troubled, until = False, math.inf  # when a pod that has not ended counts as lost: it may be stopped
         while len(codes) + len(lost) < self.settings.nodes:
             time.sleep(_POLL_SECONDS)
-            self._admit()
+            self._admit(listener)
             for index, wire in wires.items():
                 for message in wire.receive():
                     if isinstance(message.get("ended"), int):
                         codes[index] = message["ended"]
-                # one that has come anew is not the one that ran
+                # a pod that has connected again has lost its ranks
                 is_gone = wire.closed or index in self.peers or time.monotonic() > until
                 if is_gone and index not in codes and index not in lost:
                     self.settings.log(f"pod {index} of {self.settings.nodes} was lost")
@@ -487,9 +489,9 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settin
     parser.add_argument("--ranks", type=int, required=True, help="of each pod")
     parser.add_argument("--meet", required=True, metavar="HOST:PORT", help="where pod 0 listens")
     parser.add_argument("--restarts", type=int, help="times that an interrupted job starts again")
-    parser.add_argument("--wait", type=float, metavar="SECONDS", help="for the other pods")
-    parser.add_argument("--save", type=float, metavar="SECONDS", help="for it after SIGTERM")
-    parser.add_argument("--measure", action="store_true", help="measure before each start; a failure is the job's")
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="to wait for the other pods")
+    parser.add_argument("--save", type=float, metavar="SECONDS", help="to save after SIGTERM")
+    parser.add_argument("--measure", action="store_true", help="measure before each start; a failure ends the job")
     parser.add_argument("--once", action="store_true", help="start the ranks once: an operator restarts the pods")
     parser.add_argument("words", nargs="+", metavar="torchrun ...")
     options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import urllib3
 
 from contracts import bounded, plain, run_record
-from contracts.run_record import MOST_RECORD_BYTES, dumps
 
 if TYPE_CHECKING:
     from finetune.recorder import Recorder
@@ -47,7 +46,7 @@ def upload_run_record(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> 
     """Send the finished record where an agent is configured. Return within `seconds`; raise nothing."""
     if not recorder.writes:
         return
-    if text := send(dumps(recorder.record).encode(), seconds):
+    if text := send(run_record.dumps(recorder.record).encode(), seconds):
         log.warning("the agent does not have this run's record: %s", text)
         recorder.note(f"TOPOFLIGHT_AGENT: the agent does not have this record: {text}")
         with contextlib.suppress(OSError):
@@ -70,7 +69,7 @@ def send(body: bytes, seconds: float) -> str:
 def main(path: str) -> int:
     """Send the record in this file. Return 1, with a line on stderr, where the agent does not have it afterwards."""
     try:
-        why = send(bounded.read(path, MOST_RECORD_BYTES), ONE_SECONDS)  # the launcher may be about to be ended too
+        why = send(bounded.read(path, run_record.MOST_RECORD_BYTES), ONE_SECONDS)  # the launcher may be ended soon
     except (OSError, ValueError) as error:
         why = str(error)
     if why:

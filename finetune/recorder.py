@@ -1,6 +1,6 @@
 """Records the run: what was requested, what ran, what the forecast said; `<output_dir>/run.json`.
 
-Surface: a `contracts.run_record.RunRecord`, replaced as a whole at every write; `metrics.jsonl` beside it, one line per
+Surface: a `contracts.run_record.RunRecord`, replaced as a whole at every write; `metrics.jsonl`, one line per
 logged step; tensorboard where requested.
 """
 
@@ -13,7 +13,6 @@ import os
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from contracts import job_plan, run_record
 from contracts.job_config import EndedError
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from contracts.run_record import Loss, Measured, RunLayout, RunRecord
+from contracts.run_record import Loss, Measured, RunLayout, RunRecord, timestamp
 from hardware.gpus import gpu_named
 from hardware.units import GIB
 
@@ -70,7 +69,7 @@ def highest_rss_bytes() -> int:
 
 
 def forget_highest_rss() -> None:
-    """Give freed memory back and begin anew: what is over must not count as a step's."""
+    """Return freed memory and reset the peak, so that memory of earlier work does not count for a step."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -85,7 +84,7 @@ def return_freed(threshold: int) -> None:
     peak is of what was allocated, not of what the allocator holds. New pages cost time, so few steps run so.
     """
     chosen = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-    if any(name in os.environ for name in chosen):  # somebody has decided
+    if any(name in os.environ for name in chosen):  # the user has decided
         return
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -130,7 +129,7 @@ class Recorder:
         self.tokens = 0
         self.profiled: set[int] = set()
         self.record = RunRecord(
-            status="running", started_at=_now(), host=os.uname().nodename,
+            status="running", started_at=timestamp(), host=os.uname().nodename,
             restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS") or 0), steps_done=0,
             plan=plan, layout=RunLayout(family=layout.family), notes=list(plan.notes),
         )  # fmt: skip
@@ -138,7 +137,7 @@ class Recorder:
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = (0, 0)  # peaks of the fullest ranks, once the ranks have exchanged theirs
-        self.started = False  # the model is there
+        self.started = False  # the model is loaded
         self._metrics: Any = None
         self._board: Any = None
 
@@ -151,7 +150,7 @@ class Recorder:
             draft.replace(self.folder / "plan.json")
 
     def open_logs(self, report_to: Iterable[str]) -> None:
-        """Start metrics.jsonl, and tensorboard where asked."""
+        """Start metrics.jsonl, and tensorboard if it is requested."""
         if not self.writes:
             return
         self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
@@ -161,12 +160,12 @@ class Recorder:
             self._board = SummaryWriter(str(self.folder / "runs"))
 
     def note(self, text: str) -> None:
-        """A remark for the reader of the record."""
+        """Add a remark for the reader of the record."""
         if text not in self.record.notes:
             self.record.notes.append(text)
 
     def step(self, seconds: float, loss: float, tokens: int, profiled: bool) -> None:
-        """One optimizer step, already over."""
+        """Record an optimizer step that has ended."""
         if profiled:
             self.profiled.add(len(self.seconds))
         if self.device.type != "cuda" and len(self.seconds) < MEMORY_STEPS:
@@ -182,14 +181,14 @@ class Recorder:
         self.tokens += tokens
 
     def watch_memory(self) -> None:
-        """The next steps' memory counts: what loading took is over."""
+        """Count memory from the next step on: loading has ended."""
         self.started = True
         if self.device.type != "cuda":
             return_freed(EXACT_BYTES)
             forget_highest_rss()
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        """One line of metrics."""
+        """Write one line of metrics."""
         if self._metrics is not None:
             self._metrics.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is not None:
@@ -198,14 +197,14 @@ class Recorder:
                     self._board.add_scalar(name, value, step)
 
     def counted_steps(self) -> list[float]:
-        """Seconds of the steps without warm-up, those that memory was measured of, and profiled ones."""
+        """Return the seconds of each step, without warm-up, steps whose memory was measured, and profiled steps."""
         first = WARM_UP if self.device.type == "cuda" else MEMORY_STEPS
         return [s for i, s in enumerate(self.seconds) if i >= first and i not in self.profiled]
 
     def peak_memory(self) -> tuple[int, int]:
-        """This rank's peak in bytes, of a GPU after the warm-up; and the part that tensors took, 0 on a CPU.
+        """Return this rank's peak in bytes, on a GPU after the warm-up, and the part that tensors took (0 on a CPU).
 
-        Of a GPU the first is what a forecast adds up to: what the allocator reserved, and what is taken outside of it.
+        On a GPU the peak has all that the forecast has: what the allocator reserved, and what is used outside of it.
         """
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
@@ -221,7 +220,7 @@ class Recorder:
         self.fullest = tuple(peaks.tolist())
 
     def exhausted(self, error: str) -> str:
-        """What there was when an allocation failed, what was forecast, and what to change."""
+        """Describe the memory when an allocation failed, its forecast, and what to change."""
         where = f"step {len(self.losses) + 1}" if self.started else "loading"
         due, forecast = self.record.forecast.memory_bytes, "no plan has a forecast of its memory"
         if due is not None:
@@ -238,7 +237,7 @@ class Recorder:
         return f"rank {rank}, {where}: {error.splitlines()[0][:200]}; {taken}; {forecast}. {LIGHTER}"
 
     def measured(self) -> Measured:
-        """The numbers that a forecast can be held against."""
+        """Return the measurements, with which a forecast is compared."""
         on_gpu, counted = self.device.type == "cuda", self.counted_steps()
         typical = statistics.median(counted or self.seconds) if self.seconds else None
         taken, allocated = map(max, self.peak_memory(), self.fullest)
@@ -269,9 +268,9 @@ class Recorder:
         run_record.save(self.folder / "run.json", record)
 
     def end(self, status: str, exit_code: int, reason: str | None = None) -> None:
-        """The last write."""
+        """Write the record for the last time, and print the comparison with the forecast."""
         record = self.record
-        record.status, record.exit_code, record.reason, record.ended_at = status, exit_code, reason, _now()
+        record.status, record.exit_code, record.reason, record.ended_at = status, exit_code, reason, timestamp()
         self.write()
         for one in record.comparison:  # for a reader of the log who has no access to run.json
             scale, unit = (1.0, "s") if one.unit == "s" else (GIB, "GiB")
@@ -292,7 +291,3 @@ def print_once(text: str) -> None:
     """Print a line on stderr, from rank 0 only."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)  # noqa: T201  progress for a person or a pod log
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

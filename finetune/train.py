@@ -23,8 +23,9 @@ import transformers
 
 from contracts import job_plan
 from contracts.job_config import ConfigError, EndedError
+from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
-from finetune.loop import RESUMABLE, Trainer
+from finetune.loop import Trainer
 from finetune.model import load_libraries
 from finetune.plan import settle_layout
 from finetune.recorder import MemoryRanOutError, Recorder, ran_out

@@ -39,11 +39,10 @@ class MismatchError(EndedError):
 def observe(engine: Engine) -> EffectiveLayout:
     """Return the effective layout of this rank."""
     layers = [layer for chunk in engine.chunks for layer in chunk.layers]
-    stages = engine.schedule
     return EffectiveLayout(
         **observe_modules(engine.modules, engine.named_parameters(), engine.device),
-        pp=dist.get_world_size(engine.mesh.get_group("pp")) if stages is not None and engine.mesh else 1,
-        schedule=type(stages).__name__ if stages is not None else None,
+        pp=dist.get_world_size(engine.pipeline) if engine.pipeline is not None else 1,
+        schedule=type(engine.schedule).__name__ if engine.schedule is not None else None,
         stage_layers=[len(chunk.layers) for chunk in engine.chunks],
         precision=_observe_precision(engine),
         checkpointed_layers=sum("forward" in vars(layer) for layer in layers),

@@ -140,8 +140,8 @@ def train(
     path = folder / "run.json"
     began = time.time()
     layout = plan.document.layout
-    record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
-                       layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
+    record = RunRecord(status="running", host=os.uname().nodename, started_at=run_record.timestamp(),
+                       plan=plan.document, layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
     run_record.save(path, record)
     for old in folder.glob(f"{REPORT}*"):
         old.unlink()
@@ -155,7 +155,7 @@ def train(
     if done.exit_code and (error := _first_error(reports, failed.rank if failed else None)) and not done.cut_short:
         done = replace(done, raised=error)
     record.reason = None if done.exit_code == 0 else done.ending
-    record.ended_at = _now()
+    record.ended_at = run_record.timestamp()
     log = plan.environment.get("NCCL_DEBUG_FILE")
     record.nccl = _channels(Path(log).parent if log else folder / "nccl", began)
     _add_reports(record, reports)
@@ -196,10 +196,6 @@ def _add_reports(record: RunRecord, left: Mapping[int, Mapping[str, Any]]) -> No
     )  # fmt: skip
     measured = f"the median between the ends of the optimizer's steps on the ranks, without the first {_WARM_UP}"
     record.notes.append(f"step time: {measured if counted else 'unknown: no optimizer of PyTorch ran two steps'}")
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _channels(where: Path, began: float) -> NcclChannels | None:

@@ -229,7 +229,7 @@ def connected(count):
 def watch(settings, wires, ranks):
     """What pod 0 makes of one start."""
     with pod._listen(0) as listener:
-        return pod.Pod(settings=settings, listener=listener)._watch(ranks, wires)
+        return pod.Pod(settings=settings)._watch(listener, ranks, wires)
 
 
 def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(tmp_path, monkeypatch):
@@ -265,16 +265,16 @@ def test_connections_that_name_no_pod_are_bounded():
     """A port scanner's, or what breaks the parser: pod 0 goes on."""
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=())
     with pod._listen(0) as listener:
-        leader = pod.Pod(settings=settings, listener=listener)
+        leader = pod.Pod(settings=settings)
         at = ("127.0.0.1", listener.getsockname()[1])
         silent = [socket.create_connection(at) for _ in range(9)]
         silent[-1].sendall(b"[" * 9000 + b"\n")
         for _ in range(30):
-            leader._admit()
+            leader._admit(listener)
         assert len(leader.arrived) <= settings.nodes
         with socket.create_connection(at) as real:
             real.sendall(b'{"index": 1}\n')
-            eventually(lambda: leader._admit() or 1 in leader.peers, "the pod is admitted", 30)
+            eventually(lambda: leader._admit(listener) or 1 in leader.peers, "the pod is admitted", 30)
     for one in (*silent, *leader.arrived, *leader.peers.values()):
         one.close()
 
