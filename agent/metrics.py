@@ -33,10 +33,10 @@ from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
 from topology.graph import UNKNOWN, NodeTopology, Pair
 
-KEPT_SIZES = 4  # the largest values of size_bytes; /measurements has the curves
-KEPT_RANKS = 8  # the latest stragglers
-KEPT_TRANSPORTS = 16
-KEPT_COLLECTIVES = 16  # kinds of collectives in a step
+MOST_SIZES = 4  # the largest values of size_bytes; /measurements has the curves
+MOST_RANKS = 8  # the latest stragglers
+MOST_TRANSPORTS = 16
+MOST_COLLECTIVES = 16  # kinds of collectives in a step
 
 TABLE = read_table(__file__, "metrics.toml")  # dashboards/generate.py reads what it says about labels
 OWN: tuple[Metric, ...] = tuple(Metric(**{**row, "labels": tuple(row.get("labels", ()))}) for row in TABLE["metrics"])
@@ -60,7 +60,7 @@ def exposition(view: View, accept: str, more: More = ()) -> tuple[bytes, str]:
 def tally_samples(tally: Mapping[tuple[str, ...], float]) -> More:
     """Return the families that a thread counts, by name and labels."""
     found: dict[str, Values] = {}
-    for (family, *labels), value in sorted(dict(tally).items()):  # a copy, because the thread goes on counting
+    for (family, *labels), value in sorted(dict(tally).items()):  # a copy, because the thread still counts
         found.setdefault(family, []).append((tuple(labels), value))
     return found.items()
 
@@ -141,7 +141,7 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
             began[check.code, check.status] = min(at, began.get((check.code, check.status), at))
     yield "finding_since_seconds", list(began.items())
     changed = {event.code: event.at_seconds for event in sorted(view.events, key=lambda e: e.at_seconds)
-               if event.code in PARTS and not event.finding}  # fmt: skip
+               if event.code in PARTS and not event.is_finding}  # fmt: skip
     yield "change_timestamp_seconds", [((part,), float(int(at))) for part, at in changed.items()]
     yield "checks", [((status,), float(statuses[status])) for status in STATUSES]
     words = ("pass", "warn", "unknown", "fail")
@@ -190,7 +190,7 @@ def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, 
 
 def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     verified = [m for m in result.measurements if m.verified]
-    sizes = sorted({m.bytes for m in verified})[-KEPT_SIZES:]
+    sizes = sorted({m.bytes for m in verified})[-MOST_SIZES:]
     # if several groups measured one size, the slowest counts, because a job waits for it
     slowest = {
         (m.op, str(m.bytes)): m
@@ -207,14 +207,14 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     least: Values = [(k, low) for k, m in slowest.items() if is_judged_result(m) and (low := least_of(m)) is not None]
     yield "bench_least_busbw_bytes_per_second", least
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
-    latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:KEPT_RANKS]
+    latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:MOST_RANKS]
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())
 
 
 def _evidence_values(found: Evidence) -> Iterator[tuple[str, Values]]:
     counts = (("send", found.send), ("receive", found.receive))
     yield "gdrdma_channels_ratio", [((name,), c.gdrdma / c.total) for name, c in counts if c.total]
-    common = sorted(found.transports.items(), key=lambda item: (-item[1], item[0]))[:KEPT_TRANSPORTS]
+    common = sorted(found.transports.items(), key=lambda item: (-item[1], item[0]))[:MOST_TRANSPORTS]
     yield "transport_channels", [((name,), float(count)) for name, count in common]
     names = (found.inter_node_transport or "none", found.intra_node_transport or "none", found.gdrdma)
     yield "transport_info", [(names, 1.0)]
@@ -253,7 +253,7 @@ def _run_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "run_within_forecast", [((line.quantity,), float(line.within is True)) for line in compared]
     losses = (("first", last.loss.first), ("last", last.loss.last))
     yield "run_loss", [((phase,), loss) for phase, loss in losses if loss is not None]
-    largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:KEPT_COLLECTIVES]
+    largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:MOST_COLLECTIVES]
     yield "run_communication_seconds", [((name[:64],), seconds) for name, seconds in largest]
 
 

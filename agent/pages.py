@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 
 from agent.base import units
 from agent.base.lines import GLYPHS
-from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, reasons, section
+from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, is_problem, reasons, section
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.terminal import measured
 from agent.terminal.advice import (
@@ -110,8 +110,8 @@ def environment() -> Environment:
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count, need=need_words,
         settings_as=render_settings,
     )  # fmt: skip
-    shared = (picture, grouped, reasons, codes_of, columns, glance, summary, parts_grid, results_grid,
-              as_it_is, when, device_of, layout_words, memory_words, speed_words)  # fmt: skip
+    shared = (picture, grouped, is_problem, reasons, codes_of, columns, glance, summary, parts_grid, results_grid,
+              as_it_is, device_of, layout_words, memory_words, speed_words)  # fmt: skip
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, layouts=_layouts, OPTIONS=OPTIONS,
@@ -239,7 +239,7 @@ def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -
     """Return every node, failed ones first. A node that stopped reporting is unknown, whatever its last verdict was."""
     mine: dict[str, list[Finding]] = defaultdict(list)
     for check in checks:
-        if check.status in ("fail", "warn") or (check.required and check.status == "unknown"):
+        if is_problem(check):
             mine[check.node].append(check)
     agents = {record.agent_version for record in records}
     made = (_row(record, mine[record.name], now, agents=len(agents) > 1) for record in records)

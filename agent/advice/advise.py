@@ -48,7 +48,7 @@ ENVIRONMENTS = nccl_env.FORMATS  # formats that do not need a layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 texts = read_texts(__file__, "texts.toml")
-_FAULTS_SAID = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
+_MOST_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
 
 
 def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
@@ -136,7 +136,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
         group for group in grouped(checks) if {check.code for check in group.checks if check.status == "fail"} - counted
     ]
     ends, left_out = "this fault ends the job", "the forecast does not count this fault"
-    rows = tuple(f"{ends if ENDS & set(group.codes) else left_out}: {_fault(group)}" for group in groups[:_FAULTS_SAID])
+    rows = tuple(f"{ends if ENDS & set(group.codes) else left_out}: {_fault(group)}" for group in groups[:_MOST_FAULTS])
     more = len(groups) - len(rows)
     rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
     return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
@@ -347,7 +347,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
     If the request has no budget, the run has one billion tokens. Raises RequestError.
     """
     model, train = model_of(request), request.train
-    assert model is not None  # noqa: S101 - asked before
+    assert model is not None  # noqa: S101 - the callers require one
     prices = prices_of(request.price, files=request.allow_files) if request.price else None
     named = [word for word in (request.machine or "").split(",") if word]
     names = named or list(prices if isinstance(prices, dict) else ())

@@ -197,8 +197,7 @@ def choose_trainer(
     if requested == "auto":
         trainer, why = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
     advice = _advise_for(request, config, overrides, trainer, found)
-    is_open = trainer == OURS and requested == "auto"
-    if advice.chosen is None and is_open:
+    if advice.chosen is None and trainer == OURS and requested == "auto":
         assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
         measured = request.changed(length_histogram=advice.train.length_histogram)
         other = _advise_for(measured, config, overrides, TRL, found)
@@ -225,8 +224,8 @@ def _advise_for(
     request = for_whole_run(with_rows(request, explicit), explicit)
     has_gpus = bool(request.machine) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
     if trainer == TRL and not has_gpus:
-        kept = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
-        request = request.changed(asked=tuple(kept))
+        others = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
+        request = request.changed(asked=tuple(others))
     return advise(request, found)
 
 

@@ -60,7 +60,7 @@ def last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        left_out(path, error)
+        log_unusable_file(path, error)
         return None, None
 
 
@@ -93,7 +93,7 @@ def read_runs(place: Path) -> tuple[RunRecord, ...]:
                 break
             found.append(read_record(path))
         except (OSError, RecordError) as error:
-            left_out(path, error)
+            log_unusable_file(path, error)
     return tuple(sorted(found, key=lambda record: record.started_at or "", reverse=True))
 
 
@@ -110,9 +110,9 @@ def sweep(place: Path) -> None:
                 path.unlink()
 
 
-def left_out(path: Path, error: Exception) -> None:
+def log_unusable_file(path: Path, error: Exception) -> None:
     """Log an unusable file once, because it is read again with every scan."""
-    message = f"{error}: left out" if str(path) in str(error) else f"{path} is left out: {error}"
+    message = f"{error}: ignored" if str(path) in str(error) else f"{path} is ignored: {error}"
     if message not in _logged:
         _logged.add(message)
         log.warning(message)
@@ -123,5 +123,5 @@ def _write(path: Path, value: dict[str, Any]) -> Path | None:
         path.parent.mkdir(exist_ok=True)
         return write_atomic(path, json.dumps(value, indent=1) + "\n")
     except OSError as error:  # the run itself succeeded, and its own output has the result
-        log.warning("%s was not kept: %s", path, error)
+        log.warning("%s was not stored: %s", path, error)
         return None

@@ -92,6 +92,11 @@ class Group:
         return len({check.message for check in self.checks}) == 1
 
 
+def is_problem(found: Finding | Group) -> bool:
+    """Return whether it needs attention: a failure, a warning, or a required check that could not run."""
+    return found.status in ("fail", "warn") or (found.required and found.status == "unknown")
+
+
 def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
     """Group findings with the same code, status and remedy (ignoring the GPU number), worst first; also pass and info.
 

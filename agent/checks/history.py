@@ -53,7 +53,7 @@ class Event:
     subject: str = ""
 
     @property
-    def finding(self) -> bool:
+    def is_finding(self) -> bool:
         """Return whether it reports a finding."""
         return self.kind in ("raised", "cleared")
 
@@ -88,7 +88,7 @@ class History:
         now = snapshot.taken_at_seconds
         settling = self._settling(snapshot, now)
         self._changes(view, now, settling=settling)
-        checks = tuple(self._holding(view.checks, now, settling=settling))
+        checks = tuple(self._raised(view.checks, now, settling=settling))
         self._events = self._events[-MOST_EVENTS:]
         return replace(
             view, checks=checks, verdict=judge(checks), events=tuple(self._events),
@@ -139,7 +139,7 @@ class History:
                 self._add_event(now, kind, difference.message, "" if answers and part == "hardware" else part)
         self._traits = held
 
-    def _holding(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
+    def _raised(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
         """Return the findings that are raised; a new finding is unknown until it persists."""
         found: dict[Key, tuple[Finding, ...]] = {}
         for check in checks:
@@ -214,7 +214,7 @@ def changed(view: View, most: int = 24) -> list[str]:
               for (code, subject), at in view.since.items()]  # fmt: skip
     events = []
     for event in sorted(view.events, key=lambda event: -event.at_seconds)[:most]:
-        about = f"{event.kind} {_about(event.code, event.subject)}: " if event.finding else ""
+        about = f"{event.kind} {_about(event.code, event.subject)}: " if event.is_finding else ""
         events.append(f"{clock(event.at_seconds)}  {about}{event.text}")
     return [*raised, *events]
 

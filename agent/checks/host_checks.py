@@ -27,8 +27,6 @@ from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci import probe as pci_probe
 from probes.pci.facts import PciFacts, amd_gpus
-from probes.pci.probe import bare_metal_gpus
-from probes.pci.probe import gpus as gpus_on_bus
 from probes.rdma.facts import OTHER, RAIL, RdmaDevice, RdmaFacts
 from probes.registry import ALL, SCAN_CODES, failures, findings_of
 from topology import check as topology_check
@@ -222,7 +220,7 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     of_topology = topology_check.check(
         node,
         gdr_level=host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None,
-        gpus_on_bus=bare_metal_gpus(pci) if pci else None,
+        gpus_on_bus=pci_probe.bare_metal_gpus(pci) if pci else None,
         in_container=pci is None or pci.container is not None,
     )
     judged = with_passes(snapshot.hostname, of_topology, topology_check.CODES)
@@ -241,7 +239,7 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
     has a NIC near it, a NIC that is nearest to no GPU therefore carries no collective.
     """
     pci = snapshot.facts(PciFacts)
-    on_bus = bool(gpus_on_bus(pci) or amd_gpus(pci)) if pci else not isinstance(snapshot.outcomes.get("pci"), Absent)
+    on_bus = bool(pci_probe.gpus(pci) or amd_gpus(pci)) if pci else not isinstance(snapshot.outcomes.get("pci"), Absent)
 
     def with_roles(facts: RdmaFacts) -> RdmaFacts:
         return replace(facts, devices=tuple(replace(d, role=_role(node, d, facts.devices)) for d in facts.devices))

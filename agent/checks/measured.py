@@ -60,7 +60,7 @@ def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[F
     judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
     if not judged:
         return [make_finding(f"{BUSBW} unknown", node, why=_why_not(result))]
-    return [_held(m, node, result, snapshots) for m in judged]
+    return [_compared_with_bars(m, node, result, snapshots) for m in judged]
 
 
 def least_of(m: Measurement) -> float | None:
@@ -91,7 +91,7 @@ def _why_not(result: BenchResult) -> str:
     return "no result of at least 64 MiB per rank; smaller sizes measure latency, not links"
 
 
-def _held(m: Measurement, node: str, result: BenchResult, snapshots: Sequence[Snapshot]) -> Finding:
+def _compared_with_bars(m: Measurement, node: str, result: BenchResult, snapshots: Sequence[Snapshot]) -> Finding:
     """Compare a measurement with its bars: the first is the expected value, "as it is" counts only active links."""
     value = m.busbw_bytes_per_second
     first = next((bar for bar in m.bars if bar.name != IS), None)

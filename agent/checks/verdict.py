@@ -88,16 +88,16 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     """
     checks = tuple(checks)
     results = {status: [check for check in checks if check.status == status] for status in ORDER}
-    each = _listed(checks)
+    listed = _listed(checks)
     prefix = f"{aside}; " if (aside := unjudged(checks)) else ""
 
     def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, why: str) -> Verdict:
         code = EXIT_INTERRUPTED if stopped == "SIGINT" else exit_code
         counts: dict[str, int] = {status: len(found) for status, found in results.items()}
-        return Verdict(word=word, exit_code=code, why=why, counts=counts, listed=each)
+        return Verdict(word=word, exit_code=code, why=why, counts=counts, listed=listed)
 
     if results[Status.FAIL]:
-        why = units.tally({status: each[status] for status in (Status.FAIL, Status.WARN)})
+        why = units.tally({status: listed[status] for status in (Status.FAIL, Status.WARN)})
         return verdict("fail", EXIT_FAILED, why)
     if stopped:
         return verdict("unknown", EXIT_STOPPED, f"stopped by {stopped} before it was done")
@@ -111,10 +111,10 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
         return verdict("unknown", EXIT_UNKNOWN, why)
     if results[Status.WARN]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
-        return verdict("warn", code, prefix + units.count(each["warn"], "warning"))
+        return verdict("warn", code, prefix + units.count(listed["warn"], "warning"))
     if not results[Status.PASS] and not results[Status.INFO]:  # no check, no node, or only unknowns
         return verdict("unknown", EXIT_UNKNOWN, "nothing was measured")
-    left = f"; {units.count(each['unknown'], 'check')} could not run" if each["unknown"] else ""
+    left = f"; {units.count(listed['unknown'], 'check')} could not run" if listed["unknown"] else ""
     known = sum(check.message.startswith(IN_BASELINE) for check in results[Status.INFO])
     found = f"no new problems; {units.count(known, 'problem')} of the baseline remain" if known else "no problems found"
     return verdict("pass", EXIT_PASS, f"{prefix}{found}{left}")

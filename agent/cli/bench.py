@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
-from agent.base.options import command, require_writable, snapshots
+from agent.base.options import RequestError, command, require_writable, snapshots
 from agent.base.output import Progress, console, emit, print_text, render, save_document, write_result
 
 if TYPE_CHECKING:
@@ -277,7 +277,6 @@ def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.advise import advise, in_pods, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
-    from agent.base.options import RequestError
     from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks
     from planner.kubernetes.manifests import render as render_documents
@@ -358,7 +357,7 @@ def _verdict_on_networks(found: NetworkBars, *, verbose: bool) -> str:
     ran = sorted((bar for bar in found.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
     wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not available")]
     if wrong:
-        mark = "✗" if found.exit_code == 3 else "?"
+        mark = "✗" if found.exit_code == EXIT_FAILED else "?"
         return f"{mark} not every network was measured: {', '.join(wrong)} → see the reasons below"
     if len(ran) < 2:
         return f"? {len(ran)} network ran: nothing to compare → add another with --over"

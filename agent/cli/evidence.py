@@ -101,7 +101,7 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     rows.append(("end of the job", _OUTCOMES[found.outcome]))
     for number, run in enumerate(found.runs, 1):
         joined = f"between nodes {run.inter_node_transport or 'none seen'}, GPUDirect RDMA {run.gdrdma}"
-        rows.append((f"run {number}", (f"from {run.first.place}: {joined}, {_OUTCOMES[run.outcome]}")))
+        rows.append((f"run {number}", f"from {run.first.place}: {joined}, {_OUTCOMES[run.outcome]}"))
     if found.torn_lines:
         rows.append(("torn lines", f"{found.torn_lines}, counted as neither on nor off"))
     if verbose:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agent.jobs.launch import Launched
     from contracts.finding import Finding
     from contracts.job_plan import JobPlan
+    from contracts.layout import Layout
     from contracts.run_record import RunRecord
     from planner.advice import Recommendation
     from probes.api import Snapshot
@@ -81,9 +82,9 @@ def launch(
     elif options["api"] != "local":
         _launch_there(advice, found, shown, options)
     elif shown:
-        _print_here(advice, folder, shown, options)
+        _print_here(advice, advice.chosen.layout.world_size, folder, shown, options)
     else:
-        _launch_here(advice, found, folder, timeout, options)
+        _launch_here(advice, advice.chosen.layout, found, folder, timeout, options)
 
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
@@ -180,13 +181,12 @@ def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any])
         sys.exit(exit_code)
 
 
-def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[str, Any]) -> None:
+def _print_here(advice: Recommendation, ranks: int, folder: Path, form: str, options: dict[str, Any]) -> None:
     from agent.advice.job_settings import job_plan
     from agent.jobs import launch as launcher
 
-    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-    _print_plan(plan, launcher.command(folder / "plan.json", advice.chosen.layout.world_size), plan.notes, form)
+    _print_plan(plan, launcher.command(folder / "plan.json", ranks), plan.notes, form)
 
 
 def _print_plan(plan: JobPlan, words: Sequence[str], notes: Iterable[str], form: str) -> None:
@@ -267,14 +267,14 @@ def _launch_script(
 
 
 def _launch_here(
-    advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
-) -> None:
+    advice: Recommendation, layout: Layout, found: Sequence[Snapshot], folder: Path, timeout: float,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
     from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
     from agent.jobs import launch as launcher
     from agent.terminal import measured
     from planner.kubernetes.manifests import storage_rate
 
-    assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     bytes_per_second = storage_rate(options["storage_rate"])
     seconds = grace(advice, bytes_per_second)
     if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
@@ -282,7 +282,7 @@ def _launch_here(
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     record = _run_here(
         found, options, folder, {setting.name: setting.value for setting in advice.settings},
-        advice.chosen.layout.world_size, advice.chosen.layout.family,
+        layout.world_size, layout.family,
         lambda note: launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=note),
     )  # fmt: skip
     measured.run(console(), record)

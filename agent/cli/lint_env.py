@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
-from agent.base.options import InputError, command, parse_version, read_input
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
+from agent.base.options import InputError, command, parse_version, read_input, replayed
 from agent.base.output import console, print_text, render
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
@@ -38,7 +38,6 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         text = raw.decode("utf-8", errors="replace")
     machine = None
     if hosts:
-        from agent.base.options import replayed
         from planner.lint.machine import machine_of
         from topology.build import SOURCES
 
@@ -151,7 +150,7 @@ def _read_in_words(reading: Reading) -> str:
         return f"0 variables of NCCL or its plugins read from a {reading.form}: everything is at its default"
     places = list(dict.fromkeys(each.place for each in reading.environments))
     elsewhere = {name: raw for each in reading.environments for name, raw in each.unresolved.items() if name in found}
-    parts = [f"{len(found)} variable{'s' if len(found) > 1 else ''} read, form: {reading.form}"]
+    parts = [f"{units.count(len(found), 'variable')} read, form: {reading.form}"]
     if len(places) > 1:
         parts.append(f"{len(places)} places: {', '.join(places)}")
     if more := len(reading.environments) - len(places):

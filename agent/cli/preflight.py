@@ -35,17 +35,17 @@ def preflight(
     from agent.jobs.preflight import run, write_folder
     from contracts import question
 
-    folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
-    if options["train"]:
-        require_writable("--report", folder or Path("reports"), folder=True)
+    folder: Path | None = options.pop("folder")
+    if folder is None and options["train"]:
+        folder = Path("reports")
+        require_writable("--report", folder, folder=True)
     where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
     if where["nodes"] or where["selector"]:
         report = _of_cluster(where, options)
     else:
-        asked = {name: options[name] for name in question.fields() if name in options}
-        request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
-        place = folder or Path("reports")
-        report = run({**options, "request": request, "output": place}, Progress(quiet=quiet))
+        fields = {name: options[name] for name in question.fields() if name in options}
+        request = Request.of(hosts=options["hosts"], root=options["root"], **fields)
+        report = run({**options, "request": request, "output": folder}, Progress(quiet=quiet))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def recommend(**options: object) -> None:
     """Ask the planner and print the answer in the requested format."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
-    from agent.advice.request import Request
+    from agent.advice.request import Request, dataset_settings, with_rows
     from planner.forecast.models import KNOWN
     from probes.registry import ALL
 
@@ -45,8 +45,6 @@ def recommend(**options: object) -> None:
     config = options.pop("config")
     request = Request.of(**options)
     if options["dataset"]:
-        from agent.advice.request import dataset_settings, with_rows
-
         settings = dataset_settings(str(options["dataset"]), request.tokenizer, request.model)
         request = with_rows(request, settings)
     if options["sweep"] or options["compare"]:
@@ -147,7 +145,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from probes.registry import ALL
 
     model = model_of(request)
-    assert model is not None  # noqa: S101 - `_what_if` has refused otherwise
+    assert model is not None  # noqa: S101 - --compare requires --model
     found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
     try:
         cluster = cluster_of(request, found, request.ranks_per_node)

@@ -130,8 +130,8 @@ class Tokens:
             return made.get("status") or {}
 
         try:
-            asked = {"token": token, "audiences": [self._audience]}
-            reviewed = status_of("authentication.k8s.io", "TokenReview", asked)
+            spec = {"token": token, "audiences": [self._audience]}
+            reviewed = status_of("authentication.k8s.io", "TokenReview", spec)
             # a server without audience support returns none: the token is then not proven to be for this agent
             if reviewed.get("authenticated") is not True or self._audience not in (reviewed.get("audiences") or ()):
                 return self._refused()

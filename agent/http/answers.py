@@ -55,7 +55,7 @@ class Problem(BaseModel):
     status: int
     detail: str
     instance: str
-    grant: str = Field(default="", description="How to be let in.")
+    grant: str = Field(default="", description="How to get access.")
     allowed: list[str] = []
     errors: list[dict[str, Any]] = []
 

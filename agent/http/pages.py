@@ -13,7 +13,6 @@ from markupsafe import Markup
 
 from agent.advice.advise import EXPORTS, FORM
 from agent.base import units, version
-from agent.base.units import clock
 from agent.checks import history
 from agent.checks.findings import Group, grouped, point
 from agent.checks.measured import CLUSTER_CODES
@@ -108,8 +107,8 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
 
 def cluster_address(search: str = "", page: int = 1) -> str:
     """Return the address of the cluster's page for a search and a page of its table."""
-    asked = {name: value for name, value in (("search", search), ("page", page)) if value not in ("", 1)}
-    return "cluster" + (f"?{urlencode(asked)}" if asked else "")
+    query = {name: value for name, value in (("search", search), ("page", page)) if value not in ("", 1)}
+    return "cluster" + (f"?{urlencode(query)}" if query else "")
 
 
 def console(fleet: Fleet, now: float, search: str = "", page: int = 1) -> SimpleNamespace:
@@ -136,7 +135,7 @@ def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterato
     for group in grouped([check for check in checks if check.status in ("fail", "warn") or check.required]):
         times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
         first = min(filter(None, times), default=0.0)
-        yield group, clock(first) if first else ""
+        yield group, units.clock(first) if first else ""
 
 
 def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:

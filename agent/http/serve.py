@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import EXIT_INTERRUPTED
-from agent.base.options import command
+from agent.base.options import command, snapshots
 from agent.base.output import print_text
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ SWITCH_SECONDS = 0.001  # longest time a request waits for a scan or question th
 @command("serve")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
     """Scan and listen until a signal arrives."""
-    from agent.base.options import snapshots
     from agent.checks.history import History
     from agent.http.state import State
     from probes.hostinfo.probe import ROLE
@@ -55,11 +54,10 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         expected=lambda: _expected(options),
         history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
-    if port := place.getsockname()[1]:
-        end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
-        print_text(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
+    page, end = _url(address, place.getsockname()[1]), "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
+    print_text(f"page: {page}  metrics: {page}metrics{end}", err=True)
     try:
-        listen(application(state, options, client), address, port, place)
+        listen(application(state, options, client), place)
     finally:
         if scanner:
             scanner.close()
@@ -86,21 +84,21 @@ def bind(address: str, port: int) -> socket.socket:
         listening = socket.create_server(place[:2], family=family)
     except OSError as error:
         raise click.ClickException(f"--address {address} --port {port}: {error.strerror or error}") from None
-    # Connections inherit it. asyncio sets it only if the socket names its protocol. Without it each response on a kept
+    # Connections inherit it. asyncio sets it only if the socket names its protocol. Without it each later response on a
     # connection takes 40 ms more (Nagle's algorithm and the client's delayed acknowledgement).
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
-def listen(app: Any, address: str, port: int, place: socket.socket | None = None) -> None:
-    """Serve until a signal arrives, on the socket `place` if it is already bound."""
+def listen(app: Any, place: socket.socket) -> None:
+    """Serve on the socket until a signal arrives."""
     import uvicorn
 
     from agent.http.access import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
 
     sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
-        app, host=address, port=port,
+        app,
         # uvicorn logs a warning for each request that is not HTTP: without -v only errors are logged
         log_level=logging.ERROR if logging.getLogger().level >= logging.WARNING else logging.getLogger().level,
         access_log=False, ws="none", http=LimitedProtocol, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
@@ -117,13 +115,12 @@ def listen(app: Any, address: str, port: int, place: socket.socket | None = None
 
     server = Server(config)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    server.run(sockets=[place or bind(address, port)])  # raises KeyboardInterrupt after Ctrl-C, when all is closed
+    server.run(sockets=[place])  # raises KeyboardInterrupt after Ctrl-C, when all is closed
     if not server.started:  # uvicorn has logged the reason
         raise click.ClickException("the HTTP agent did not start")
 
 
 def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
-    from agent.base.options import snapshots
     from agent.checks.expect import expectation
     from probes.registry import ALL
 

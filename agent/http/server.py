@@ -196,16 +196,16 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
         return await rendered.render(view, ("/", trouble), drawn)
 
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
-    async def cluster_page(request: Request, asked: Annotated[ClusterPage, Query()]) -> Response:
+    async def cluster_page(request: Request, query: Annotated[ClusterPage, Query()]) -> Response:
         """Every node that publishes: faults, the table, and which nodes are odd."""
-        given = {"source": source, "interval": state.interval_seconds, **asked.model_dump()}
+        given = {"source": source, "interval": state.interval_seconds, **query.model_dump()}
         return respond(await worker.ask(request, "cluster_page", view=state.current(), **given))
 
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
-    async def what_if(request: Request, asked: Annotated[WhatIf, Query()]) -> Response:
+    async def what_if(request: Request, query: Annotated[WhatIf, Query()]) -> Response:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
         return await rendered.ask_worker(
-            request, worker, state.current(), "what_if", fields=tuple(asked.model_dump().items())
+            request, worker, state.current(), "what_if", fields=tuple(query.model_dump().items())
         )
 
 
@@ -250,7 +250,7 @@ def _runs(app: FastAPI, state: State) -> None:
               responses={200: {"model": StoreAnswer, "description": "Stored before."}, **problems(409, 413, 507)},
     )  # fmt: skip
     async def post_run(request: Request) -> JSONResponse:
-        """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
+        """Store the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
         who = request.state.user
         try:
             body = await request.body()
@@ -273,36 +273,36 @@ def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: 
 
     @app.get("/recommendations", tags=["advice"], response_model=Recommendation,
              responses={**problems(500), **texts("text/plain")})  # fmt: skip
-    async def recommendations(request: Request, asked: Annotated[Recommendations, Query()]) -> Response:
+    async def recommendations(request: Request, query: Annotated[Recommendations, Query()]) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
         view, allowed = state.current(), ["json", *advise.EXPORTS]
-        if asked.form not in allowed:
-            raise ProblemError(400, f"format={asked.form}: must be one of {', '.join(allowed)}", allowed=allowed)
-        options = tuple((name, getattr(asked, name)) for name in question.fields())
-        return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=asked.form)
+        if query.form not in allowed:
+            raise ProblemError(400, f"format={query.form}: must be one of {', '.join(allowed)}", allowed=allowed)
+        options = tuple((name, getattr(query, name)) for name in question.fields())
+        return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 
 
 def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
-    def judged(checks: Iterable[Finding], asked: GateOptions) -> Gate:
+    def judged(checks: Iterable[Finding], options: GateOptions) -> Gate:
         """Return the gate's result for these checks. Raises ProblemError 400 for a check that does not exist."""
         try:
-            found = select(checks, require=asked.require, skip=asked.skip, known=ALL_CODES)
+            found = select(checks, require=options.require, skip=options.skip, known=ALL_CODES)
         except GateError as error:
             raise ProblemError(400, str(error)) from None
-        return Gate(verdict=judge(found, fail_on=asked.fail_on), checks=worst_first(found))
+        return Gate(verdict=judge(found, fail_on=options.fail_on), checks=worst_first(found))
 
     @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problems())
-    async def preflight(asked: Annotated[GateOptions, Query()]) -> Response:
+    async def preflight(options: Annotated[GateOptions, Query()]) -> Response:
         """The gate over the last scan: verdict, exit code, checks. Makes no load."""
         view = state.current()
-        key = "/preflight", asked.model_dump_json()
-        return await rendered.render(view, key, lambda: document(judged(view.checks, asked)))
+        key = "/preflight", options.model_dump_json()
+        return await rendered.render(view, key, lambda: document(judged(view.checks, options)))
 
     @app.post("/preflight", tags=["gate"], response_model=Gate, dependencies=TOKEN,
               responses=problems(413))  # fmt: skip
     def preflight_now(request: Request, requested: Annotated[GateOptions | None, Body()] = None) -> Response:
         """The gate over a scan made now. Needs a token."""
         log.info("POST %s by %s", request.url.path, request.state.user)
-        asked = requested or GateOptions()
-        judged((), asked)  # reject invalid options before the scan
-        return respond(document(judged(state.refresh().checks, asked)))
+        options = requested or GateOptions()
+        judged((), options)  # reject invalid options before the scan
+        return respond(document(judged(state.refresh().checks, options)))

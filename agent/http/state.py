@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.base import result_store
-from agent.base.result_store import SEARCH_FILE
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, View, build_view
@@ -134,14 +133,14 @@ class State:
 
     def _last_search(self) -> SearchResult | None:
         """Return the latest search for bad nodes that this host planned; None if there is no readable one."""
-        if self.folder is None or not (path := self.folder / SEARCH_FILE).exists():
+        if self.folder is None or not (path := self.folder / result_store.SEARCH_FILE).exists():
             return None
         from collectives.search.plan import SearchResult
 
         try:
             return plain.read(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES)), SearchResult)
         except (OSError, ValueError) as error:
-            result_store.left_out(path, error)
+            result_store.log_unusable_file(path, error)
             return None
 
     def _runs(self) -> tuple[RunRecord, ...]:

@@ -23,8 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.base.output import document as plain
-from agent.base.output import render
+from agent.base import output
 from agent.checks.verdict import View
 from collectives.bench import processes
 from contracts.redaction import without_secrets
@@ -80,7 +79,8 @@ class _Job:
 
 def document(value: Any) -> Answer:
     """Return `value` as a JSON document without secrets."""
-    return Answer(body=render(without_secrets(plain(value)), "json").encode(), media_type="application/json")
+    text = json.dumps(without_secrets(output.document(value)), indent=1)
+    return Answer(body=f"{text}\n".encode(), media_type="application/json")
 
 
 def page_of(html: str, status: int = 200) -> Answer:

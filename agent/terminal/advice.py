@@ -181,7 +181,7 @@ def memory_words(ranked: RankedLayout) -> str:
 
 
 def batch_words(shape: Layout) -> str:
-    """ "64 sequences a step: 2 at once on each of 16 data-parallel ranks, 2 times before the optimizer runs"."""
+    """Describe the batch: "64 sequences a step: micro-batch 4 on 16 data-parallel ranks"."""
     times = shape.gradient_accumulation
     often = "" if times == 1 else f", {times} times before each optimizer step (gradient accumulation)"
     ranks = units.count(shape.data_parallel, "data-parallel rank")
@@ -213,7 +213,7 @@ _SAME = 1.01
 
 
 def slower(times: float) -> str:
-    """ "3.0 times slower", "12% slower", "no slower"."""
+    """Describe how much slower it is: "3.0 times slower", "12% slower", "no slower"."""
     if times < _SAME:
         return "no slower"
     return f"{times:.1f} times slower" if times >= 1.5 else f"{times - 1.0:.0%} slower"
@@ -227,10 +227,10 @@ def layout_title(shape: Layout) -> str:
 def layout_words(shape: Layout) -> str:
     """Return all settings of a layout but its family: "16 ranks, micro-batch 2 x 4, no recompute, bf16"."""
     recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
-    kept = shape.sharding == "zero3" and shape.dp_shard > 1 and not shape.reshard_after_forward
+    not_resharded = shape.sharding == "zero3" and shape.dp_shard > 1 and not shape.reshard_after_forward
     offloaded = {"optimizer": ", optimizer offloaded to the CPU", "all": ", weights and optimizer offloaded to the CPU"}
     batch = f"micro-batch {shape.micro_batch} x {shape.gradient_accumulation}"
-    how = f"{'no reshard, ' * kept}{recompute}, {shape.precision}{offloaded.get(shape.offload, '')}"
+    how = f"{'no reshard, ' * not_resharded}{recompute}, {shape.precision}{offloaded.get(shape.offload, '')}"
     return f"{shape.world_size} ranks, {batch}, {how}"
 
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # loaded with checks; a topology read from a file has only fi
 
 def findings(out: Console, checks: Iterable[Finding], *, everything: bool = False) -> None:
     """Print findings worst first, equal ones of several subjects once; unknown checks by name, passes as a count."""
-    from agent.checks.findings import codes_of, grouped
+    from agent.checks.findings import codes_of, grouped, is_problem
 
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
     groups = grouped(checks)
     named = len({check.node for check in checks if check.node}) > 1
     for group in groups:
-        if everything or group.status in ("fail", "warn", "info") or (group.required and group.status == "unknown"):
+        if everything or group.status == "info" or is_problem(group):
             finding(out, group, named=named)
         else:
             quiet[group.status].append(group)

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import headline, mark, pairs, point, table
-from agent.checks.findings import ORDER, Group, codes_of, grouped
+from agent.checks.findings import ORDER, Group, codes_of, grouped, is_problem
 from agent.checks.verdict import Verdict, View
 from agent.terminal.findings import finding, findings
 from agent.terminal.topology import links
@@ -137,8 +137,8 @@ def by_weight(checks: Iterable[Finding]) -> list[Group]:
 def _where(group: Group, at: str) -> str:
     several = len(group.nodes) > 1
     place = group.places if several or len(group.subjects) != 1 else group.place
-    node = "" if at or several or not group.nodes else f" of {group.nodes[0]}"
-    return (place + node) if place else f"on{node[3:]}" if node else ""
+    node = "" if at or several or not group.nodes else group.nodes[0]
+    return f"{place} of {node}" if place and node else place or (node and f"on {node}")
 
 
 def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
@@ -146,8 +146,7 @@ def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence
 
     A node with a failure, a warning or a required check that could not run is not among them.
     """
-    wrong = [c for c in checks if c.status in ("fail", "warn") or (c.required and c.status == "unknown")]
-    bad = {name for check in wrong for name in check.node.split(", ")}
+    bad = {name for check in filter(is_problem, checks) for name in check.node.split(", ")}
     kinds: dict[str, list[str]] = {}
     for name, words in found:
         if name not in bad:
@@ -164,7 +163,7 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
     checks = [check for group in groups for check in group.checks]
     named = len({check.node for check in checks if check.node}) > 1
     for group in groups:
-        if group.status in ("fail", "warn") or (group.required and group.status == "unknown"):
+        if is_problem(group):
             finding(out, group, named=named, brief=True, names=list_names)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []

@@ -10,7 +10,6 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import headline, pairs, point
-from agent.base.units import expected_rate
 from contracts.finding import Finding
 from topology.check import departures
 from topology.graph import UNKNOWN, NodeTopology, Pairs
@@ -36,7 +35,7 @@ def node(out: Console, topology: NodeTopology) -> None:
     nearest_nics(out, topology)
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope in ("island", "node"):
-            out.print(f"expected all_gather within {expected.scope}: {expected_rate(expected)} bus bandwidth")
+            out.print(f"expected all_gather within {expected.scope}: {units.expected_rate(expected)} bus bandwidth")
     for warning in topology.warnings:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
 
@@ -44,11 +43,10 @@ def node(out: Console, topology: NodeTopology) -> None:
 def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
     """Print the verdict on a node's links and a summary in a few rows; `-v` prints the matrix."""
     bad = [*departures(topology), *(f.code for f in found if f.status in ("fail", "warn"))]
-    open_ = bool(topology.lacking) or any(f.status == "unknown" for f in found)
-    worst = "fail" if any(f.status == "fail" for f in found) else "warn" if bad else "unknown"
-    worst = worst if bad or open_ else "pass"
+    is_open = topology.lacking or any(f.status == "unknown" for f in found)
+    word = "fail" if any(f.status == "fail" for f in found) else "warn" if bad else "unknown" if is_open else "pass"
+    todo = "Nothing to do." if word == "pass" else "See below."
     judged = topology.gpus or topology.nics
-    word, todo = worst, "See below." if bad or open_ else "Nothing to do."
     if not judged:
         word, todo = "unknown", "Run this on a node with GPUs."
     what = topology.sku or ("not in the reference table" if judged else "no GPU and no RDMA device was read")

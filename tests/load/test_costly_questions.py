@@ -60,7 +60,7 @@ async def endless(request: Request, number: int = 0):
 @app.get("/wrong")
 async def wrong(request: Request):
     return answers.respond(await shared.ask(request, "wrong", view=view.view))
-serve.listen(app, "127.0.0.1", int(sys.argv[1]))
+serve.listen(app, serve.bind("127.0.0.1", int(sys.argv[1])))
 """
 CHEAP = "/recommendations?model=Llama-3.1-8B&nodes={}"
 
