@@ -107,7 +107,7 @@ def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
 def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> Any:
     """A rank in each namespace. Returns the rig.
 
-    Their processes have numbers of their own, as on real hosts: the process table of this one tells nothing of them.
+    Their processes have numbers of their own, as on real hosts: the process table of this one does not show them.
     """
     from rigs import netns
 
@@ -153,8 +153,7 @@ def run_fault(fault: Fault) -> Result:
             if fault.act:
                 time.sleep(2)
                 make_fault(fault, folder, rig)
-            began = time.monotonic()
-            result = _diagnose(fault, folder, began)
+            result = _diagnose(fault, folder)
             if (happened := folder / "happened").exists():
                 result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
         return result
@@ -176,7 +175,8 @@ def _wait_for_ranks(fault: Fault, folder: Path) -> None:
         time.sleep(0.5)
 
 
-def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
+def _diagnose(fault: Fault, folder: Path) -> Result:
+    began = time.monotonic()
     verdict, requested_at, limit = Verdict(state="fine", line=""), 0.0, fault.limit
     limit += float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code)
     while (now := time.monotonic()) - began < limit:
@@ -186,8 +186,8 @@ def _diagnose(fault: Fault, folder: Path, began: float) -> Result:
             ranks.request_dumps(folder)
             requested_at = now
         time.sleep(ASK_SECONDS)
-        log = (str(folder / "log"),) if not fault.hosts else tuple(map(str, sorted(folder.glob("log*"))))
-        sources = why.WhySources(run=folder, logs=log, limit=fault.patience)
+        logs = tuple(map(str, sorted(folder.glob("log*"))))
+        sources = why.WhySources(run=folder, logs=logs, limit=fault.patience)
         verdict = why.answer(sources)
         if verdict.state == "failed":
             time.sleep(ranks.SETTLED_SECONDS)

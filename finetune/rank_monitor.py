@@ -96,7 +96,7 @@ Frame = tuple[str, int, str]  # file, line, function
 
 
 def phase_of(stack: list[Frame]) -> str:
-    """What a stack does, innermost frame first. A library's frame tells more than a function's name."""
+    """What a stack does, innermost frame first. A library's frame shows more than a function's name."""
     places = [f"/{file}:{function}" for file, _, function in stack]
     if any(map(_JOIN.search, places)):
         return "join"
@@ -178,7 +178,7 @@ class RankMonitor(threading.Thread):
         """Remove, by rank 0, what an earlier start has left of ranks that have not written yet.
 
         All ranks have met. So a file that was there before this module was loaded is of an earlier start. The clock of
-        the file system decides, which a new file tells.
+        the file system decides, which the time of a new file shows.
         """
         if self.rank:
             return
@@ -237,7 +237,7 @@ class RankMonitor(threading.Thread):
         return state != "R" and in_library
 
     def _requested_at(self) -> float:
-        """When `topoflight why` has asked for a dump for the last time."""
+        """Return the time at which `topoflight why` last requested a dump; 0 if it never did."""
         try:
             return (self.folder / ASK).stat().st_mtime
         except OSError:
@@ -317,7 +317,7 @@ class RankMonitor(threading.Thread):
 def prepare() -> None:
     """Before the process group: NCCL's recorder dumps on a timeout, and records how long each call takes on the GPU.
 
-    The times tell how long a rank waited for others. The number of calls is set unless the user has set it under either
+    The times show how long a rank waited for others. The number of calls is set unless the user has set it under either
     of its names; the second is that of PyTorch before 2.9.
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
@@ -344,7 +344,7 @@ def starting(function: Any, folder: Path) -> Any:
     @functools.wraps(function)
     def init_process_group(*arguments: Any, **options: Any) -> Any:
         nonlocal monitor
-        with contextlib.suppress(Exception):  # whatever it is, the job goes on
+        with contextlib.suppress(Exception):  # after any error the job continues
             known = inspect.signature(function).bind(*arguments, **options).arguments
             rank, world = (int(os.environ[name.upper()] if known.get(name, -1) < 0 else known[name])
                            for name in ("rank", "world_size"))  # fmt: skip
@@ -364,7 +364,7 @@ def starting(function: Any, folder: Path) -> Any:
 
 
 def launching(function: Any, folder: Path) -> Any:
-    """torchrun's launch_agent: until its ranks start, the file of this node tells which rendezvous it asks.
+    """torchrun's launch_agent: until its ranks start, the file of this node names the rendezvous that it waits at.
 
     At the end torchrun of a job on one node writes which rank failed first, as its log may be lost.
     """
@@ -430,7 +430,7 @@ def _stack(frame: FrameType | None) -> list[Frame]:
 def _work_of_threads() -> str:
     """The long work of another thread, for which the main thread may wait: "server" or "save"; else empty.
 
-    Daemon threads serve something in the background, as a logger or a page of metrics does, and nobody waits for them.
+    Daemon threads serve something in the background, such as a logger or a metrics page. No thread waits for them.
     """
     work = {thread.ident for thread in threading.enumerate() if not thread.daemon}
     stacks = [_stack(one) for ident, one in sys._current_frames().items() if ident in work]
@@ -438,7 +438,7 @@ def _work_of_threads() -> str:
     return next((phase for phase in ("server", "save") if phase in phases), "")
 
 
-def _shown(frame: tuple[str, int, str]) -> str:
+def _shown(frame: Frame) -> str:
     file, line, name = frame
     return f"{file.rpartition('/')[2]}:{line} {name}"
 
@@ -467,7 +467,7 @@ def _recorder() -> tuple[Callable[[], bytes], dict[str, Any]]:
 def _collectives() -> tuple[int, str | None]:
     """(collectives enqueued by this rank, over all groups; "started" or "called" where one is not over).
 
-    NCCL tells which have begun on the GPU, gloo (-1) only which have been called. None: no recorder.
+    NCCL reports which have begun on the GPU, gloo (-1) only which have been called. None: no recorder.
     """
     try:
         groups = _recorder()[1].values()
@@ -488,7 +488,7 @@ def _groups() -> dict[str, tuple[int, ...]]:
 
         world: Any = c10d._world
         return {name: tuple(sorted(world.pg_group_ranks[group])) for group, name in world.pg_names.items()}
-    except Exception:  # noqa: BLE001 - no public name tells it
+    except Exception:  # noqa: BLE001 - no public name has it
         return {}
 
 

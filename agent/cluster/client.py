@@ -251,7 +251,7 @@ class Client:
             raise ApiError(answer.status, f"{path}: the answer is larger than {BODY_LIMIT_BYTES} bytes")
         if not 200 <= answer.status < 300:
             raise _refusal(answer.status, raw, answer.headers)
-        if (value := _json_object(raw)) is None:
+        if (value := json_object(raw)) is None:
             raise ApiError(answer.status, f"{path}: the answer is no JSON object")
         for header in answer.headers.getlist("Warning"):
             for text in _WARNING.findall(header):
@@ -283,7 +283,8 @@ def path_of(group_version: str, resource: str, name: str = "", *, namespace: str
     return "/".join([root, *words])
 
 
-def _json_object(raw: bytes) -> Json | None:
+def json_object(raw: bytes | str) -> Json | None:
+    """Parse a JSON object; None for everything else."""
     try:
         value = json.loads(raw)
     except ValueError:
@@ -293,7 +294,7 @@ def _json_object(raw: bytes) -> Json | None:
 
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
-    found = _json_object(raw)
+    found = json_object(raw)
     text = f"HTTP {status}: {raw[:200].decode(errors='replace')}" if found is None else found.get("message")
     message = str(text or f"HTTP {status}")
     after = headers.get("Retry-After", "")

@@ -180,8 +180,9 @@ class Fleet:
         def read(item: Json) -> NodeRecord:
             about = item["metadata"]
             known = self._records.get(str(about["name"]))
-            is_same = known and "" != known.resource_version == about.get("resourceVersion")
-            return known if known and is_same else read_resource(item)
+            if known and known.resource_version and known.resource_version == about.get("resourceVersion"):
+                return known
+            return read_resource(item)
 
         self._set(map(read, items))
 
@@ -254,38 +255,36 @@ _SILENT, _VERDICT = CLUSTER_CODES
 
 def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
     """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
-    found = list(dict.fromkeys(names))
+    found = list(names)
     if selector is not None:
         labelled = client.items(path_of("v1", "nodes"), {"labelSelector": selector})
-        found = list(dict.fromkeys([*found, *(item["metadata"]["name"] for item in labelled)]))
+        found += (item["metadata"]["name"] for item in labelled)
         if not found:
             raise GateError(f"--selector {selector}: no node has these labels")
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 def fleet(client: Client) -> Fleet:
     """Read every record once. Raises ApiError."""
-    held = Fleet()
-    held.replace(client.items(path_of(API_VERSION, PLURAL)))
-    return held
+    return Fleet(map(read_resource, client.items(path_of(API_VERSION, PLURAL))))
 
 
 def checks_of(
-    names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
+    names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
 ) -> tuple[Finding, ...]:
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now
     checks: list[Finding] = []
     for name in names:
-        record = held.record(name)
+        record = records.record(name)
         if record is None or record.silent(now):
             checks.append(make_finding(_SILENT, name, why=_why_silent(record, now)))
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
         if expected:
-            node = held.topology(record)
-            found = [*settle(expected, found, name, (held.snapshot(record), node) if node else None)]
+            node = records.topology(record)
+            found = [*settle(expected, found, name, (records.snapshot(record), node) if node else None)]
         checks += found
     return tuple(checks)
 
@@ -310,8 +309,8 @@ def published(name: str, record: NodeRecord) -> list[Finding]:
                 required=found.get("severity") == "unknown")
         for found in record.findings
     ]  # fmt: skip
-    worst = "fail" if record.verdict == "fail" else "unknown" if record.verdict == "unknown" else ""
-    if worst and not any(check.status in (worst, "fail") for check in found):
+    worst = record.verdict
+    if worst in statuses and not any(check.status in (worst, "fail") for check in found):
         found.append(replace(
             make_finding(_VERDICT, name, statuses[worst], word=worst), required=worst == "unknown"
         ))  # fmt: skip

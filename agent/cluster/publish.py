@@ -224,8 +224,8 @@ class Publisher:
             self._stop.wait(pause)
 
     def _is_due(self, record: NodeRecord) -> bool:
-        unchanged = self._last is not None and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
-        return record != unchanged or time.monotonic() >= self._due
+        last = self._last and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
+        return record != last or time.monotonic() >= self._due
 
     def write(self, record: NodeRecord) -> None:
         """Write the object, its status and the labels once. Raises ApiError."""

@@ -7,7 +7,6 @@ a controller may not create a pod (Pod Security, quota, an SCC), only an event o
 from __future__ import annotations
 
 import contextlib
-import json
 import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import ApiError, Client, json_object, path_of
 from contracts.job_plan import JobPlan, dumps
 from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
@@ -304,20 +303,16 @@ def job_state(job: Document) -> str:
     return "failed" if "Failed" in true else "complete" if true & {"Complete", "Completed", "Succeeded"} else ""
 
 
-def _words_left(container: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _read_termination_message(container: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the termination message of a container, and its members if it is a fine-tune job's short record."""
     text = str(((container.get("state") or {}).get("terminated") or {}).get("message") or "")
-    try:
-        record = json.loads(text)
-    except ValueError:
-        record = None
-    return text, record if isinstance(record, dict) else {}
+    return text, json_object(text) or {}
 
 
-def record_left(pod: Mapping[str, Any]) -> RunRecord | None:
+def read_short_record(pod: Mapping[str, Any]) -> RunRecord | None:
     """Return the short record that pod 0 left as its termination message; None if there is none."""
     for each in (pod.get("status") or {}).get("containerStatuses") or ():
-        _text, record = _words_left(each)
+        _text, record = _read_termination_message(each)
         with contextlib.suppress(ValueError):  # a record of another program
             if "transports" in record:
                 return record_of(record)
@@ -342,7 +337,6 @@ def wait(
             refused = () if pods else _refusals(client, job["metadata"])
         except ApiError as error:
             return EXIT_PASS, [f"unknown whether its pods come: {error}"]
-        late = time.monotonic() >= until
         if refused:
             return EXIT_FAILED, [f"no pod starts: {text}" for text in refused]
         if ended := [text for pod in pods if (text := how_failed(pod))]:
@@ -350,14 +344,13 @@ def wait(
         waiting = [text for pod in pods if (text := why_waiting(pod))]
         if len(pods) >= nodes and not waiting:
             return EXIT_PASS, [f"{units.count(len(pods), 'pod')} started"]
-        if late and pods:
-            missing = [f"{len(pods)} of {nodes} pods are there"] if len(pods) < nodes else []
-            return EXIT_PASS, [*missing, *waiting]
-        spec = job["spec"]
-        held = spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend")  # suspended until Kueue admits it
-        if held and not pods and late:
-            return EXIT_PASS, ["no pod yet: the job waits for its queue to admit it"]
-        if late:
+        if time.monotonic() >= until:
+            if pods:
+                missing = [f"{len(pods)} of {nodes} pods are there"] if len(pods) < nodes else []
+                return EXIT_PASS, [*missing, *waiting]
+            spec = job["spec"]
+            if spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"):  # until Kueue admits it
+                return EXIT_PASS, ["no pod yet: the job waits for its queue to admit it"]
             return EXIT_UNKNOWN, [f"no pod within {seconds:.0f} s, and no event says why: is its operator running?"]
         sleep(_POLL_SECONDS)
 
@@ -371,7 +364,7 @@ def how_failed(pod: Mapping[str, Any]) -> str:
         ended = (each.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode"):
             why = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"
-            text, record = _words_left(each)
+            text, record = _read_termination_message(each)
             words = f"{each.get('name')} ended with exit code {ended['exitCode']}{why}"
             return _line(pod["metadata"]["name"], words, redact(str(record.get("reason") or "") if record else text))
     return _line(pod["metadata"]["name"], str(status.get("reason") or "Failed"), status.get("message"))
@@ -386,9 +379,9 @@ def why_waiting(pod: Mapping[str, Any]) -> str:
     status, name = pod.get("status") or {}, pod["metadata"]["name"]
     containers = _containers(status)
     for each in containers:
-        held = (each.get("state") or {}).get("waiting") or {}
-        if held.get("reason") not in (None, "PodInitializing"):
-            return _line(name, f"{each.get('name')}: {held['reason']}", held.get("message"))
+        waiting = (each.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "PodInitializing"):
+            return _line(name, f"{each.get('name')}: {waiting['reason']}", waiting.get("message"))
     for each in status.get("conditions") or ():
         if each.get("type") == "PodScheduled" and each.get("status") == "False":
             return _line(name, str(each.get("reason")), each.get("message"))

@@ -86,7 +86,7 @@ def train(
 ) -> Launched:  # fmt: skip
     """Run the job of a plan to its end on this host; plan.json, job.log and run.json are in `output`.
 
-    `stop` is set when SIGTERM arrives, and may already be set: the job is then asked to end.
+    `stop` is set when SIGTERM arrives, and may already be set: the job then gets SIGTERM too.
     """
     assert plan.layout is not None  # noqa: S101 - a plan that is launched has one
     output.mkdir(parents=True, exist_ok=True)

@@ -99,17 +99,17 @@ def hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
 
 def _hold(stack: contextlib.ExitStack) -> int:
     """Start a process in a new network namespace; it ends when our end of its stdin is closed."""
-    held = subprocess.Popen(
+    process = subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    stack.enter_context(held)  # closes its pipes and waits for its end
-    stack.callback(held.kill)
-    assert held.stdin is not None and held.stdout is not None  # noqa: S101 - pipes, above
-    held.stdin.write("ready\n")
-    held.stdin.flush()
-    if held.stdout.readline() != "ready\n":
+    stack.enter_context(process)  # closes its pipes and waits for its end
+    stack.callback(process.kill)
+    assert process.stdin is not None and process.stdout is not None  # noqa: S101 - pipes, above
+    process.stdin.write("ready\n")
+    process.stdin.flush()
+    if process.stdout.readline() != "ready\n":
         raise NamespaceError("no network namespace: unshare --net was refused")
-    return held.pid
+    return process.pid
 
 
 def _join(rig: Rig, network: str, rate: float) -> None:

@@ -43,6 +43,7 @@ from contracts.redaction import redact
 from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
+from planner.forecast.machines import network_bytes_per_second
 from planner.kubernetes.manifests import Document, JobError
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
@@ -87,8 +88,7 @@ class Network:
     @property
     def bytes_per_second(self) -> float:
         """Return the rate, which a network of this host has."""
-        assert self.rate is not None  # noqa: S101 - `parse` has refused otherwise
-        return float(self.rate[:-1]) * {"G": 1e9, "M": 1e6}[self.rate[-1]] / 8
+        return network_bytes_per_second(self.rate or "")
 
 
 def parse(words: Sequence[str], *, here: bool) -> tuple[Network, ...]:
@@ -380,7 +380,7 @@ def run(
         waiting = "".join(f"; {text}" for pod in pods if (text := cluster_job.why_waiting(pod)))
         why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues{waiting}"
         return replace(bar, why=why)
-    record = next((found for pod in pods if (found := cluster_job.record_left(pod))), None)
+    record = next((found for pod in pods if (found := cluster_job.read_short_record(pod))), None)
     if record is None:
         reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.why_failed(now)
         reason = "; ".join([*reasons, "no pod left a record"])

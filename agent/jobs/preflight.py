@@ -149,10 +149,10 @@ class _Stages:
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
         scanned = view.checks if stopped else measured.must_be_measured(view.checks)
-        checks = [*scanned, *extra, *of_run, *gone(self.before, found)]
-        checks = [*self._against(select(checks, require=options["require"], skip=options["skip"]), stopped)]
+        found_checks = [*scanned, *extra, *of_run, *gone(self.before, found)]
+        checks = self._against(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
         return Report(
-            snapshots=found, topologies=view.topologies, checks=tuple(checks), bench=result, recommendation=advice,
+            snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
             verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), run=record,
             notes=tuple(self.notes),
         )  # fmt: skip
@@ -225,9 +225,10 @@ class _Stages:
         self, view: View, advice: Recommendation, result: BenchResult | None
     ) -> tuple[RunRecord | None, Sequence[Finding]]:
         """Train, unless something prevents it; return the record, and the checks of the run."""
-        if not self.options["train"] or (self.options["hosts"] and not self._stopped_by(result)):
+        stopped = self._stopped_by(result)
+        if not self.options["train"] or (self.options["hosts"] and not stopped):
             return None, measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
-        if stopped := self._stopped_by(result):
+        if stopped:
             return None, measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
         if failed := self._stopping(view, advice):
             self.notes.append(f"not trained: {failed}")

@@ -173,26 +173,26 @@ def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def _first_error(left: Mapping[int, Mapping[str, Any]], failed: int | None) -> str:
+def _first_error(reports: Mapping[int, Mapping[str, Any]], failed: int | None) -> str:
     """Return the error of the rank that failed first, else of the lowest with an error: "rank 1: ValueError: ..."."""
-    errors = {rank: str(one["error"]) for rank, one in left.items() if one.get("error")}
+    errors = {rank: str(one["error"]) for rank, one in reports.items() if one.get("error")}
     rank = failed if failed in errors else next(iter(errors), None)
     return "" if rank is None else redact(f"rank {rank}: {' '.join(errors[rank].split())[:300]}")
 
 
-def _add_reports(record: RunRecord, left: Mapping[int, Mapping[str, Any]]) -> None:
+def _add_reports(record: RunRecord, reports: Mapping[int, Mapping[str, Any]]) -> None:
     """Add step times and memory measured by the ranks."""
-    if not left:
+    if not reports:
         return
-    steps: list[float] = max((one.get("seconds") or [] for one in left.values()), key=len)
+    steps: list[float] = max((one.get("seconds") or [] for one in reports.values()), key=len)
     counted = steps[_WARM_UP:] or steps
     record.step_seconds = [round(seconds, 6) for seconds in steps]
-    record.steps_done = max(int(one.get("steps") or 0) for one in left.values()) or None
+    record.steps_done = max(int(one.get("steps") or 0) for one in reports.values()) or None
     record.measured = Measured(
         step_seconds=statistics.median(counted) if counted else None, counted_steps=len(counted) or None,
-        memory_bytes=max(float(one.get("memory_bytes") or 0) for one in left.values()) or None,
-        memory_counts=next(iter(left.values())).get("memory_counts"),
-        rss_peak_bytes=max(int(one.get("rss_peak_bytes") or 0) for one in left.values()) or None,
+        memory_bytes=max(float(one.get("memory_bytes") or 0) for one in reports.values()) or None,
+        memory_counts=next(iter(reports.values())).get("memory_counts"),
+        rss_peak_bytes=max(int(one.get("rss_peak_bytes") or 0) for one in reports.values()) or None,
     )  # fmt: skip
     measured = f"the median between the ends of the optimizer's steps on the ranks, without the first {_WARM_UP}"
     record.notes.append(f"step time: {measured if counted else 'unknown: no optimizer of PyTorch ran two steps'}")

@@ -79,7 +79,7 @@ class Watch:
                 self.ends.append(time.perf_counter())
 
     def record_exit(self, status: object = None, /) -> None:
-        """Replace sys.exit(): Python itself prints the status and shows it to nobody else."""
+        """Replace sys.exit(): Python prints the status, and no exception hook receives it."""
         self.status = status
         self.exit(status)  # type: ignore[arg-type]
 

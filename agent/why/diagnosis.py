@@ -81,8 +81,8 @@ def answer(sources: WhySources) -> Verdict:
     verdict = with_end_of_job(verdict, seen.ages)
     verdict = with_gate(with_restart(verdict, record, again), _last_log(sources))
     folder = sources.run or "DIR"
-    asked = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
-    whole: Verdict = without_secrets(replace(verdict, unknown=(*asked, *unknown)))  # it contains log lines
+    questions = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
+    whole: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
     return whole
 
 
@@ -212,7 +212,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     """Add RAS to the verdict: it decides if no other source does; otherwise agreement or conflict is shown."""
     source = f"RAS: {report.total} communicators of up to {report.most} ranks"
     verdict = replace(verdict, sources=(*verdict.sources, source))
-    report, unheard = _heard(report, earlier)
+    report, unheard = _split_silent_ranks(report, earlier)
     gone = {rank for comm in report.comms for rank, one in comm.ranks.items() if one.missing}
     late, counts = {}, ""
     for comm in report.comms:
@@ -274,7 +274,7 @@ def _by_counts(
     return verdict.left_open("ras_standing")
 
 
-def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
+def _split_silent_ranks(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
     """Split off the ranks that only lack data; return the report without them, and these ranks.
 
     A process that creates or destroys a communicator also lacks data. A missing answer counts if RAS timed out waiting,
@@ -383,7 +383,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
     measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
     if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
-        times = measured / forecast.mid if forecast.mid else measured / forecast.high
+        times = measured / (forecast.mid or forecast.high)
         sentence = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
         exposed = record.communication.exposed_share if record.communication else None
         waiting = (f"collectives that nothing hides take {exposed:.0%} of the step",) if exposed else ()

@@ -62,11 +62,11 @@ def starting(states: Mapping[int, RankState], alive: Mapping[int, str]) -> dict[
     """
     import psutil
 
-    waiting = [state.pid for rank, state in states.items() if state.asked and alive.get(rank) == "runs"]
+    waiting = [pid for rank, one in states.items() if one.asked and alive.get(rank) == "runs" and (pid := one.pid)]
     if not waiting or len(states) >= max(state.world_size or 0 for state in states.values()):
         return {}
     environments = {process.pid: process.info["environ"] or {} for process in psutil.process_iter(["environ"])}
-    start = [environments.get(waiting[0] or 0, {}).get(name) for name in _START]
+    start = [environments.get(waiting[0], {}).get(name) for name in _START]
     found: dict[int, int] = {}
     for pid, variables in sorted(environments.items()):
         rank = variables.get("RANK", "")

@@ -101,7 +101,7 @@ MOST_CALLS = 20_000  # kept of one rank, the newest
 MOST_RANKS = 4096  # of a group that are named
 MOST_FILES = 8192
 _FRAMES = 8
-UNNAMED = "a collective"  # a call whose kind nobody tells
+UNNAMED = "a collective"  # a call whose kind is not known
 R = TypeVar("R", "RankTrace", RankState)
 
 

@@ -58,8 +58,8 @@ class LogFacts:
     cut_short: str = ""  # the line of a rank that gloo ended because it received more than its call expects
 
 
-class _Spoken(NamedTuple):
-    """A call that timed out, as one line tells it."""
+class _TimedOutCall(NamedTuple):
+    """A call that timed out, as one line reports it."""
 
     rank: int  # of the job, where the line says so, else of the group
     own: int  # of the group
@@ -73,7 +73,7 @@ class _Reader:
         self.report = LogFacts()
         self.of_ranks = {"nccl2": self.report.errors, "hung": self.report.hung, "idle": self.report.idle,
                          "peer": self.report.lost}  # fmt: skip
-        self.spoken: list[_Spoken] = []
+        self.timed_out: list[_TimedOutCall] = []
         self.at: dict[tuple[int, int], str] = {}  # (rank, number of the call) -> group
         self.enqueued: dict[tuple[int, str], int] = {}
         self.own: dict[tuple[int, str], int] = {}
@@ -165,8 +165,8 @@ class _Reader:
         sizes = (int(work[4]), int(work[5])) if work[4] else ()
         call = Call(group=place[1] if place else "", number=int(work[2] or 0), op=_name_call(op, sizes),
                     sizes=(sizes[:1],) if sizes else (), p2p=op in ("send", "recv"))  # fmt: skip
-        if len(self.spoken) < MOST:
-            self.spoken.append(_Spoken(rank, own, bool(named or before), call, _count_members(op, sizes)))
+        if len(self.timed_out) < MOST:
+            self.timed_out.append(_TimedOutCall(rank, own, bool(named or before), call, _count_members(op, sizes)))
 
     def clash(self, line: str) -> None:
         for found in _TEXTS["print"].finditer(line):
@@ -179,8 +179,8 @@ class _Reader:
     def end(self) -> LogFacts:
         calls: dict[int, dict[str, Call]] = {}
         sizes: dict[str, int] = {}
-        prefixed = {(one.own, one.call.number) for one in self.spoken if one.prefixed}
-        for one in self.spoken:
+        prefixed = {(one.own, one.call.number) for one in self.timed_out if one.prefixed}
+        for one in self.timed_out:
             if not one.prefixed and (one.own, one.call.number) in prefixed:
                 continue  # the exception says the same once more, without the prefix
             group = one.call.group or self.at.get((one.rank, one.call.number), "")

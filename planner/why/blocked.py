@@ -80,17 +80,17 @@ class BlockedCalls:
         together = {rank: wait for rank, wait in self.waits.items() if not wait.call.p2p}
         begun = {(wait.call.group, wait.call.number) for wait in together.values() if wait.call.started}
         # in a call that the other GPUs have begun, and theirs have not
-        self.held = {rank for rank, wait in together.items()
+        self.unbegun = {rank for rank, wait in together.items()
                      if not wait.call.started and (wait.call.group, wait.call.number) in begun}  # fmt: skip
         # in a call that all have come to, and all others have left: calls are made ahead of the GPU, so a rank whose
         # GPU fails has called what the others wait in
-        self.left = {rank for rank, wait in together.items()
+        self.still_inside = {rank for rank, wait in together.items()
                      if wait.is_met and not traces[rank].partial and len(wait.here) > 1
                      and all(self._has_left(other, rank) for other in wait.here - {rank})}  # fmt: skip
-        for found in (self.held, self.left):
+        for found in (self.unbegun, self.still_inside):
             if len(found) >= len(self.waits) / 2:  # a majority does not block itself
                 found.clear()
-        self.roots = late | self.held | self.left  # ranks that others wait for and that wait for no rank
+        self.roots = late | self.unbegun | self.still_inside  # ranks that others wait for and that wait for no rank
         self.what = {rank: self._activity(rank) for rank in self.roots}
         self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
@@ -241,9 +241,9 @@ class BlockedCalls:
         facts = self.facts
         if rank in self.waits:
             mine = describe(self.waits[rank].call)
-            if rank in self.held:
+            if rank in self.unbegun:
                 return Activity("gpu", f"has called {mine}, and its GPU has not begun it: work before it still runs")
-            kind = "gpu" if rank in self.left else "unknown"
+            kind = "gpu" if rank in self.still_inside else "unknown"
             return Activity(kind, f"is still in {mine}, which the others have finished")
         waits = self._waits_for(rank)
         if rank in facts.states or rank in facts.processes or rank in facts.stacks:
@@ -282,7 +282,7 @@ class BlockedCalls:
             return self._without_root()
         if (early := self._too_early()) is not None:
             return early
-        if not self.decisive and self.roots <= set(self.waits) - self.held and self._resends():
+        if not self.decisive and self.roots <= set(self.waits) - self.unbegun and self._resends():
             behind = self.waits[min(self.roots)]  # all have come to the call that these are still in: not late
             message = f"{ranks_of(sorted(self.roots))}: still in {describe(behind.call)}"
             cause = network(facts, "transfers no data", self.wait, message, between=sorted(behind.here))
@@ -290,7 +290,7 @@ class BlockedCalls:
         return self._named(self.decisive or self.roots)
 
     def _has_stalled(self) -> bool:
-        """Whether the longest wait is a stall; a watchdog has waited before it wrote, and dumps may tell no time."""
+        """Whether the longest wait is a stall; a watchdog has waited before it wrote, and dumps may have no times."""
         usual = max((_longest_pause(self.traces[rank], wait.call) for rank, wait in self.waits.items()), default=0.0)
         untimed = not any(trace.taken or trace.written for trace in self.traces.values()) and not self.facts.states
         return (
@@ -346,7 +346,7 @@ class BlockedCalls:
         self.what = {rank: facts.activity(rank) for rank in facts.states}
         if stopped := {rank for rank, one in self.what.items() if one.kind == "stopped"}:
             return self._named(stopped)
-        # a count of calls does not tell which call it is: the dumps of these ranks are about to come
+        # a count of calls does not show which call it is: the dumps of these ranks are about to come
         counted = sorted({one for wait in waits.values() for one in wait.here if facts.has_moved_on(one)})
         elsewhere = [one for one in counted if self.what[one].kind != "collective"]
         if elsewhere or (counted and self.age < 2 * STALL_SECONDS):
@@ -463,7 +463,7 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
         return cause_named("node", host=host, what=what, others=", ".join(others), nodes=(host,),
                            share=touched / total, evidence=rows)  # fmt: skip
     if 0 < (best := max(odds, odds_of_node)) < 1:
-        rows = (*rows, "which link it is cannot be distinguished yet; if this goes on, it can be in about "
+        rows = (*rows, "which link it is cannot be distinguished yet; if this continues, it can be in about "
                        f"{max(1.0, looks * LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
     return cause_named("network", what=what, evidence=rows)
 

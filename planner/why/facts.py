@@ -22,10 +22,10 @@ LONGER = 2.0  # times the longest earlier pause or the usual pace of this run
 WRITE_SECONDS = 10.0  # interval at which a rank writes its file
 STALE_SECONDS = 30.0  # three times that interval
 TOGETHER_SECONDS = 15.0  # by which the last writes of ranks that end at once may differ: that interval and half of it
-# Clocks of hosts that train together have been seen to differ by 40 s. Three times that is left between times that two
-# hosts' clocks tell. Ranks of one host read one clock, and write their end within two looks of their monitors.
+# Clocks of hosts that train together have been seen to differ by 40 s. Times by two hosts' clocks have a known order
+# only if they differ by three times that. Ranks of one host read one clock, and write their end within two samples.
 CLOCKS_SECONDS, ORDER_SECONDS = 120.0, 2.0
-SILENT_RUN_SECONDS = 60.0  # six of these intervals, after which a run that nobody writes for has ended
+SILENT_RUN_SECONDS = 60.0  # six of these intervals, after which a run in which no rank writes has ended
 # PyTorch ends a job whose ranks wait for 600 s (default of NCCL's process group): half of it leaves time to act.
 BUSY_SECONDS = 300.0
 IDLE_SECONDS = 60.0  # for a rank without CPU use and I/O: one tenth of PyTorch's 600 s

@@ -109,7 +109,7 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
         return None
     one = min(open_rows, key=lambda one: one.seconds_left)
     line = (f"not distinguishable yet: rank {one.rank} works in {one.work:.0%} of the time, the others in "
-            f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this goes on, it will be in about "
+            f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this continues, it will be in about "
             f"{max(1.0, one.seconds_left, lacking[one]):.0f} s")  # fmt: skip
     return Verdict(state="fine", line=line)
 

@@ -85,14 +85,14 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
     errors = [state.error for state in here.values() if state.error]
     if own := next(filter(is_own, errors), None):
         return facts.named("launcher", error=headline(own), evidence=(own,)) if kind == "node" else None
-    told = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
-    if told and told.causes[0].code == "port_in_use":
-        return told
+    by_log = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
+    if by_log and by_log.causes[0].code == "port_in_use":
+        return by_log
     world = max(state.world_size or 0 for state in here.values())
     absent = tuple(one for one in range(min(world, MOST_RANKS)) if one not in here) if max(here) < world else ()
     missing = ranks_of(absent).replace("rank", kind) if absent else f"{world - len(here)} of {world} {kind}s"
     gave_up = [ages[one] for one, state in here.items() if state.answer == "connected" and state.ended]
-    # those that were connected may have held the place: it proves nothing for who came when one had given up
+    # one that gave up may have hosted the store: a connection that was closed then does not show a fault of the network
     reached = ("connected", "closed") if gave_up else ("connected",)
     late = [one for one, state in here.items() if state.answer not in reached
             and gave_up and waits[one] + ages[one] <= max(gave_up) + ORDER_SECONDS]  # fmt: skip
@@ -187,7 +187,7 @@ def _several(
     each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(own.items())]
     key = "several_alike" if are_alike(list(own.values())) else "several"
     return facts.named(key, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
-                         error=headline(own[min(own)]), evidence=(*evidence, *each[:4]))  # fmt: skip
+                       error=headline(own[min(own)]), evidence=(*evidence, *each[:4]))  # fmt: skip
 
 
 def by_cut_message(facts: RunFacts) -> Verdict | None:
@@ -220,8 +220,7 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
     rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
-    return facts.named("in_vain", waiting=tuple(rows), who=ranks_of(list(rows)),
-                         evidence=tuple(rows.values())[:2])  # fmt: skip
+    return facts.named("in_vain", waiting=tuple(rows), who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
 
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:

@@ -118,11 +118,10 @@ def _read_cgroup_cpus(host: Host) -> float | None:
     """Return the smallest CPU quota of the cgroup and its parents, in CPUs."""
     found = []
     for folder in _list_cgroup_folders(host):
-        quota, _, period = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")
-        pair = sysfs.parse_number(quota), sysfs.parse_number(period)
-        if pair == (None, None):
-            names = (f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us")
-            pair = sysfs.number(host, names[0]), sysfs.number(host, names[1])
-        if pair[0] is not None and pair[1] is not None and pair[0] > 0 and pair[1] > 0:
-            found.append(pair[0] / pair[1])
+        first, _, second = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")
+        quota, period = sysfs.parse_number(first), sysfs.parse_number(second)
+        if quota is None and period is None:
+            quota, period = (sysfs.number(host, f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if quota and period and quota > 0 and period > 0:
+            found.append(quota / period)
     return min(found, default=None)

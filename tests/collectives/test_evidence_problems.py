@@ -147,7 +147,7 @@ CAUGHT = [
 @each_row("step", STEPS)
 @each_row("caught", CAUGHT)
 def test_a_failure_that_training_outlives_is_a_note(caught: str, step: str) -> None:
-    """Two more steps may be of ranks that wait for the failed one; three are of a job that goes on."""
+    """Two more steps may be of ranks that wait for the failed one; three are of a job that continues."""
     first, second, *more = (step.replace("N", str(number)) for number in range(1, 6))
     for after, outcome in ((more[:2], "failed"), (more[:1] * 4, "failed"), (more, "unknown")):
         verdict = read([*GOOD, first, second, caught, *after])
