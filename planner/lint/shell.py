@@ -326,7 +326,7 @@ class _Reader(Expander):
         for item in items:
             patterns = item.children_by_field_name("value")
             if item.children[-1].type in (";&", ";;&"):
-                self._report(self.line(item), "an item of case that goes on to the next one")
+                self._report(self.line(item), "an item of case that falls through to the next one")
             label = f"case {self._title([of])} in {self._title(patterns)}"[:80]
             matches = SUCCESS if "*" in map(self.text, patterns) else Outcome(success=item == last, known=False)
             if self._decide(matches, item, label, label):
