@@ -24,7 +24,7 @@ from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
-from planner.forecast.faults import Findings, apply_findings, cut_domains, healthy_links, pick_costly, slowed
+from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
@@ -386,14 +386,15 @@ def recommend(
     if measured_step:
         planned = scaled(planned, measured_step)
     sound = sound_here = None
-    known = links or links_of(cluster, ranks_per_node=ranks_per_node)
-    if planned.slowed and (healthy := healthy_links(cluster, known, against, snapshots)):
-        again = plan(
-            cluster, snapshots, model, train, calibration=calibration, ranks_per_node=ranks_per_node, links=healthy
-        )
-        again = replace(again, scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch)
-        sound = best_layout(again)
-        sound_here = forecast_layout(planned, sound.layout) if sound is not None else None
+    if planned.slowed:
+        known = links or links_of(cluster, ranks_per_node=ranks_per_node)
+        if healthy := find_healthy_links(cluster, known, against, snapshots):
+            again = replace(
+                plan(cluster, snapshots, model, train, calibration=calibration, links=healthy),
+                scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch,
+            )  # fmt: skip
+            sound = best_layout(again)
+            sound_here = forecast_layout(planned, sound.layout) if sound is not None else None
     found = search(planned)
     for other in _list_other_batches(planned):
         if found.best:

@@ -2,10 +2,11 @@
 
 The forecast is for the nodes in their current state. faults.toml has one rule per finding code that affects data
 transfers or the compute rate of the slowest rank. Some faults are invisible to the scan's graph (no GPUDirect, locked
-memory, low clock), and their rules slow the nodes. What they cost, or RDMA that is off, is the difference to the same
-nodes without them. The graph already shows the others (a dead HCA, a link with fewer lanes), and their rules only add a
-note; the finding says how much of the link is lost. With the codes in `ENDS` a job cannot run. The cost of any other
-failure is unknown, and the advice says so. docs/decisions/0020 gives the cost of each code.
+memory, low clock), and their rules slow the nodes. The cost of these faults, and of RDMA that is off, is the difference
+to a forecast of the same nodes without them. The graph already shows other faults (a dead HCA, a link with fewer
+lanes), and their rules only add a note; the finding says how much of the link is lost. With the codes in `ENDS` a job
+cannot run. The cost of any other failure is unknown, and the advice says so. docs/decisions/0020 gives the cost of each
+code.
 """
 
 from __future__ import annotations
@@ -219,12 +220,13 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
     }  # fmt: skip
 
 
-def healthy_links(
+def find_healthy_links(
     cluster: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
 ) -> Links | None:  # fmt: skip
-    """Return the links of the nodes without these faults; None if the graph shows a fault, or a rate is unknown.
+    """Return the links of the nodes without these faults; None if the graph shows another fault, or a rate is unknown.
 
-    Ports without RDMA device cannot be read; assume one card per GPU, at the rate of its family's fastest card.
+    If RDMA is off, no probe reads the rate of the ports. The network is then assumed to have as many of the cards as
+    the node has ranks, at the rate of the fastest card of their family.
     """
     named = [one for found in findings.values() for one in found]
     if any(one.code in _SHOWN and one.code not in _PART_THE_DOMAIN for one in named):
@@ -234,10 +236,10 @@ def healthy_links(
         return links
     pci = snapshots[0].facts(PciFacts) if snapshots else None
     cards = [device for device in (pci.devices if pci else ()) if device.bus_id in off]
-    families = [
-        nic for card in cards for nic in nics() if nic.vendor == card.vendor_id and card.device_id in nic.devices
-    ]
-    known = [nic.bytes_per_second for nic in families if nic.bytes_per_second]
+    known = [
+        nic.bytes_per_second for card in cards for nic in nics()
+        if nic.vendor == card.vendor_id and card.device_id in nic.devices and nic.bytes_per_second
+    ]  # fmt: skip
     if not known or len(known) < len(cards):
         return None
     used = min(len(cards), max(1, links.ranks_per_node))

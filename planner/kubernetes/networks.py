@@ -134,7 +134,7 @@ def _make_settings(
         rule = "A pod may see every HCA of the node, but only those behind its networks have a GID it can use"
         known = Reason(rule=rule, evidence=seen, source="NCCL src/transport/net_ib/init.cc")
         made.append(Setting(name="NCCL_IB_HCA", value=values.pop(), reason=known))
-    rule = "Each rail is a subnet of its own, and nothing in the pod routes from one to another"
+    rule = "Each rail is a separate subnet, and the pod has no route between them"
     apart = Reason(rule=rule, evidence=seen, source="NCCL docs/userguide/source/env.rst")
     return [*made, Setting(name="NCCL_CROSS_NIC", value="0", reason=apart)]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from contracts.tables import read_table
+from contracts.tables import read_texts
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
 from planner.kubernetes.yaml_edit import documents, extended
 from planner.nccl_env.names import RESERVED
@@ -38,6 +38,7 @@ _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"  # label of the replicated
 _OF_A_NETWORK = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_GID_INDEX$")  # values that are only valid on one network
 _GPU = re.compile(r"(nvidia|amd)\.com/(p?gpu|mig-.*)|gpu\.intel\.com/.*")
 _LIKE_GPU = re.compile(r"gpu|cuda|/mig-", re.IGNORECASE)  # also other vendors' names of GPUs and of shared GPUs
+_text = read_texts(__file__, "notes.toml")
 _REASON_LIMIT = 1000  # characters per annotation; Kubernetes allows 256 KiB for all annotations
 
 
@@ -258,7 +259,7 @@ class _Wrapper:
 
     def _note(self, key: str, **fields: object) -> None:
         """Add a note of notes.toml."""
-        self._notes.append(f"{self._part.where}: {read_table(__file__, 'notes.toml')[key].format(**fields)}")
+        self._notes.append(f"{self._part.where}: {_text(key, **fields)}")
 
     # -- variables
 

@@ -425,9 +425,8 @@ def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
     end_of_line = rf"{'`' if escape else chr(92) * 2}[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # and comments after it
     pattern = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{end_of_line})*.*))\n?")
     at, line = 0, 1
-    while at < len(text):
-        first, match = line, pattern.match(text, at)
-        assert match is not None  # noqa: S101 - it matches every text
+    while at < len(text) and (match := pattern.match(text, at)):  # it matches every text
+        first = line
         at, line, name = match.end(), line + match[0].count("\n"), (match[1] or "").upper()
         if name not in _INSTRUCTIONS:
             if match[2] and match[2].strip():

@@ -118,7 +118,7 @@ def lint(
             found.append(finding("env.name.unexported", name, raw))
     if one_gpu:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
-    for rule in (_torch, _shadowed, _bounds, _numbers):
+    for rule in (_torch, _shadowed, _bounds, _transports_and_sockets):
         found += rule(environment)
     found += _missing(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
@@ -291,7 +291,7 @@ def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
                 yield finding("env.pair.shadowed", name, environment[name], cause=first, other=cause)
 
 
-def _numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _transports_and_sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Report transports that leave only the network (src/transport.cc), and more than 64 sockets (env.rst)."""
     numbers = {name: strtoll(value)[0] for name, value in environment.items()}
     if numbers.get("NCCL_SHM_DISABLE") == numbers.get("NCCL_P2P_DISABLE") == 1:

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.values import NameList, finding, other_net, strtoll
-from planner.nccl_env.devices import choose_ports, gid_index_problem
-from planner.nccl_env.names import Version, version_text
-from planner.nccl_env.situation import (
+from planner.nccl_env.devices import (
     UNFIT_ROLES,
-    NodeView,
-    PortView,
     best_interface,
-    p2p_level_effect,
+    choose_ports,
+    gid_index_problem,
     running_interfaces,
 )
+from planner.nccl_env.names import Version, version_text
+from planner.nccl_env.situation import NodeView, PortView, p2p_level_effect
 from probes.api import Snapshot
 from topology.build import build
 from topology.graph import NodeTopology
@@ -45,8 +44,9 @@ class ProbedMachine:
     def lacks_nvlink(self) -> bool:
         """Whether certainly no NVLink connects two GPUs."""
         topology = self.node.topology
-        known = topology is not None and bool(topology.gpus) and topology.nvlink_known
-        return known and not any(len(island.gpus) > 1 for island in topology.islands)  # type: ignore[union-attr]
+        if topology is None or not topology.gpus or not topology.nvlink_known:
+            return False
+        return not any(len(island.gpus) > 1 for island in topology.islands)
 
     @property
     def has_one_gpu(self) -> bool:

@@ -15,9 +15,8 @@ from planner.lint.script import JOB_SIZE, Assigned, Script, Settings, Word, is_j
 MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
 _MOST_LAUNCHES = 1000  # launches or execution paths with different settings
 _NAMES = words()["shell"]
-END = (
-    "the end"  # label of the environment at the end of a script; it counts if the script starts nothing that may train
-)
+# Label of the environment at the end of a script. It counts if the script starts nothing that may train.
+END = "the end"
 
 
 def name_of(word: Word) -> str:

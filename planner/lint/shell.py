@@ -120,7 +120,7 @@ class _Reader(Expander):
         self._exported = {each.name for each in before}  # names exported anywhere
         self._loose: dict[str, Assigned] = {}  # set but not exported
         # Ways
-        self._ways, self._way, self._labels = [_Way()], _Way(), tuple[str, ...]()
+        self._ways, self._way = [_Way()], _Way()
         self._choices: dict[str, bool] = {}  # outcome of each condition on this way
         self._ahead: set[str] = set()  # conditions of this way that are not met yet; launches before them are known
         self._met: set[tuple[str, str]] = set()  # conditions, and outcomes at a node, by function
@@ -147,7 +147,7 @@ class _Reader(Expander):
         """Follow every way through the script. Return the settings of its launches, and those that no launch gets."""
         first, end = self.scope, self.scope
         for number, way in enumerate(self._ways):  # conditions that are met add ways
-            self._way, self._choices, self._labels = way, dict(way.choices), way.labels
+            self._way, self._choices = way, dict(way.choices)
             self._ahead, self._rows = set(way.choices), False
             if self._commands > _MOST_COMMANDS or not self.spend(0):
                 break
@@ -249,7 +249,7 @@ class _Reader(Expander):
         success = self._choices.setdefault(key, outcome.success)
         met = {(self._way.function, key), (self._way.function, f"{node.id} {not success}")}
         if not met <= self._met and key not in self._way.choices:
-            labels = (*self._labels, f"else of {label}" if success else label)
+            labels = (*self._way.labels, f"else of {label}" if success else label)
             choices = {**self._way.choices, key: not success}
             self._ways.append(self._way._replace(choices=choices, labels=labels))
         self._met |= {*met, (self._way.function, f"{node.id} {success}")}
@@ -326,7 +326,7 @@ class _Reader(Expander):
         for item in items:
             patterns = item.children_by_field_name("value")
             if item.children[-1].type in (";&", ";;&"):
-                self._report(self.line(item), "an item of case that goes on to the next one")
+                self._report(self.line(item), "an item of case that falls through to the next one")
             label = f"case {self._title([of])} in {self._title(patterns)}"[:80]
             matches = SUCCESS if "*" in map(self.text, patterns) else Outcome(success=item == last, known=False)
             if self._decide(matches, item, label, label):
@@ -653,7 +653,7 @@ class _Reader(Expander):
         self._started += 1
         if self._ahead:
             return
-        count = self._launches.add(label, self.scope.variables.values(), self._labels, sure=sure)
+        count = self._launches.add(label, self.scope.variables.values(), self._way.labels, sure=sure)
         self.spend(WORK_OF_WORD * (count or 0))
         if count is None:
             self._report(0, "too many commands that start programs")

@@ -15,28 +15,57 @@ from dataclasses import dataclass, field
 from contracts.finding import Status
 from hardware.units import gigabits
 from planner.nccl_env.situation import (
-    UNFIT_ROLES,
     NodeView,
     Note,
     PortView,
     Setting,
     Situation,
-    best_interface,
     by_host,
     gid_address,
     gid_addresses,
-    is_usable,
     networks,
     note,
     port_subnet,
-    rank_interface,
     rdma_device_of,
-    running_interfaces,
     setting,
     some,
 )
 from probes.interfaces.facts import Interface, InterfacesFacts, preferred_by_nccl
 from probes.rdma.facts import is_link_local
+
+UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
+"""Roles of interfaces that do not lead to other nodes."""
+
+
+def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
+    """Return the interfaces among which NCCL selects: running interfaces with an address."""
+    return [each for each in facts.interfaces if _is_running(each) and each.addresses]
+
+
+def _is_running(interface: Interface) -> bool:
+    """Whether the interface is up and has a carrier; unknown values count as yes."""
+    return interface.running is not False and interface.up is not False
+
+
+def _is_usable(interface: Interface) -> bool:
+    """Whether the interface may lead to other nodes."""
+    fit = interface.role not in UNFIT_ROLES and interface.master is None
+    return fit and _is_running(interface) and bool(networks(interface))
+
+
+def _rank_interface(node: NodeView, interface: Interface) -> tuple[float, ...]:
+    """Return a sort key that puts the interfaces with the best connection to other nodes first."""
+    facts, secondary = node.interfaces(), interface.role == "secondary"
+    behind_hca = secondary and rdma_device_of(interface, node.default_ports()) is not None
+    overlay = interface.role == "pod-default"
+    speed = interface.speed_bytes_per_second or 0.0
+    return (not behind_hca, not secondary, overlay, -speed, facts is None or interface.name != facts.default_route)
+
+
+def best_interface(node: NodeView) -> Interface | None:
+    """Return the interface with the best connection to other nodes; None if there is none or if unknown."""
+    usable = [each for each in node.links if _is_usable(each)]
+    return min(usable, key=lambda each: _rank_interface(node, each), default=None)
 
 
 def socket_ifname(case: Situation) -> Setting | Note | None:
@@ -122,8 +151,8 @@ def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | 
     if best is None or facts is None or unasked is None:
         return None
     by_name = {each.name: each for each in reversed(node.links)}
-    current, mark = by_name.get(unasked), rank_interface(node, best)[:-1]
-    equals = [each for each in node.links if is_usable(each) and rank_interface(node, each)[:-1] == mark]
+    current, mark = by_name.get(unasked), _rank_interface(node, best)[:-1]
+    equals = [each for each in node.links if _is_usable(each) and _rank_interface(node, each)[:-1] == mark]
     names = tuple(each.name for each in equals) if sockets_carry_data else (best.name,)
     if best.role == "secondary" and (current is None or current.role != "secondary"):
         network = f" ({best.multus_network})" if best.multus_network else ""
@@ -132,7 +161,7 @@ def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | 
         more = f"; as good: {', '.join(name for name in names if name != best.name)}" if len(names) > 1 else ""
         evidence = f"{best.name}: secondary{network}{behind}, {', '.join(best.addresses)}{more}"
         return names, "socket_ifname.overlay", evidence, {"unasked": unasked}
-    if current is not None and not is_usable(current) and best.name != unasked:
+    if current is not None and not _is_usable(current) and best.name != unasked:
         unfit = current.role in UNFIT_ROLES
         what = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
@@ -168,7 +197,7 @@ def _find_shared_subnet(judged: Sequence[NodeView]) -> dict[str, _Choice | None]
 
 def _list_subnets(node: NodeView, name: str | None) -> set[str]:
     """Return the subnets of one usable interface, or of all."""
-    usable = [each for each in node.links if is_usable(each) and name in (None, each.name)]
+    usable = [each for each in node.links if _is_usable(each) and name in (None, each.name)]
     return {str(network) for each in usable for network in networks(each)}
 
 
@@ -247,7 +276,7 @@ def _drop_minor_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, s
         rates[layer] += view.port.rate_bytes_per_second or 0.0
         counts[layer] += 1
     if len(counts) < 2 or (len(set(counts.values())) == 1 and len(set(rates.values())) == 1):
-        return {}  # one layer, or two fabrics of equal size: `undecided`
+        return {}  # one layer, or two fabrics of equal size, which `ib_hca` reports
     main = max(counts, key=lambda layer: (rates[layer], counts[layer], layer == "InfiniBand"))
     return {
         view.name: f"{view.port.link_layer}, while the training fabric is {main}"

@@ -333,7 +333,7 @@ _LAST = (
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (*_FIRST, *_BETWEEN_NODES, *_LAST)
 """Rules, in the order of their answers."""
 
-_KEPT = ("NCCL_MNNVL_ENABLE", "NCCL_NET_GDR_LEVEL", "NCCL_NVLS_ENABLE")  # notes about needs
+_NEEDED = ("NCCL_MNNVL_ENABLE", "NCCL_NET_GDR_LEVEL", "NCCL_NVLS_ENABLE")  # these notes stay with a vendor's script
 
 
 def settings(case: Situation) -> EnvAdvice:
@@ -351,7 +351,7 @@ def settings(case: Situation) -> EnvAdvice:
     if platforms.has_vendor_script(case):  # the vendor's script or plugin sets NCCL's variables
         chosen = [each for each in chosen if not each.name.startswith("NCCL_")]
         if between:
-            notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic in _KEPT]
+            notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic in _NEEDED]
     unknown = any(each.text.startswith("Unknown") or each.topic == "platform" for each in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
         notes = [note("nccl.nothing"), *notes]

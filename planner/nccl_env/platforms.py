@@ -38,7 +38,7 @@ def vendor_script(case: Situation) -> Note | None:
         listed = " ".join(f"{name}={value}" for name, (value, _) in row.values().items())
         source = row.recipes[0].source
         if not row.script:
-            how = f"set what Google publishes with the {row.plugin} plugin beside its installer"
+            how = f"set the variables that Google publishes with the installer of the {row.plugin} plugin"
         elif there or info is None:
             how = f"source {there or row.script[0]} in the job's command"
         else:

@@ -362,7 +362,7 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     return note("traffic_class.lossy")
 
 
-def _choose_class(case: Situation, priority: int, roce: Sequence[tuple[str, PortView]]) -> Setting | Note:
+def _choose_class(case: Situation, priority: int, roce: Sequence[Port]) -> Setting | Note:
     evidence = _list_ports(roce, _describe_protected)
     if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for _, view in roce):
         return setting("traffic_class.nvidia", str(_NVIDIA_CLASS), evidence, priority=priority)
@@ -387,7 +387,7 @@ def ib_service_level(case: Situation) -> Setting | Note | None:
     return setting("service_level.of_priority", str(priority), evidence, priority=priority)
 
 
-def _uses_pcp(roce: Sequence[tuple[str, PortView]]) -> bool:
+def _uses_pcp(roce: Sequence[Port]) -> bool:
     return bool(roce) and all(view.port.trust == "pcp" for _, view in roce)
 
 

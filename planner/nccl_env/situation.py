@@ -217,41 +217,6 @@ def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | Non
     return None
 
 
-UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
-"""Roles of interfaces that do not lead to other nodes."""
-
-
-def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
-    """Return the interfaces among which NCCL selects: running interfaces with an address."""
-    return [each for each in facts.interfaces if runs(each) and each.addresses]
-
-
-def runs(interface: Interface) -> bool:
-    """Whether the interface is up and has a carrier; unknown values count as yes."""
-    return interface.running is not False and interface.up is not False
-
-
-def is_usable(interface: Interface) -> bool:
-    """Whether the interface may lead to other nodes."""
-    fit = interface.role not in UNFIT_ROLES and interface.master is None
-    return fit and runs(interface) and bool(networks(interface))
-
-
-def rank_interface(node: NodeView, interface: Interface) -> tuple[float, ...]:
-    """Return a sort key that puts the interfaces with the best connection to other nodes first."""
-    facts, secondary = node.interfaces(), interface.role == "secondary"
-    behind_hca = secondary and rdma_device_of(interface, node.default_ports()) is not None
-    overlay = interface.role == "pod-default"
-    speed = interface.speed_bytes_per_second or 0.0
-    return (not behind_hca, not secondary, overlay, -speed, facts is None or interface.name != facts.default_route)
-
-
-def best_interface(node: NodeView) -> Interface | None:
-    """Return the interface with the best connection to other nodes; None if there is none or if unknown."""
-    usable = [each for each in node.links if is_usable(each)]
-    return min(usable, key=lambda each: rank_interface(node, each), default=None)
-
-
 def p2p_level_effect(level: str, node: NodeView) -> str:
     """Describe the effect of NCCL_P2P_LEVEL on this node."""
     gpus = node.gpu_count()
