@@ -366,54 +366,47 @@ class _Instruction(NamedTuple):
     rest: str  # arguments, with continued lines joined and without here-documents
 
 
-class _Stage(NamedTuple):
-    known: dict[str, str]  # ENV and ARG
-    assigned: list[Assigned]
+_Stage = dict[str, Assigned]  # ENV (exported) and ARG
 
 
 def read_dockerfile(text: str) -> Script:
     """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
-    script, stage, named = Script(), _Stage({}, []), dict[str, _Stage]()
-    arguments = stage.known  # of ARG instructions before the first stage
+    script, stage, named = Script(), _Stage(), dict[str, _Stage]()
+    arguments = stage  # of ARG instructions before the first stage
     for each in _instructions(text, script):
         if each.name == "FROM":
-            rest = re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match[1]) or match[0], each.rest)
+            rest = re.sub(r"\$\{?(\w+)\}?", lambda m: arguments[m[1]].value if m[1] in arguments else m[0], each.rest)
             words = [word.lower() for word in rest.split() if not word.startswith("--")]
-            base = named.get(words[0], _Stage({}, [])) if words else stage
             name = words[2] if len(words) > 2 else str(len(named))
-            stage = named[name] = _Stage(dict(base.known), list(base.assigned))
+            stage = named[name] = dict(named.get(words[0], {}) if words else stage)
         elif each.name in ("ENV", "ARG"):
             _variables(each, stage)
         elif each.name in ("CMD", "ENTRYPOINT") and NAMED.search(each.rest):
             script.unread.append(Unread(line=each.line, why=f"a variable in {each.name}"))
         elif each.name == "RUN":
-            _run(each, stage.known, script)
-    script.always.update({each.name: each for each in stage.assigned})
+            _run(each, stage, script)
+    script.always = {name: each for name, each in stage.items() if each.exported}
     return script
 
 
 def _variables(each: _Instruction, stage: _Stage) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
-    before = dict(stage.known)
+    before = [one._replace(exported=False) for one in stage.values()]
     words = _WORD.findall(each.rest)
     if each.name == "ENV" and words and "=" not in words[0]:
         name, _, value = each.rest.partition(" ")
         words = [f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"']
     for word in words:
-        name, equals, _ = word.partition("=")
-        if not equals:
-            stage.known.setdefault(name, OPEN)
-            continue
-        for found in read_assignment(word, before, each.line):
-            stage.known[found.name] = found.value
-            if each.name == "ENV":
-                stage.assigned.append(found)
+        found = read_assignment(word, before, each.line) if "=" in word else [Assigned(word, OPEN)]
+        for one in found:
+            if each.name == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
+                stage[one.name] = one._replace(exported=each.name == "ENV")
 
 
-def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:
+def _run(each: _Instruction, stage: _Stage, script: Script) -> None:
     """Take the files that RUN writes. Variables that it exports do not outlive the instruction."""
     rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
-    found = read_shell(rest + "\n", known=known, line=each.line)
+    found = read_shell(rest + "\n", before=stage.values(), line=each.line)
     script.inner += [one for one in found.inner if one.target != "python" or one.text not in rest]
     if NAMED.search(rest):
         script.unread += found.unread

@@ -202,16 +202,9 @@ def _script(text: str, kind: str, first: int) -> Script:
         return Script()
     if kind in ("env", "conf"):
         return _lines(text, kind, first)
-    from planner.lint.shell import directives, read_shell
+    from planner.lint.shell import read_shell
 
-    before, files = list[Assigned](), list[str]()
-    for number, words in directives(text):
-        found = read_shell("sbatch " + words, line=first and first + number - 1)
-        before += [each for settings in found.settings() for each in settings.values()]
-        files += found.files
-    script = read_shell(text, line=first, before=before)
-    script.files[:0] = files
-    return script
+    return read_shell(text, line=first)
 
 
 def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
