@@ -58,6 +58,7 @@ _LITERAL = re.compile(r"[\w./:-]+")
 _IN_DOCUMENT = re.compile(r"(?<!\\)\$(?:\w+|\{[^{}\n]*\})")
 _ENDS_LINE = re.compile(rb"(?:[ \t]|\\\n)*[#\n]")
 _LEAVES = re.compile(r"(?:^|[;{\s])(?:exit|return)\b[^\n;]*[;}\s]*\Z")  # it ends the script or function
+_IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")  # Apptainer's container gets the name without it
 _NAMES = words()["shell"]
 _PARTS = ("pipeline", "list", "&&", "||")  # nodes that the grammar puts inside a here-document redirection
 
@@ -297,7 +298,7 @@ class _Reader(Expander):
             node = node.children[0]
         outcome = self._visit(node)
         for sign, each in reversed(chain):
-            if self._leaves([each]) and not outcome.known:
+            if self._leaves(each) and not outcome.known:
                 outcome = LIKELY if sign == "||" else UNLIKELY
             success = self._decide(outcome, node, f"if {self._title([node])}")
             outcome = self._visit(each) if success == (sign == "&&") else Outcome(success=success)
@@ -323,10 +324,13 @@ class _Reader(Expander):
         self.scope.functions[self.text(name)] = Function(body, self.source, self.first)
         return SUCCESS
 
-    def _leaves(self, nodes: Sequence[Node]) -> bool:
-        """Whether statements end the script or function. Such a branch is taken to be unlikely."""
-        last = [each for each in nodes if each.is_named and each.type != "comment"][-1:]
-        return any(_LEAVES.search(self.text(each)) for each in last)
+    def _leaves(self, node: Node) -> bool:
+        """Whether a branch ends the script or function. Such a branch is taken to be unlikely."""
+        parts = [node]
+        if node.type in ("if_statement", "elif_clause", "else_clause", "case_item"):
+            others = ("comment", "elif_clause", "else_clause")
+            parts = [each for each in node.named_children if each.type not in others]
+        return bool(parts) and _LEAVES.search(self.text(parts[-1])) is not None
 
     def _title(self, nodes: Sequence[Node]) -> str:
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
@@ -336,26 +340,25 @@ class _Reader(Expander):
         """Follow the conditions of `if` up to the branch that is taken."""
         clauses = [node, *(each for each in node.children if each.type in ("elif_clause", "else_clause"))]
         for clause, after in zip(clauses, [*clauses[1:], None], strict=True):
-            children = [each for each in clause.children if each.type not in ("elif_clause", "else_clause")]
+            children = [each for each in clause.children if each not in clauses]
             then = next((at for at, each in enumerate(children) if each.type == "then"), 0)
             condition = [each for each in children[1:then] if each.is_named]
-            success = True
             if condition:
                 outcome = self._follow(condition)
-                otherwise = after is not None and after.type == "else_clause" and self._leaves(after.children)
-                if not outcome.known and (otherwise or self._leaves(children)):
-                    outcome = LIKELY if otherwise else UNLIKELY
-                success = self._decide(outcome, condition[-1], f"if {self._title(condition)}")
-            if success:
-                return self._follow(children[then + 1 :])
+                if not outcome.known and after is not None and after.type == "else_clause" and self._leaves(after):
+                    outcome = LIKELY
+                elif not outcome.known and self._leaves(clause):
+                    outcome = UNLIKELY
+                if not self._decide(outcome, condition[-1], f"if {self._title(condition)}"):
+                    continue
+            return self._follow(children[then + 1 :])
         return SUCCESS
 
     def _case(self, node: Node) -> Outcome:
         """Follow each item of `case` on a way of its own. The value is not compared with the patterns."""
-        of = node.child_by_field_name("value") or node
+        of, items = node.named_children[0], [each for each in node.children if each.type == "case_item"]
         self.value(of)
-        items = [each for each in node.children if each.type == "case_item"]
-        last = next((each for each in reversed(items) if not self._leaves(each.children)), None)
+        last = next((each for each in reversed(items) if not self._leaves(each)), None)
         for item in items:
             patterns = item.children_by_field_name("value")
             if item.children[-1].type in (";&", ";;&"):
@@ -492,34 +495,29 @@ class _Reader(Expander):
         if not NAME.match(given.name):
             return
         self.spend(WORK_OF_WORD)
-        name = _name_in_container(given.name)
-        before = self.scope.variables.get(name)
+        before = self.scope.variables.get(given.name)
         if exported is None:
             exported = self.scope.exports_all or (before is not None and before.exported)
-        self.scope.variables[name] = given = given._replace(name=name, exported=exported)
+        self.scope.variables[given.name] = given = given._replace(exported=exported)
         if given.items is None and not given.unset:
             if exported:
-                self._exported.add(name)
+                self._exported.add(given.name)
             else:
-                self._loose[name] = given
+                self._loose[given.name] = given
 
     def _export(self, name: str, line: int) -> None:
         """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
-        outside = Assigned(name, OPEN, f"${name}", line)
-        self.set(self.scope.variables.get(_name_in_container(name), outside), exported=True)
+        self.set(self.scope.variables.get(name, Assigned(name, OPEN, f"${name}", line)), exported=True)
 
     def _declare(self, keyword: str, given: Sequence[Assigned | Word], line: int) -> None:
         """Follow export, declare, typeset, local, readonly or unset, with names and evaluated assignments."""
-        words = [each for each in given if isinstance(each, Word)]
-        options = " ".join(each.text for each in words if each.text[:1] in ("-", "+"))
-        if keyword == "unset" and "-f" not in options:
-            self._unset(words, line)
-        if keyword == "unset" or "-f" in options or (keyword == "local" and not self._active):
+        options = " ".join(each.text for each in given if isinstance(each, Word) and each.text[:1] in ("-", "+"))
+        if "-f" in options or (keyword == "local" and not self._active):
             return
-        if re.search(r"-\w*n|\+\w*x", options):  # `export -n` and name references are not supported
+        if keyword != "unset" and re.search(r"-\w*n|\+\w*x", options):  # `export -n` and name references
             self._report(line, f"{keyword} {options}")
         exports = keyword == "export" or re.search(r"-\w*x", options) is not None
-        own = keyword not in ("export", "readonly") and "g" not in options and bool(self._active)
+        is_local = keyword not in ("export", "readonly", "unset") and "g" not in options and bool(self._active)
         for each in given:
             if isinstance(each, Word):
                 name, equals, value = each.text.partition("=")
@@ -527,23 +525,17 @@ class _Reader(Expander):
                     self._report(line, f"the names of the variables that {keyword} gets are unknown")
                 if not NAME.match(name):
                     continue
-                each = Assigned(name, value, value, line) if equals else Assigned(name, unset=True)
-            if own:  # exported if the hidden outer variable is
+                each = Assigned(name, value, value, line, exported=False, unset=not equals)
+            if is_local:  # exported if the hidden outer variable is
                 self._active[[*self._active][-1]].add(each.name)
                 if each.unset and (before := self.scope.variables.get(each.name)):
                     self.scope.variables[each.name] = before._replace(unset=True, value="", items=None)
-            if not each.unset:
+            if keyword == "unset":
+                self.scope.variables[each.name] = each
+            elif not each.unset:
                 self.set(each, exported=True if exports else None)
             elif exports:
                 self._export(each.name, line)
-
-    def _unset(self, words: Sequence[Word], line: int) -> None:
-        for word in words:
-            if OPEN in word.text:  # it may be any variable
-                self._report(line, "the names of the variables that unset gets are unknown")
-            elif word.text[:1] != "-":
-                name = _name_in_container(word.text)
-                self.scope.variables[name] = Assigned(name, line=line, exported=False, unset=True)
 
     # -- simple commands
 
@@ -593,8 +585,7 @@ class _Reader(Expander):
         hidden: dict[str, Assigned | None] = {}
         for given in map(self.evaluate, assignments):
             if for_command:
-                name = _name_in_container(given.name)
-                hidden.setdefault(name, self.scope.variables.get(name))
+                hidden.setdefault(given.name, self.scope.variables.get(given.name))
             self.set(given, exported=True if for_command else None)
             if is_judged(given.name) and ends_line and words:
                 self._report(line, "several assignments at the end of a line")
@@ -680,10 +671,11 @@ class _Reader(Expander):
         self._started += 1
         if self._ahead:
             return
-        settings = {
-            name: each for name, each in self.scope.variables.items()
-            if each.exported and not each.unset and each.items is None and (is_judged(name) or name in JOB_SIZE)
-        }  # fmt: skip
+        settings: Settings = {}
+        for each in self.scope.variables.values():
+            name = _IN_CONTAINER.sub("", each.name)
+            if each.exported and not each.unset and each.items is None and (is_judged(name) or name in JOB_SIZE):
+                settings[name] = each._replace(name=name)
         self.spend(WORK_OF_WORD * len(settings))
         if len(self._launches) >= _MOST_LAUNCHES:
             self._report(0, "too many commands that start programs")
@@ -771,11 +763,6 @@ class _Reader(Expander):
 def _content(settings: Settings) -> frozenset[tuple[str, str]]:
     """Return the pairs of name and value."""
     return frozenset((name, each.value) for name, each in settings.items())
-
-
-def _name_in_container(name: str) -> str:
-    """Return the name by which a container of Apptainer gets a variable: APPTAINERENV_NAME is NAME inside."""
-    return re.sub(r"^(?:SINGULARITY|APPTAINER)ENV_", "", name)
 
 
 def _redirects(node: Node) -> Iterator[Node]:
