@@ -65,35 +65,26 @@ def parse(text: str, kind: str) -> list[list[Any]]:
 def _without_templates(text: str) -> list[str]:
     """Remove Helm and Jinja templates: lines with only a template are dropped, values become unknown (OPEN).
 
-    Returns one text for the first branches of all conditions, one for all second branches, and so on.
+    Returns a text with the first branch of each condition, one with the second (or last) branches, and so on.
     """
-    lines = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL).splitlines()
-    blocks: tuple[tuple[int, int], ...] = ()  # enclosing blocks: first line, and number of the current branch
-    inside, branched, most = list[tuple[tuple[int, int], ...]](), set[int](), 0
-    for number, row in enumerate(lines):
+    plain = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL)
+    blocks: list[list[int]] = []  # last branch of each enclosing block
+    rows: list[tuple[str, list[tuple[int, list[int]]]]] = []  # with the branch in each of them
+    for row in plain.splitlines():
         step = pattern("template_step").match(row.strip())
         if step and step[1].startswith("end"):
             blocks = blocks[:-1]
         elif step and step[1] in ("else", "elif") and blocks:
-            begin, branch = blocks[-1]
-            blocks, most = (*blocks[:-1], (begin, branch + 1)), max(most, branch + 1)
-            branched.add(begin)
+            blocks[-1][0] += 1
         elif step and len(blocks) < _LIMIT_DEPTH and not pattern("closed_template").search(step[2]):
-            blocks = (*blocks, (number, 0))
-        inside.append(blocks)
-    plain = [
-        pattern("template").sub(OPEN, row)
-        if not pattern("only_template").fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
-        else ""
-        for row in lines
-    ]
-    return [
-        "\n".join(
-            row if all(own == branch or begin not in branched for begin, own in here) else ""
-            for row, here in zip(plain, inside, strict=True)
-        )
-        for branch in range(min(most + 1, _MOST_BRANCHES))
-    ]
+            blocks = [*blocks, [0]]
+        drops = pattern("only_template").fullmatch(row.strip()) and not re.match(r".*:\s*\{\{", row)
+        row = "" if drops else pattern("template").sub(OPEN, row)
+        rows.append((row, [(block[0], block) for block in blocks]))
+    return list(dict.fromkeys(
+        "\n".join(row if all(own == min(number, last) for own, (last,) in inside) else "" for row, inside in rows)
+        for number in range(_MOST_BRANCHES)
+    ))  # fmt: skip
 
 
 def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
@@ -187,10 +178,9 @@ class _Walk:
         here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
             if key == "environment" and self._compose:
-                refusal = "Compose refuses the file: it takes a string or a number"
-                self._check_type(source, str(name), value, "compose_truth", refusal=refusal)
+                self._check_type(source, str(name), value, compose=True)
             elif key == "data" and source in self.config_of:
-                self._want_text(source, str(name), value)
+                self._check_type(source, str(name), value)
             word = name if isinstance(name, str) else ""
             own = pattern("own").match(word) is not None
             if own and isinstance(value, dict):
@@ -225,7 +215,7 @@ class _Walk:
         before: dict[str, str] = {}
         for entry in entries:
             name, value = entry["name"], entry.get("value")
-            self._want_text(source, name, value)
+            self._check_type(source, name, value)
             text = "valueFrom" if "valueFrom" in entry else scalar(value)
             if not is_judged(name):
                 before[name] = text
@@ -240,19 +230,17 @@ class _Walk:
                 notes.append(finding("env.pair.shadowed/twice", name, before[name], status=status, last=text))
             before[name] = text
 
-    def _check_type(self, source: str, name: str, value: Any, *forms: str, refusal: str) -> None:
-        """Report an unquoted value that a parser does not read as a string."""
-        text = scalar(value)
-        plain = isinstance(value, Plain | bool | int | float)
-        if plain and any(pattern(form).fullmatch(text) for form in forms):
+    def _check_type(self, source: str, name: str, value: Any, *, compose: bool = False) -> None:
+        """Report an unquoted value that Kubernetes or Compose does not read as a string."""
+        text, refusal = scalar(value), "Kubernetes refuses the object: the value must be a string"
+        if compose:
+            refusal = "Compose refuses the file: it takes a string or a number"
+        forms = ("compose_truth",) if compose else ("truth", "number")
+        if isinstance(value, Plain | bool | int | float) and any(pattern(form).fullmatch(text) for form in forms):
             what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
             text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
             note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
             self._at(source).findings.append(note)
-
-    def _want_text(self, source: str, name: str, value: Any) -> None:
-        refusal = "Kubernetes refuses the object: the value must be a string"
-        self._check_type(source, name, value, "truth", "number", refusal=refusal)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
         """Take an entry of a container's `env`. A ConfigMap's value is used if the ConfigMap is in the documents."""
@@ -280,7 +268,7 @@ class _Walk:
             self.taken.setdefault(source, set()).add(name)
             for key, value in self._configs[name].items():
                 if NAME.match(str(key)):
-                    self._want_text(source, str(key), value)
+                    self._check_type(source, str(key), value)
                     self._add(source, f"{entry.get('prefix', '')}{key}", value)
 
     def _words(self, words: list[str], source: str) -> None:

@@ -131,13 +131,6 @@ class Expander:
         """Return the line number of a node in the whole text; 0 if unknown."""
         return self.first + node.start_point.row if self.first else 0
 
-    def look_up(self, name: str) -> str | None:
-        """Return the value of a variable; None if unset, OPEN if unknown."""
-        found = self.scope.variables.get(name)
-        if found is None:
-            return OPEN
-        return None if found.unset else found.value
-
     def items(self, name: str) -> tuple[Word, ...] | None:
         """Return the items of an array; None if unknown."""
         found = self.scope.variables.get(name)
@@ -177,9 +170,10 @@ class Expander:
         return found.replace("~", OPEN, 1) if is_home else found
 
     def parameter(self, name: str) -> str:
-        """Return the value of `$NAME`; OPEN for positional parameters."""
+        """Return the value of `$NAME`, "" if it is unset, OPEN if it is unknown as `$1` is."""
         self.spend(64)
-        return self.look_up(name) or ("" if name in self.scope.variables else OPEN)
+        found = self.scope.variables.get(name)
+        return OPEN if found is None else found.value
 
     def _mixed(self, node: Node, start: int, end: int, escape: str) -> str:
         """Expand text between two offsets. Text outside child nodes is literal, as the grammar omits some blanks."""
@@ -211,13 +205,13 @@ class Expander:
             return " ".join(each.text for each in items) if items and short and not separated else OPEN
         if sign == "}":
             return self.parameter(name)
-        known, got = name in self.scope.variables, self.look_up(name)
-        missing = not got if sign[0] == ":" else got is None
-        if known and not missing and got != OPEN:
-            if sign[-1] != "+":
-                return got or ""
-        elif sign[-1] in "+?":
-            return "" if known and missing else OPEN
+        found, value = self.scope.variables.get(name), self.parameter(name)
+        is_missing = found is not None and (found.unset or (sign[0] == ":" and not value))
+        if is_missing or value == OPEN:
+            if sign[-1] in "+?":
+                return "" if is_missing else OPEN
+        elif sign[-1] != "+":
+            return value
         start = node.start_byte + len(match[0].encode())
         other = self._mixed(node, start, node.end_byte - 1, r"\\([\"\\`$}])|\\\n")
         if sign[-1] == "=":
@@ -232,7 +226,8 @@ class Expander:
         inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
 
         def put(match: re.Match[str]) -> str:
-            return OPEN if self.loops else self.parameter(match[1]) or "0"
+            number = self.parameter(match[1]) or "0"
+            return number if number.isdecimal() and not self.loops else OPEN
 
         if not self.spend(len(text)):
             return None

@@ -83,7 +83,7 @@ def parts_of(words: Sequence[Word]) -> Iterator[Part]:
         given = tail if equals else text
         takes_list = option in _NAMES["takes_list"]
         is_setting = re.match(r"[A-Za-z_]\w*=", text, re.ASCII) is not None
-        is_argument = is_argument or (at > 0 and re.fullmatch(r"[^-:=][^:=]*\.py", text) is not None)
+        is_argument = is_argument or (at > 0 and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
         if option in _NAMES["takes_file"] and given != option:
             yield Part("file", given, word.line)
         elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):
@@ -91,18 +91,19 @@ def parts_of(words: Sequence[Word]) -> Iterator[Part]:
             for part in re.split("," if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", given):
                 name, sign, value = part.partition("=")
                 if sign:
-                    raw = word.raw.partition(f"{name}=")[2] if value == given.partition("=")[2] else value
-                    yield Part("set", value, word.line, name, raw)
-        elif at:
+                    yield Part("set", value, word.line, name, word.raw.partition(f"{name}=")[2])
+        elif at and (not is_argument or pattern("dotted").match(text)):
             yield from _text_of_word(words, at)
-        is_value = before in ("-u", "-C") or (text[:1] == "-" and text != "-S") or is_setting
+        is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting
         may_set = name_of(word) in {"env", *_NAMES["wrappers"]} or (may_set and is_value)
 
 
 def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
     """Yield what a word is that sets no variable by an option: a script, JSON, a key path of Hydra or Helm."""
     text, before, line = words[at].text, words[at - 1].text, words[at].line
-    if runs := _runner_of(words, at):
+    if before in ("-S", "--split-string"):
+        yield Part("run", f"env {text}", line)
+    elif runs := _runner_of(words, at):
         yield Part("python" if runs == "python" else "run", text, line)
     elif dotted := pattern("dotted").match(text):
         yield Part("set", text[dotted.end() :].strip("\"'"), line, dotted[1], words[at].raw)

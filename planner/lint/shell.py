@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -57,9 +56,12 @@ _USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
 _LITERAL = re.compile(r"[\w./:-]+")
 _IN_DOCUMENT = re.compile(r"(?<!\\)\$(?:\w+|\{[^{}\n]*\})")
 _ENDS_LINE = re.compile(rb"(?:[ \t]|\\\n)*[#\n]")
-_LEAVES = re.compile(r"(?:^|[;{\s])(?:exit|return)\b[^\n;]*[;}\s]*\Z")  # it ends the script or function
+_LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")  # Apptainer's container gets the name without it
 _NAMES = words()["shell"]
+# Node types of a list of variables, and of a script that only defines functions
+_LIST = {"program", "variable_assignment", "variable_assignments"}
+_LIBRARY = {"function_definition", "declaration_command", *_LIST}
 _PARTS = ("pipeline", "list", "&&", "||")  # nodes that the grammar puts inside a here-document redirection
 
 
@@ -79,6 +81,7 @@ class _Way(NamedTuple):
 
     choices: Mapping[str, bool] = {}  # condition -> outcome
     labels: tuple[str, ...] = ()
+    function: str = ""  # of a library, which other scripts call
 
 
 class _Launch(NamedTuple):
@@ -102,14 +105,6 @@ class _Call(NamedTuple):
     def texts(self) -> list[str]:
         """The arguments after expansion."""
         return [each.text for each in self.words]
-
-
-class _LeftError(Exception):
-    """The script left a block with exit, return, break or continue."""
-
-    def __init__(self, how: str, outcome: Outcome = SUCCESS) -> None:
-        super().__init__(how)
-        self.how, self.outcome = how, outcome
 
 
 def read_shell(text: str, *, line: int = 1, before: Iterable[Assigned] = ()) -> Script:
@@ -151,12 +146,13 @@ class _Reader(Expander):
         super().__init__(Shell({each.name: each for each in before}))
         self._exported = {name for name, each in self.scope.variables.items() if each.exported}  # anywhere
         self._loose: dict[str, Assigned] = {}  # set but not exported
-        self._only_assigns = True
+        self._types: set[str] = set()  # types of the statements
         # Ways
         self._ways, self._way = [_Way()], _Way()
         self._ahead: set[str] = set()  # conditions of this way that are not met yet; launches before them are known
         self._met: set[str] = set()  # conditions
         self._blocks = self._commands = 0
+        self._left = ""  # how this block was left: exit, return, break or continue
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
         self._active: dict[str, set[str]] = {}  # functions on the call stack, and the local variables of each
         # Texts that commands write and read
@@ -170,17 +166,23 @@ class _Reader(Expander):
 
     def follow_ways(self, text: str, line: int) -> None:
         """Follow every way through a script. Store the settings of its launches, and those that no launch gets."""
-        first = self.scope
+        first = end = self.scope
         for way in self._ways:  # conditions that are met add ways
             self._way, self._ahead = way, set(way.choices)
             if self._commands > _MOST_COMMANDS or not self.spend(0):
                 break
-            self.scope = first.copy()
-            with suppress(_LeftError):
-                self.follow_text(text, line)
-                for name in list(self.scope.variables) if self._only_assigns else ():
-                    self._export(name, 0)  # a list of variables is meant to be exported
+            self.scope, self._left = (end if way.function else first).copy(), ""
+            if way.function:
+                self._call([Word(way.function, way.function)], 0)
+                continue
+            self.follow_text(text, line)
+            for name in list(self.scope.variables) if self._types <= _LIST else ():
+                self._export(name, 0)  # a list of variables is meant to be exported
+            if not self._left:
                 self._launch(_END, sure=False)
+            if self._types <= _LIBRARY:
+                end = self.scope
+                self._ways += [_Way(function=name) for name in end.functions]
         self._merge_launches()
         self.script.loose = {name: each for name, each in self._loose.items() if name not in self._exported}
         self.script.inner = list(dict.fromkeys(self.script.inner))
@@ -241,7 +243,7 @@ class _Reader(Expander):
         """Follow statements in sequence."""
         outcome = SUCCESS
         for node, after in zip(nodes, [*nodes[1:], None], strict=False):
-            if node.is_named and node.type != "comment":
+            if node.is_named and node.type != "comment" and not self._left:
                 in_background = after is not None and after.type == "&"
                 outcome = self._follow_apart([node]) if in_background else self._visit(node)
         return outcome
@@ -253,12 +255,12 @@ class _Reader(Expander):
         try:
             if self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
                 self._report(self.line(node), "too many or too deeply nested commands")
-                raise _LeftError("exit")
+                self._left = "exit"
+                return LIKELY
             if node.is_missing or node.type == "ERROR" or (node.type == "test_command" and node.has_error):
                 self._not_understood(node)
                 return LIKELY
-            if node.type not in ("program", "variable_assignment", "variable_assignments"):
-                self._only_assigns = False
+            self._types.add(node.type)
             follow = _FOLLOW.get(node.type)
             return follow(self, node) if follow else SUCCESS
         finally:
@@ -266,11 +268,8 @@ class _Reader(Expander):
 
     def _follow_apart(self, nodes: Sequence[Node]) -> Outcome:
         """Follow statements in a subshell."""
-        with self.during(scope=self.scope.copy()):
-            try:
-                return self._follow(nodes)
-            except _LeftError as left:
-                return left.outcome
+        with self.during(scope=self.scope.copy(), _left=""):
+            return self._follow(nodes)
 
     def _decide(self, outcome: Outcome, node: Node, label: str, condition: str = "") -> bool:
         """Return the outcome of a condition on this way, which stays the same as long as it reads the same values.
@@ -285,7 +284,9 @@ class _Reader(Expander):
         self._ahead.discard(key)
         if key not in self._met | self._way.choices.keys():
             labels = (*self._way.labels, f"else of {label}" if outcome.success else label)
-            self._ways.append(_Way({**self._way.choices, key: not outcome.success}, labels))
+            self._ways.append(
+                self._way._replace(choices={**self._way.choices, key: not outcome.success}, labels=labels)
+            )
         self._met.add(key)
         return self._way.choices.get(key, outcome.success)
 
@@ -298,8 +299,10 @@ class _Reader(Expander):
             node = node.children[0]
         outcome = self._visit(node)
         for sign, each in reversed(chain):
-            if self._leaves(each) and not outcome.known:
-                outcome = LIKELY if sign == "||" else UNLIKELY
+            if self._left:
+                break
+            if node.type == "test_command" and not outcome.known:
+                outcome = Outcome(success=sign == "||", known=False)
             success = self._decide(outcome, node, f"if {self._title([node])}")
             outcome = self._visit(each) if success == (sign == "&&") else Outcome(success=success)
             node = each
@@ -324,14 +327,6 @@ class _Reader(Expander):
         self.scope.functions[self.text(name)] = Function(body, self.source, self.first)
         return SUCCESS
 
-    def _leaves(self, node: Node) -> bool:
-        """Whether a branch ends the script or function. Such a branch is taken to be unlikely."""
-        parts = [node]
-        if node.type in ("if_statement", "elif_clause", "else_clause", "case_item"):
-            others = ("comment", "elif_clause", "else_clause")
-            parts = [each for each in node.named_children if each.type not in others]
-        return bool(parts) and _LEAVES.search(self.text(parts[-1])) is not None
-
     def _title(self, nodes: Sequence[Node]) -> str:
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
         return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
@@ -339,26 +334,22 @@ class _Reader(Expander):
     def _if(self, node: Node) -> Outcome:
         """Follow the conditions of `if` up to the branch that is taken."""
         clauses = [node, *(each for each in node.children if each.type in ("elif_clause", "else_clause"))]
-        for clause, after in zip(clauses, [*clauses[1:], None], strict=True):
+        for clause in clauses:
             children = [each for each in clause.children if each not in clauses]
             then = next((at for at, each in enumerate(children) if each.type == "then"), 0)
             condition = [each for each in children[1:then] if each.is_named]
-            if condition:
-                outcome = self._follow(condition)
-                if not outcome.known and after is not None and after.type == "else_clause" and self._leaves(after):
-                    outcome = LIKELY
-                elif not outcome.known and self._leaves(clause):
-                    outcome = UNLIKELY
-                if not self._decide(outcome, condition[-1], f"if {self._title(condition)}"):
-                    continue
-            return self._follow(children[then + 1 :])
+            branch, outcome = children[then + 1 :], self._follow(condition)
+            if not outcome.known and any(_LEAVES.search(self.text(each)) for each in branch):
+                outcome = UNLIKELY
+            if not condition or self._decide(outcome, condition[-1], f"if {self._title(condition)}"):
+                return self._follow(branch)
         return SUCCESS
 
     def _case(self, node: Node) -> Outcome:
         """Follow each item of `case` on a way of its own. The value is not compared with the patterns."""
         of, items = node.named_children[0], [each for each in node.children if each.type == "case_item"]
         self.value(of)
-        last = next((each for each in reversed(items) if not self._leaves(each)), None)
+        last = next((each for each in reversed(items) if not _LEAVES.search(self.text(each))), None)
         for item in items:
             patterns = item.children_by_field_name("value")
             if item.children[-1].type in (";&", ";;&"):
@@ -382,14 +373,12 @@ class _Reader(Expander):
             raw = word if literal else head.partition(" in ")[2].split(";")[0].strip()
             for changed in [self.text(name)] if name else {m[1] or m[2] for m in _CHANGED.finditer(head)}:
                 self.set(Assigned(changed, word, raw, self.line(node)))
-            try:
-                with self.during(loops=self.loops + 1):
-                    outcome = self._visit(body)
-            except _LeftError as left:
-                if left.how == "break":
-                    break
-                if left.how != "continue":
-                    raise
+            with self.during(loops=self.loops + 1):
+                outcome = self._visit(body)
+            is_over = self._left not in ("", "continue")
+            self._left = "" if self._left in ("break", "continue") else self._left
+            if is_over:
+                break
         return outcome
 
     # -- texts that commands write and read
@@ -481,7 +470,7 @@ class _Reader(Expander):
         """Follow a script run by another shell: `bash -c`, ssh, a here-document. `surely` False: it may be prose."""
         started, unread = self._started, len(self.script.unread)
         inherited = {name: each for name, each in self.scope.variables.items() if each.exported}
-        with self.during(scope=Shell(inherited)), suppress(_LeftError):
+        with self.during(scope=Shell(inherited), _left=""):
             self.follow_text(text, line)
         if not surely:
             del self.script.unread[unread:]
@@ -602,7 +591,6 @@ class _Reader(Expander):
         """Follow one simple command: a built-in, a function, or a program."""
         given, self._input = self._input, None
         self.spend(WORK_OF_WORD * len(words))
-        self._only_assigns = False
         at = program_behind(words)
         wrappers, program = [name_of(each) for each in words[:at]], name_of(words[at]) if at < len(words) else ""
         of_shell = _NAMES["of_shell"].issuperset(wrappers)
@@ -614,8 +602,7 @@ class _Reader(Expander):
         if program:
             with self.during(scope=self.scope.copy()):
                 self._start(words, at, line, given)
-            if "exec" in wrappers:
-                raise _LeftError("exit", LIKELY)
+            self._left = "exit" if "exec" in wrappers else self._left
         return LIKELY
 
     def _call(self, words: list[Word], line: int) -> Outcome:
@@ -627,15 +614,11 @@ class _Reader(Expander):
         before = dict(shell.variables)
         body, source, first = shell.functions[name]
         self._active[name] = set()  # recursive calls are not followed
-        try:
-            with self.during(source=source, first=first, loops=0):
-                return self._visit(body)
-        except _LeftError as left:
-            if left.how != "return":
-                raise
-            return left.outcome
-        finally:
-            shell.restore({each: before.get(each) for each in self._active.pop(name)})
+        with self.during(source=source, first=first, loops=0):
+            outcome = self._visit(body)
+        self._left = "" if self._left == "return" else self._left
+        shell.restore({each: before.get(each) for each in self._active.pop(name)})
+        return outcome
 
     # -- programs and their words
 
@@ -685,17 +668,13 @@ class _Reader(Expander):
 
     # -- built-ins
 
-    def _end_block(self, call: _Call) -> Outcome:
+    def _leave(self, call: _Call) -> Outcome:
         """Follow exit, return, break or continue."""
-        outcome = SUCCESS
-        if call.program in ("exit", "return") and call.words:
-            status = call.words[0].text
-            outcome = Outcome(success=status == "0") if status.isdecimal() else LIKELY
-        elif call.words and call.words[0].text != "1":
+        if call.program in ("break", "continue") and call.texts not in ([], ["1"]):
             self._report(call.line, f"{call.program} of several loops")
         if {"exit": 1, "return": len(self._active)}.get(call.program, self.loops):
-            raise _LeftError(call.program, outcome)
-        return outcome
+            self._left = call.program
+        return LIKELY
 
     def _source(self, call: _Call) -> Outcome:
         path = call.words[0].text if call.words else ""
@@ -788,7 +767,7 @@ _FOLLOW: Mapping[str, Callable[[_Reader, Node], Outcome]] = {
 _BUILTINS: Mapping[str, Callable[[_Reader, _Call], Outcome | None]] = {
     "echo": _Reader._echo, "printf": _Reader._printf, "cat": _Reader._cat, "tee": _Reader._cat,
     **dict.fromkeys((".", "source"), _Reader._source), "set": _Reader._options_of_shell,
-    **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._end_block),
+    **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._leave),
     "setenv": lambda reader, call: reader._report(call.line, "setenv belongs to the C shell, which is not supported"),
     **dict.fromkeys((":", "true", "false"), lambda _reader, call: Outcome(success=call.program != "false")),
     **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader._assign_unknown),

@@ -16,7 +16,6 @@ from planner.lint.sources import guess_kind, read_text
 from topology.build import build
 
 rows = rows_of(__file__)
-JOB, MPIJOB = Path(__file__).with_name("lint_jobs.yaml").read_text(encoding="utf-8").split("---\n")[1:]
 
 
 def read_environment(text: str, kind: str | None = None) -> tuple[NamedEnvironment, ...]:
@@ -40,9 +39,9 @@ def test_the_environment_of_a_text(text: str, kind: str | None, environment: dic
 
 def test_where_an_environment_stands() -> None:
     """The way to a container, and mpirun -x and exports in a command line."""
-    assert one(JOB).source == "PyTorchJob/sft-roce Master pytorch"
+    assert one(rows("environments")()[0][0]).source == "PyTorchJob/sft-roce Master pytorch"
     assert one("h:1:1 [0] NCCL INFO NCCL_NET set by environment to IB\n").source == "log"
-    launcher, other = read_environment(MPIJOB)
+    launcher, other = read_environment(rows("texts")()["mpijob"])
     assert launcher.environment == {"NCCL_DEBUG": "INFO", "NCCL_ALGO": '"Ring"'}  # no shell strips the quotes
     assert other.environment == {"NCCL_IB_HCA": "mlx5_0", "NCCL_PROTO": "Simple"}
 
