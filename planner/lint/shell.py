@@ -149,7 +149,6 @@ class _Reader(Expander):
         self._types: set[str] = set()  # types of the statements
         # Ways
         self._ways, self._way = [_Way()], _Way()
-        self._ahead: set[str] = set()  # conditions of this way that are not met yet; launches before them are known
         self._met: set[str] = set()  # conditions
         self._blocks = self._commands = 0
         self._left = ""  # how this block was left: exit, return, break or continue
@@ -168,7 +167,7 @@ class _Reader(Expander):
         """Follow every way through a script. Store the settings of its launches, and those that no launch gets."""
         first = end = self.scope
         for way in self._ways:  # conditions that are met add ways
-            self._way, self._ahead = way, set(way.choices)
+            self._way = way
             if self._commands > _MOST_COMMANDS or not self.spend(0):
                 break
             self.scope, self._left = (end if way.function else first).copy(), ""
@@ -281,7 +280,6 @@ class _Reader(Expander):
         # The command that decides; of a list it is the last one, which may stand alone elsewhere
         condition = condition or self.text(node.children[-1] if node.type == "list" else node)
         key = "\0".join([condition, *map(self.parameter, dict.fromkeys(_USED.findall(condition)))])
-        self._ahead.discard(key)
         if key not in self._met | self._way.choices.keys():
             labels = (*self._way.labels, f"else of {label}" if outcome.success else label)
             self._ways.append(
@@ -652,8 +650,6 @@ class _Reader(Expander):
     def _launch(self, label: str, *, sure: bool) -> None:
         """Record a program start with the checked variables of its environment."""
         self._started += 1
-        if self._ahead:
-            return
         settings: Settings = {}
         for each in self.scope.variables.values():
             name = _IN_CONTAINER.sub("", each.name)
@@ -663,8 +659,9 @@ class _Reader(Expander):
         if len(self._launches) >= _MOST_LAUNCHES:
             self._report(0, "too many commands that start programs")
             return
-        key = label, sure, self._way.labels, _content(settings)
-        self._launches[key] = _Launch(label, sure, self._way.labels, settings)
+        # On a way that takes another branch behind it, the launch is the same.
+        launch = _Launch(label, sure, self._way.labels, settings)
+        self._launches.setdefault((label, sure, _content(settings)), launch)
 
     # -- built-ins
 

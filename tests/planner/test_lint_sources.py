@@ -67,11 +67,15 @@ def test_kinds_are_recognised(text: str, kind: str) -> None:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    """Unknown kind, broken YAML."""
-    with pytest.raises(EnvironmentTextError, match="perl"):
-        read_environment("", "perl")
-    with pytest.raises(EnvironmentTextError, match="not YAML"):
-        read_environment("kind: [", "yaml")
+    """Unknown kind; TOML, JSON and YAML that end in the midst."""
+    for text, kind, said in (
+        ("", "perl", "perl"),
+        ("[a\n", "toml", ""),
+        ('{"a": ', "json", ""),
+        ("a: [", "yaml", "not YAML"),
+    ):
+        with pytest.raises(EnvironmentTextError, match=said):
+            read_environment(text, kind)
 
 
 def test_yaml_bombs_end() -> None:
