@@ -70,8 +70,8 @@ def test_errors_name_what_is_wrong() -> None:
     """Unknown kind; TOML, JSON and YAML that end in the midst."""
     for text, kind, said in (
         ("", "perl", "perl"),
-        ("[a\n", "toml", ""),
-        ('{"a": ', "json", ""),
+        ("[a\n", "toml", "line 1"),
+        ('{"a": ', "json", "line 1"),
         ("a: [", "yaml", "not YAML"),
     ):
         with pytest.raises(EnvironmentTextError, match=said):
