@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,6 @@ class Recommendation:
     helps_most: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()  # missing facts, and their effect on the answer
     slowed: tuple[str, ...] = ()  # faults of these nodes that the forecast includes
-    sound: RankedLayout | None = None  # best layout without the faults; None without faults, or if the graph shows them
-    sound_here: RankedLayout | None = None  # that layout on the nodes in their current state
     total_steps: int | None = None  # of the whole run, if steps or tokens are limited
     total_seconds: Interval | None = None  # of the whole run
     total_cost: Interval | None = None  # of the whole run, in the currency of the price
@@ -124,9 +122,6 @@ class ExportRequest:
     def nodes(self) -> int:
         """Number of nodes of the job."""
         return max(1, self.layout.world_size // self.ranks_per_node)
-
-
-Formats = Mapping[str, Callable[[ExportRequest], str]]  # format -> exporter
 
 
 def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> ExportRequest:
