@@ -43,17 +43,9 @@ class Fabric:
     def add(self, name: str, number: int, **given_: Any) -> Fabric:
         """One mlx5-like device with one port."""
         want: dict[str, Any] = {
-            "state": "4: ACTIVE",
-            "phys": "5: LinkUp",
-            "rate": "400 Gb/sec (4X NDR)",
-            "layer": "Ethernet",
-            "type": "MT4129",
-            "mtu": 9000,
-            "gids": ROCE_TABLE,
-            "firmware": "28.39.1002",
-            "driver": "mlx5_core",
-            **given_,
-        }
+            "state": "4: ACTIVE", "phys": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)", "layer": "Ethernet", "mtu": 9000,
+            "type": "MT4129", "gids": ROCE_TABLE, "firmware": "28.39.1002", "driver": "mlx5_core", **given_,
+        }  # fmt: skip
         function = f"0000:{0x10 + number:02x}:00.0"
         pci, net = f"/sys/devices/pci0000:{0x10 + number:02x}/{function}", f"eth{number}"
         folder, port = f"{pci}/infiniband/{name}", f"{pci}/infiniband/{name}/ports/1"
@@ -245,12 +237,8 @@ def test_a_recorded_soft_roce_device(corpus: Path) -> None:
     facts = read_rdma(DictHost(files, links))
     device, port = facts.devices[0], facts.devices[0].ports[0]
     assert (device.name, device.kind, device.bus_id) == ("rxe0", "rxe", None)
-    assert (port.state, port.link_layer, port.netdev, port.rate_text) == (
-        "ACTIVE",
-        "Ethernet",
-        "net1",
-        "2.5 Gb/sec (1X SDR)",
-    )
+    assert (port.state, port.link_layer, port.netdev) == ("ACTIVE", "Ethernet", "net1")
+    assert port.rate_text == "2.5 Gb/sec (1X SDR)"
     assert [gid.type for gid in port.gids] == [V2, V2]
     assert (nccl_gid_index(port), port.counters is not None) == (1, True)
 
