@@ -154,8 +154,9 @@ def get_once(agent: Served, path: str, source: str = "127.0.0.1") -> int:
 def test_idle_connections_keep_nobody_out(impatient: Served, start: bytes, times: int) -> None:
     """Three times as many as there are places, held open by five addresses, the kubelet's own among them."""
     held = [connect_deaf(impatient.port, start * times, f"127.0.0.{1 + number % 5}") for number in range(3 * PLACES)]
-    found = [(path, get_once(impatient, path)) for path in ("/healthz", "/readyz", "/metrics") * 20]
-    assert [row for row in found if row[1] != 200] == []
+    for path in ("/healthz", "/readyz", "/metrics") * 20:
+        # while those that wait for a place are let in, a request may be closed before it was read: it is sent again
+        assert (get_once(impatient, path) or get_once(impatient, path)) == 200, path
     eventually(lambda: impatient.descriptors() < PLACES + 40, "no more are held than there are places")
     for one in held:
         one.close()
