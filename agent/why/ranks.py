@@ -180,11 +180,18 @@ def request_dumps(folder: Path) -> bool:
     return True
 
 
+def may_restart(facts: RunFacts) -> bool:
+    """Return whether torchrun has not ended and has restarts left, as the ranks' environment shows."""
+    return facts.first is None and any(state.restarts_left for state in facts.states.values())
+
+
 def watch(
     folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = BUSY_SECONDS,
     metrics: Path | None = None,
 ) -> Verdict:  # fmt: skip
     """Diagnose a run again and again until it ends. Report and save each change of the verdict, also to `metrics`.
+
+    A failure ends it unless torchrun starts the ranks again within `limit` seconds.
 
     While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
     MOST_SUSPICION_SECONDS; otherwise ever more rarely.
@@ -197,6 +204,7 @@ def watch(
         return verdict, facts
 
     last: object = None
+    failed_at: float | None = None
     requested_at = suspected_at = -MOST_SUSPICION_SECONDS
     pause, warned = 0.0, False
     while True:
@@ -215,7 +223,16 @@ def watch(
             if metrics is not None:
                 save_metrics(metrics, verdict, folder.resolve().name, warn)
             suspected_at = time.monotonic()
-        if over or verdict.state == "failed":
+        if verdict.state != "failed":
+            failed_at = None
+            if over:
+                return verdict
+        elif not may_restart(facts):
+            return verdict
+        elif failed_at is None:
+            failed_at = time.monotonic()
+            warn(f"torchrun may start the ranks again: --watch ends if it has not within {limit:.0f} s")
+        elif time.monotonic() - failed_at > limit:
             return verdict
         is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
         if is_suspicious and time.monotonic() - suspected_at < MOST_SUSPICION_SECONDS:
