@@ -22,16 +22,10 @@ def row_of(verdict: Evidence) -> dict[str, Any]:
     found = {each.name: plain[each.name] for each in fields(Evidence) if each.name not in TEXTS
              and getattr(verdict, each.name) != getattr(usual, each.name)}  # fmt: skip
     found["problems"] = [  # with the action where it is not that of the code
-        [
-            p.severity,
-            p.code,
-            p.message,
-            p.place,
-            [row.line for row in p.lines],
-            *([p.action] if p.action != CODES[p.code].action else []),
-        ]
+        [p.severity, p.code, p.message, p.place, [row.line for row in p.lines],
+         *([p.action] if p.action != CODES[p.code].action else [])]
         for p in verdict.problems
-    ]
+    ]  # fmt: skip
     found["notes"] = [note.code for note in verdict.notes]
     found["runs"] = [[run.first.line, run.inter_node_transport, run.gdrdma, run.outcome] for run in verdict.runs]
     found["fabric"] = [[row.line, row.proves] for row in verdict.fabric]

@@ -59,13 +59,6 @@ def test_golden_changes() -> None:
 # The fabric -------------------------------------------------------------------------------------------------------
 
 
-def test_a_driver_without_the_newer_structures_is_read_as_it_is(scanner_of: Callable[..., Scanner]) -> None:
-    """Through its library: the fabric without its summary, and a field with an error of its own."""
-    with scanner_of(GB200) as scanner:
-        facts = scanner.scan().facts(GpuFacts)
-    assert facts is not None and not facts.gpus[0].unread and facts.gpus[0].fabric_summary is None
-
-
 # Xids -------------------------------------------------------------------------------------------------------------
 
 

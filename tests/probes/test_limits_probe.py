@@ -22,11 +22,9 @@ def host(
 ) -> DictHost:
     """A pod with an RDMA device and Docker's defaults."""
     device = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA"} if rdma else {}
-    return DictHost(
-        {"/proc/self/status": status, **device, **(files or {})},
-        limits={"MEMLOCK": memlock, "NOFILE": (1024, 524288), "NPROC": (None, None)},
-        **{"shm": (64 * MIB, 60 * MIB), **more},
-    )
+    bounds = {"MEMLOCK": memlock, "NOFILE": (1024, 524288), "NPROC": (None, None)}
+    shm = {"shm": (64 * MIB, 60 * MIB)}
+    return DictHost({"/proc/self/status": status, **device, **(files or {})}, limits=bounds, **{**shm, **more})
 
 
 @each_row(("machine", "code", "severity", "words"), TABLES["wrong"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from dicthost import Content, DictHost, corpus_tree
+from dicthost import Content, DictHost, corpus_tree, tree_of
 from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding, Status
@@ -43,46 +43,15 @@ class Fabric:
     def add(self, name: str, number: int, **given_: Any) -> Fabric:
         """One mlx5-like device with one port."""
         want: dict[str, Any] = {
-            "state": "4: ACTIVE",
-            "phys": "5: LinkUp",
-            "rate": "400 Gb/sec (4X NDR)",
-            "layer": "Ethernet",
-            "type": "MT4129",
-            "mtu": 9000,
-            "gids": ROCE_TABLE,
-            "firmware": "28.39.1002",
-            "driver": "mlx5_core",
-            **given_,
-        }
+            "state": "4: ACTIVE", "phys": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)", "layer": "Ethernet", "mtu": 9000,
+            "type": "MT4129", "gids": ROCE_TABLE, "firmware": "28.39.1002", "driver": "mlx5_core", **given_,
+        }  # fmt: skip
         function = f"0000:{0x10 + number:02x}:00.0"
         pci, net = f"/sys/devices/pci0000:{0x10 + number:02x}/{function}", f"eth{number}"
         folder, port = f"{pci}/infiniband/{name}", f"{pci}/infiniband/{name}/ports/1"
-        self.links |= {
-            f"/sys/class/infiniband/{name}": folder,
-            f"{folder}/device": "../..",
-            f"{pci}/driver": f"/sys/bus/pci/drivers/{want['driver']}",
-            f"/sys/class/net/{net}": f"{pci}/net/{net}",
-            f"/sys/class/infiniband_verbs/uverbs{number}": f"{pci}/infiniband_verbs/uverbs{number}",
-        }
-        self.files |= {
-            f"/sys/bus/pci/drivers/{want['driver']}/bind": "",
-            f"{pci}/numa_node": "1\n",
-            f"{pci}/net/{net}/mtu": f"{want['mtu']}\n",
-            f"{pci}/net/{net}/dev_port": "0\n",
-            f"{pci}/infiniband_verbs/uverbs{number}/ibdev": name + "\n",
-            f"{folder}/hca_type": want["type"] + "\n",
-            f"{folder}/board_id": "MT_0000000838\n",
-            f"{folder}/fw_ver": want["firmware"] + "\n",
-            f"{folder}/node_guid": "a088:c203:0012:3456\n",
-            f"{port}/state": want["state"] + "\n",
-            f"{port}/phys_state": want["phys"] + "\n",
-            f"{port}/rate": want["rate"] + "\n",
-            f"{port}/link_layer": want["layer"] + "\n",
-            f"{port}/counters/symbol_error": "3\n",
-            f"{port}/counters/port_rcv_data": errno.EINVAL,
-            f"{port}/hw_counters/out_of_sequence": "0\n",
-            f"{port}/hw_counters/lifespan": "12\n",
-        }
+        files, links = tree_of("rdma", name=name, number=number, pci=pci, net=net, folder=folder, **want)
+        self.files |= files
+        self.links |= links
         if "ecn" in want:
             enabled = f"{pci}/net/{net}/ecn/roce_np/enable"
             self.files |= {f"{enabled}/{priority}": f"{want['ecn']}\n" for priority in range(8)}
@@ -245,12 +214,8 @@ def test_a_recorded_soft_roce_device(corpus: Path) -> None:
     facts = read_rdma(DictHost(files, links))
     device, port = facts.devices[0], facts.devices[0].ports[0]
     assert (device.name, device.kind, device.bus_id) == ("rxe0", "rxe", None)
-    assert (port.state, port.link_layer, port.netdev, port.rate_text) == (
-        "ACTIVE",
-        "Ethernet",
-        "net1",
-        "2.5 Gb/sec (1X SDR)",
-    )
+    assert (port.state, port.link_layer, port.netdev) == ("ACTIVE", "Ethernet", "net1")
+    assert port.rate_text == "2.5 Gb/sec (1X SDR)"
     assert [gid.type for gid in port.gids] == [V2, V2]
     assert (nccl_gid_index(port), port.counters is not None) == (1, True)
 

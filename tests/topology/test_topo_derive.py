@@ -7,7 +7,6 @@ from itertools import combinations
 
 import pytest
 from rigs.tables import each_row, rows_of
-from topo_machines import topology
 
 from hardware.machines import recognised
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
@@ -139,17 +138,6 @@ def test_constants_of_nccl():
     assert {key: nvlink_bytes_per_second(key) for key in nvlink} == {k: in_gigabytes(v) for k, v in nvlink.items()}
     assert {key: pcie_bytes_per_second(*key) for key in pcie} == {k: in_gigabytes(v) for k, v in pcie.items()}
     assert {key: cpu_bytes_per_second(*key) for key in cpus} == {k: in_gigabytes(v) for k, v in cpus.items()}
-
-
-def test_every_operation_and_scope_is_derived_with_steps():
-    made = topology("hgx-h100-8xH100-8hca")
-    assert {(e.scope, e.op) for e in with_expectations(made).expectations} >= {
-        (scope, op) for scope in ("island", "node", "rail") for op in ("all_gather", "reduce_scatter", "all_reduce")
-    }
-    assert all(e.derivation for e in with_expectations(made).expectations)
-    assert any("NVLS" in step for step in plan(made, op="all_reduce").derivation)
-    assert not any("NVLS" in step for step in plan(made, op="all_gather").derivation)
-    assert any("64 MiB" in step for step in plan(made).derivation)
 
 
 def device(bus_id, parent=None, root="pci0000:00", numa=0, **fields):

@@ -62,16 +62,6 @@ def test_rails_islands_and_files_of_recorded_machines():
     assert "/opt/microsoft/ndv4-topo.xml" in told.remedy
 
 
-def test_a_gpu_at_x4_lowers_the_plan_of_the_ring():
-    """NCCL plans by the slot; the ring crosses four lanes, and says so (the rates: metrics.txt of the machine)."""
-    node = topology("sick-l40s-x4")
-    (plan,) = [e for e in with_expectations(node).expectations if (e.scope, e.op) == ("node", "all_gather")]
-    assert any("GPU2 runs at Gen4 x4 of x16" in step for step in plan.derivation)
-    assert Pairs(node.pairs).get("GPU2", "GPU3").bytes_per_second == pytest.approx(24e9)  # as NCCL reads the slot
-    links = {gpu.name: gpu.pcie_link for gpu in node.gpus}
-    assert links == {"GPU0": "Gen4 x16", "GPU1": "Gen4 x16", "GPU2": "Gen4 x4 of x16", "GPU3": "Gen4 x16"}
-
-
 def with_link(name, bus_id, **link):
     """The node with one device's link as it is given."""
     whole = snapshot(name)
