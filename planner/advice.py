@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,12 +137,6 @@ def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> Export
     )
 
 
-def refuse(framework: str, refusals: Mapping[str, object]) -> None:
-    """Raise ExportError with all reasons that apply, if there are any."""
-    if reasons := [reason for reason, holds in refusals.items() if holds]:
-        raise ExportError(f"{framework} cannot run this layout: {'; '.join(reasons)}")
-
-
 def render(template: str, /, **values: Any) -> str:
     """Render a template of planner/stacks/templates."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -155,15 +148,3 @@ def render(template: str, /, **values: Any) -> str:
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
     return environment.get_template(f"{template}.j2").render(**values)
-
-
-def from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """Render a template with the request's layout, model and train."""
-    return render(name, request=request, layout=request.layout, model=request.model, train=request.train, **values)
-
-
-def yaml_from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """Render a YAML template, and format the result with PyYAML."""
-    import yaml
-
-    return yaml.safe_dump(yaml.safe_load(from_template(name, request, **values)), sort_keys=False)

@@ -132,11 +132,11 @@ def recognise(node: NodeView) -> Platform | None:
     info = node.hostinfo()
     if info is None:
         sku = node.topology.sku if node.topology and not node.snapshot else None
-        return next((row for row in platforms().rows if sku in row.catalogue), None)
+        return next((row for row in platforms() if sku in row.catalogue), None)
     cloud = cloud_of(info)
     names = " ".join(node.gpu_names())
     there = fabrics(node)
-    for row in platforms().rows:
+    for row in platforms():
         if not row.recognised or (row.cloud and (cloud is None or cloud[0] != row.cloud)):
             continue
         if row.product and re.search(row.product, info.product or "") is None:
@@ -190,9 +190,7 @@ def published(case: Situation, name: str) -> Setting | None:
 
 def settings_as_published(case: Situation) -> Iterator[Setting]:
     """Yield every variable that the nodes' platform publishes and that is recommended without change."""
-    for name in dict.fromkeys(
-        name for row in platforms().rows for recipe in row.recipes for name in sorted(recipe.set)
-    ):
+    for name in dict.fromkeys(name for row in platforms() for recipe in row.recipes for name in sorted(recipe.set)):
         if (found := published(case, name)) is not None:
             yield found
 

@@ -9,13 +9,33 @@ Megatron-LM megatron/training/arguments.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from contracts.layout import EIGHT_BITS, Layout
-from planner.advice import ExportError, ExportRequest, from_template, refuse, yaml_from_template
+from planner.advice import ExportError, ExportRequest, render
 from planner.forecast.models import hub_id
 from planner.rules import engine_lacks
 from planner.stacks import ENGINES, TOPOFLIGHT, is_sharded, is_wrapped
+
+
+def _refuse(framework: str, refusals: Mapping[str, object]) -> None:
+    """Raise ExportError with all reasons that apply, if there are any."""
+    if reasons := [reason for reason, holds in refusals.items() if holds]:
+        raise ExportError(f"{framework} cannot run this layout: {'; '.join(reasons)}")
+
+
+def _render(name: str, request: ExportRequest, **values: Any) -> str:
+    """Render a template with the request's layout, model and train."""
+    return render(name, request=request, layout=request.layout, model=request.model, train=request.train, **values)
+
+
+def _render_yaml(name: str, request: ExportRequest, **values: Any) -> str:
+    """Render a YAML template, and format the result with PyYAML."""
+    import yaml
+
+    return yaml.safe_dump(yaml.safe_load(_render(name, request, **values)), sort_keys=False)
+
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
 # Have other names in the job's YAML, or follow from the number of started ranks.
@@ -26,11 +46,11 @@ def finetune_yaml(request: ExportRequest) -> str:
     """Export the job's YAML; the user adds data set and output folder."""
     layout, train, name = request.layout, request.train, request.model.name
     broken = engine_lacks(TOPOFLIGHT, request.model, train, layout, has_gpu=request.on_gpu)
-    refuse("the fine-tune job", {broken: True} if broken else {})
+    _refuse("the fine-tune job", {broken: True} if broken else {})
     members = {n: v for n, v in dataclasses.asdict(layout).items() if n not in _NAMED and v != _DEFAULTS[n]}
     members |= {"precision": layout.precision, "sharding": layout.sharding, "dp_shard": layout.dp_shard}
     hub = "random:tiny-llama" if name == "tiny-llama" else hub_id(name) or name
-    return yaml_from_template("finetune.yaml", request, model_name=hub, members=members)
+    return _render_yaml("finetune.yaml", request, model_name=hub, members=members)
 
 
 def _list_refusals(request: ExportRequest) -> dict[str, bool]:
@@ -58,23 +78,23 @@ def _get_dtype(request: ExportRequest) -> str:
 
 def accelerate_yaml(request: ExportRequest) -> str:
     """Export accelerate's default_config.yaml for one machine; machine_rank differs per machine."""
-    refuse("accelerate", _list_refusals(request))
-    return yaml_from_template("accelerate.yaml", request, wrapped=is_wrapped(request.layout))
+    _refuse("accelerate", _list_refusals(request))
+    return _render_yaml("accelerate.yaml", request, wrapped=is_wrapped(request.layout))
 
 
 def trl_yaml(request: ExportRequest) -> str:
     """Export arguments for TRL's SFT script; launch it with the accelerate file if not only FSDP is used."""
-    refuse("TRL", _list_refusals(request))
+    _refuse("TRL", _list_refusals(request))
     name = hub_id(request.model.name) or request.model.name
     sharded = is_sharded(request.layout)
-    return yaml_from_template("trl.yaml", request, model_name=name, dtype=_get_dtype(request), sharded=sharded)
+    return _render_yaml("trl.yaml", request, model_name=name, dtype=_get_dtype(request), sharded=sharded)
 
 
 def deepspeed_json(request: ExportRequest) -> str:
     """Export DeepSpeed's JSON; batch sizes are "auto", so that transformers inserts its own arguments."""
     layout = request.layout
     degrees = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep))
-    refuse("DeepSpeed", {
+    _refuse("DeepSpeed", {
         **{f"{word}={degree}: ZeRO through transformers is data parallelism only": degree > 1
            for word, degree in degrees},
         f"HSDP {layout.dp_replicate} x {layout.dp_shard}: ZeRO shards over all ranks":
@@ -84,7 +104,7 @@ def deepspeed_json(request: ExportRequest) -> str:
             layout.sharding == "zero3" and not layout.reshard_after_forward and layout.dp_shard > 1,
     })  # fmt: skip
     stage = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding] if layout.dp_shard > 1 else 0
-    return from_template("deepspeed.json", request, stage=stage)
+    return _render("deepspeed.json", request, stage=stage)
 
 
 _MODELS = {"llama": "llama3", "qwen3": "qwen3"}
@@ -93,7 +113,7 @@ _MODELS = {"llama": "llama3", "qwen3": "qwen3"}
 def torchtitan_toml(request: ExportRequest) -> str:
     """Export the configuration; the user adds tokenizer, data set and checkpoints."""
     layout, train, model = request.layout, request.train, request.model
-    refuse("torchtitan", {
+    _refuse("torchtitan", {
         f"{layout.sharding}: its FSDP2 shards weights, gradients and optimizer":
             layout.sharding in ("zero1", "zero2") and layout.dp_shard > 1,
         f"{train.method}: its LoRA is a converter in code, not in the TOML": train.method != "full",
@@ -105,14 +125,14 @@ def torchtitan_toml(request: ExportRequest) -> str:
         f"stages of {layout.stage_layers}: it makes first and last stage lighter, no other":
             len(set(layout.stage_layers)) > 2,
     })  # fmt: skip
-    return from_template("torchtitan.toml", request, names=_MODELS)
+    return _render("torchtitan.toml", request, names=_MODELS)
 
 
 def megatron_arguments(request: ExportRequest) -> str:
     """Export one argument per line; the user adds data, tokenizer, learning rate and checkpoints."""
     layout, train, model = request.layout, request.train, request.model
     own_biases = ("gpt2", "qwen2", "qwen2_moe")
-    refuse("Megatron-LM", {
+    _refuse("Megatron-LM", {
         f"{train.method}: it has no adapters (Megatron-Bridge has)": train.method != "full",
         f"{layout.family}: the distributed optimizer shards optimizer states only (zero1)":
             layout.sharding in ("zero2", "zero3") and layout.dp_shard > 1,
@@ -128,7 +148,7 @@ def megatron_arguments(request: ExportRequest) -> str:
         "a gated shared expert, or experts in some of the layers only, are not exported":
             model.shared_expert_ffn or model.dense_layers,
     })  # fmt: skip
-    return from_template("megatron.txt", request, engine=ENGINES["megatron"])
+    return _render("megatron.txt", request, engine=ENGINES["megatron"])
 
 
 # Format -> the stack that reads it, and the exporter.
