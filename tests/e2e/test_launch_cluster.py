@@ -10,13 +10,10 @@ import pytest
 import yaml
 from api_server import ApiServer
 from click.testing import CliRunner
-from e2e_client import client_of
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
-from agent.cluster.client import ApiError
-from agent.jobs import cluster_job
 from contracts.job_plan import JobPlan, read
 
 rows = rows_of(__file__)
@@ -34,27 +31,6 @@ def printed(*words: str) -> dict[str, dict[str, Any]]:
     done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "yaml"])
     assert done.exit_code == 0, done.output
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
-
-
-def documents(kind: str) -> tuple[dict[str, Any], ...]:
-    """What a launch named sft makes."""
-    return tuple(printed(*WORDS, "--api", kind, "--name", "sft").values())
-
-
-@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
-def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
-    """A real server admits manifests in test_real_rights."""
-    lines = list(cluster_job.create(client_of(api), documents(kind), dry_run=True))
-    assert lines and all(line.endswith("admitted (dry run)") for line in lines)
-    assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
-
-
-def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
-    """And the error says that nothing was created."""
-    client = client_of(api)
-    assert len(list(cluster_job.create(client, documents("trainjob")))) == 3
-    with pytest.raises(ApiError, match=r"trainjob/sft: the API server says 409.*nothing was created"):
-        list(cluster_job.create(client, documents("trainjob")))
 
 
 def test_a_refusal_is_told_in_the_servers_words(kubeconfig: ApiServer) -> None:
@@ -83,10 +59,11 @@ def planned(made: dict[str, dict[str, Any]], folder: Path) -> JobPlan:
 
 def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_path: Path) -> None:
     """The job's own reader takes the ConfigMap and the command line: weights, data, and the run on the claim."""
-    made = printed(*WORDS, *GSM, "--api", "job", "--name", "sft", "--token-secret", "hub")
+    made = printed(*WORDS, *GSM, "--api", "job", "--name", "sft", "--token-secret", "hub", "--restarts", "5")
     container = made["Job"]["spec"]["template"]["spec"]["containers"][0]
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}} in container["env"]
-    assert container["command"][-2:] == ["--plan", "/etc/config/plan.json"]
+    assert container["command"][-2:] == ["--plan", "/etc/config/plan.json"] and "--restarts=5" in container["command"]
+    assert made["Job"]["spec"]["backoffLimit"] == 5 * 2, "for each of two pods"
     config = planned(made, tmp_path).config
     assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
@@ -295,11 +272,3 @@ def test_pods_that_may_not_be_listed_are_unknown(kubeconfig: ApiServer) -> None:
     kubeconfig.forbidden = {"/api/v1/pods"}
     done = launched("--api", "job")
     assert done.exit_code == 0 and "unknown whether its pods come: pods is forbidden" in done.stderr
-
-
-@each_row("nodes", ["1", "2"])
-def test_restarts_are_as_asked_for(nodes: str) -> None:
-    """In the words of the API, and to the pods, which count them."""
-    job = printed(*WORDS, "--api", "job", "--nodes", nodes, "--restarts", "5")["Job"]
-    assert job["spec"]["backoffLimit"] == 5 * int(nodes)
-    assert "--restarts=5" in job["spec"]["template"]["spec"]["containers"][0]["command"]
