@@ -9,8 +9,7 @@ from operator import getitem
 from typing import Any
 
 from gpu_machines import GB200, H100, changed, facts_of, recorded
-from rigs.found import findings
-from rigs.recorded import with_facts
+from rigs.recorded import findings, with_facts
 from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
