@@ -150,14 +150,10 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
     tokens = token_file(tmp_path)
     port = resident.free_port()
     said = tmp_path / "said"
-    with said.open("wb") as stream:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "agent.cli", "-vv", "serve", f"--host={path_of(MACHINE)}", f"--port={port}",
-             "--reads=token", f"--token-file={tokens}", f"--state={tmp_path}"],
-            stdout=stream, stderr=stream, cwd=ROOT,
-        )  # fmt: skip
+    command = [sys.executable, "-m", "agent.cli", "-vv", "serve", f"--host={path_of(MACHINE)}", f"--port={port}",
+               "--reads=token", f"--token-file={tokens}", f"--state={tmp_path}"]  # fmt: skip
     answers = []
-    try:
+    with resident.process(command, log=said) as agent:
         url, wrong = f"http://127.0.0.1:{port}", TOKEN[::-1]
         pool = urllib3.PoolManager(retries=False)
         resident.wait(port, "/readyz", agent)
@@ -177,9 +173,6 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
         answers.append(pool.request("POST", f"{url}/preflight", body=b"{}", headers=good).data)
         opened = pool.request("GET", f"{url}/snapshot", headers=bearer())
         assert opened.status == 200  # so that the right token was looked for
-    finally:
-        agent.terminate()
-        agent.wait(120)
     output = said.read_bytes()
     assert b"by token-file" in output  # so that there was something to search
     for token in (TOKEN.encode(), wrong.encode()):
