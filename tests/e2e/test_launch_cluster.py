@@ -97,44 +97,26 @@ DRY = ["--api", "job", "--dry-run", "--no-preflight"]
 NO_CLAIM = [word for word in WORDS if word not in ("--claim", "shared")]
 
 
-REFUSED = {
+AZURE = [str(path_of("azure-nd-a100-flat-vm")) if word == str(H100) else word for word in WORDS]
+BASES = {
     "none": [], "claim": [*WORDS, *DRY], "no claim": [*NO_CLAIM, *DRY], "no data": [*WORDS[:-2], *DRY],
-    "with a gate": [*WORDS, *DRY[:-1]],
+    "with a gate": [*WORDS, *DRY[:-1]], "azure": [*AZURE, *DRY],
+    "one pod": [*("1" if word == "2" else word for word in NO_CLAIM), *DRY],
 }  # fmt: skip
+LAUNCHES = yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())
 
 
-@each_row(("base", "words", "told"), yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())["refused"])
+@each_row(("base", "words", "told"), LAUNCHES["refused"])
 def test_options_that_no_cluster_could_follow_are_refused(base: str, words: list[str], told: str) -> None:
     """Usage: the message names the option and its value; nothing is asked of a cluster."""
-    done = CliRunner().invoke(launch, [*REFUSED[base], *words])
+    done = CliRunner().invoke(launch, [*BASES[base], *words])
     assert done.exit_code == 2 and told in done.output, done.output
 
 
-WITH_RDMA = ["--resource", "rdma/hca=1"]
-GATED = [*WORDS, *DRY[:-1], *WITH_RDMA]
-AZURE = [str(path_of("azure-nd-a100-flat-vm")) if word == str(H100) else word for word in WORDS]
-ONE = ["1" if word == "2" else word for word in NO_CLAIM]
-
-
-@each_row(
-    ("words", "told"),  # told "": nothing is said
-    [
-        (GATED, "warning: no gate"), ([*GATED, "--no-preflight"], ""),
-        ([*GATED, "--preflight-image", "registry.example/topoflight:1"], ""),
-        # the nodes have eight HCAs; of a device plugin's resource, however it is called, one is enough to be sure
-        ([*WORDS, *DRY], "the pods request none"),
-        ([*WORDS, *DRY, "--resource", "rdma/hca=0"], "the pods request none"),
-        *(([*WORDS, *DRY, "--resource", f"{name}=1"], "")
-          for name in ("rdma/hca", "openshift.io/mlnx", "nvidia.com/hostdev")),
-        # one pod needs no shared folder, and what it writes is gone with it
-        ([*ONE, *DRY], "are lost with the pod"), ([*ONE, *DRY, "--claim", "c"], ""),
-        # Azure's topology file lies in the node's image; a pod's is another
-        ([*AZURE, *DRY, *WITH_RDMA], "NCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml is a file of the node"),
-    ],
-)  # fmt: skip
-def test_what_a_dry_run_warns_of(words: list[str], told: str) -> None:
+@each_row(("base", "words", "told"), LAUNCHES["warned"])
+def test_what_a_dry_run_warns_of(base: str, words: list[str], told: str) -> None:
     """On stderr, so that what is printed stays YAML."""
-    said = CliRunner().invoke(launch, words).stderr
+    said = CliRunner().invoke(launch, [*BASES[base], *words]).stderr
     assert told in said if told else said == ""
 
 
