@@ -5,6 +5,7 @@ Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. On
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -143,7 +144,13 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     if states and not is_running:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else at - last
         is_running = silence < SILENT_RUN_SECONDS
+    is_full = False
+    with suppress(OSError):
+        is_full = bool(states) and os.statvfs(ranks).f_bavail == 0
+    if is_full and at - last > STALE_SECONDS:  # then it means nothing that a rank has not written
+        silence, ages = None, {}
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied,
+                     full=str(folder) if is_full else "",
                      starting=starting(states, alive), first=_first_failed(ranks / FIRST),
                      silence=silence, world=newest_state.world_size or None,
                      now=at if is_running else newest_state.written or newest(traces))  # fmt: skip

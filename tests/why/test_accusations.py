@@ -664,3 +664,23 @@ def test_a_failed_mesh_of_gloo_names_the_peer() -> None:
     found = judge(RunFacts(states={1: state}, world=2, now=START))
     assert found.state == "failed" and "rank 1 could not connect to another rank at 10.0.0.2:13229" in found.line
     assert found.causes[0].code == "socket_connect_failed" and "GLOO_SOCKET_IFNAME" in found.causes[0].action
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: needs root")
+def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], check=True)
+    try:
+        folder = tmp_path / RANKS_FOLDER
+        folder.mkdir()
+        for rank in range(2):
+            state = RankState(rank=rank, world_size=2, host=f"host-{rank}", written=time.time() - 600, phase="compute")
+            path = folder / NAME.format(rank=rank)
+            path.write_text(json.dumps(plain.write(state)))
+            os.utime(path, (time.time() - 600,) * 2)
+        assert diagnosis.answer(diagnosis.WhySources(run=tmp_path)).state == "failed"
+        with contextlib.suppress(OSError):
+            (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
+        found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
+        assert found.state == "unknown" and f"{tmp_path} is full" in found.line
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
