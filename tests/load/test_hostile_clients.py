@@ -40,6 +40,14 @@ PLACES = 40
 
 
 @pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A real agent, which scans the recording every second."""
+    folder = tmp_path_factory.mktemp("agent")
+    with resident.agent(folder, "--host", str(H100), "--interval", "1") as (pid, port, _):
+        yield Served(pid, port)
+
+
+@pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The same listener with shorter limits, so that a test need not wait for them."""
     port, log = resident.free_port(), tmp_path_factory.mktemp("agent") / "log"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gpu_machines import H100, facts_of, recorded
-from rigs.found import findings
+from rigs.recorded import findings
 from rigs.tables import rows_of
 from scanned import scan
 

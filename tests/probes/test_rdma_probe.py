@@ -100,11 +100,15 @@ GIDS = {"link-local": LINK_LOCAL, "IPv4": IPV4, "IPv6": "fd00:0000:0000:0000:000
 VERSIONS = {"v1": V1, "v2": V2, "unread": errno.EINVAL}
 
 
-def answering(pfc: list[int | None] | None = None, unusable: list[str] | None = None, **more: int) -> dict[str, Any]:
+def answering(
+    pfc: list[int | None] | None = None, unusable: list[str] | None = None, register_limit_bytes: int | None = None,
+    **more: int,
+) -> dict[str, Any]:  # fmt: skip
     """What a host answers; of flow control what the drivers of eth0, eth1 ... say."""
     links = {f"eth{i}": {"pfc_classes": 8, "pfc_mask": mask, **more} for i, mask in enumerate(pfc or ())}
     told = {name: link for name, link in links.items() if link["pfc_mask"] is not None}
-    return {"unusable": tuple(unusable or ()), **({} if pfc is None else {"port_links": told})}
+    said = {"unusable": tuple(unusable or ()), "register_limit_bytes": register_limit_bytes}
+    return said | ({} if pfc is None else {"port_links": told})
 
 
 @each_row(("devices", "answers", "expected", "words"), ROWS)
@@ -172,16 +176,6 @@ def test_a_large_table_is_read_to_the_end_of_what_is_used() -> None:
     assert len(port.gids) == 4
     assert sum("/gid_attrs/types/" in path for path in asked) == 4, "types of empty entries answer EINVAL"
     assert sum("/gids/" in path for path in asked) < 100
-
-
-def test_memlock_is_proven_by_registering() -> None:
-    fabric = Fabric().add("mlx5_0", 0)
-    bound = read_rdma(fabric.host(register_limit_bytes=65536))
-    assert (bound.memlock_proof.registered_bytes, bound.memlock_proof.failed_bytes) == (65536, 262144)
-    assert {f.code: f.status for f in rdma.check(bound)} == {"rdma.memlock.registration": Status.FAIL}
-    free = read_rdma(fabric.host(register_limit_bytes=1 << 40))
-    assert (free.memlock_proof.registered_bytes, free.memlock_proof.failed_bytes) == (64 << 20, None)
-    assert not list(rdma.check(free))
 
 
 def test_congestion_marks_prove_ecn_and_a_bond_is_named() -> None:

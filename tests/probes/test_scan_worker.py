@@ -17,8 +17,7 @@ import cattrs
 import psutil
 import pytest
 from rigs.command import python
-from rigs.found import findings
-from rigs.recorded import NAMES, PATHS, path_of, snapshot, with_outcomes
+from rigs.recorded import NAMES, PATHS, findings, path_of, snapshot, with_outcomes
 from rigs.tables import each_row, rows_of
 from scanned import scan
 

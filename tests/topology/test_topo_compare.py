@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rigs.recorded import with_facts, with_outcomes
-from topo_machines import snapshot, topology
+from rigs.recorded import snapshot, with_facts, with_outcomes
+from topo_samples import topology
 
 from contracts.finding import Status
 from probes.api import Absent

@@ -13,7 +13,6 @@ from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
 from topology.check import check, departures
 from topology.derive import complete, reference_of
-from topology.formats.text import parse
 from topology.graph import (
     GpuNode,
     NicNode,
@@ -207,17 +206,6 @@ def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, produc
     made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
     assert complete(made).sku == sku
     assert [words for words in departures(made) if sku is None] == []
-
-
-def test_text_of_an_hgx_without_nvlink_warns_and_mp_does_not():
-    rows = ["\t" + "\t".join([f"GPU{i}" for i in range(8)] + [f"NIC{i}" for i in range(8)])]
-    for i in range(8):
-        gpus = [" X " if i == j else "SYS" for j in range(8)]
-        rows.append("\t".join([f"GPU{i}", *gpus, *("PIX" if i == j else "SYS" for j in range(8))]))
-    text = "\n".join(rows) + "\n"
-    assert "topology.nvlink.down_hgx" in {finding.code for finding in check(parse(text))}
-    mp = parse("$ nvidia-smi topo -mp\n" + text)
-    assert "topology.nvlink.down_hgx" not in {finding.code for finding in check(mp)}
 
 
 @each_row(("running", "severity"), [(None, None), (48e9, None), (24e9, "fail"), (12e9, "fail"), (37e9, "warn")])

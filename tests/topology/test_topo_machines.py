@@ -7,10 +7,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
-from rigs.recorded import with_facts, with_outcomes
+from rigs.recorded import NAMES, snapshot, with_facts, with_outcomes
 from rigs.tables import each_row
-from topo_machines import NAMES, snapshot, topology
-from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC
+from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC, topology
 
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
