@@ -336,18 +336,17 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
 
 def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
     """Store one setting; `label` is its name in the file."""
-    kind = _types()[name]
+    kind, declared = _types()[name], JobConfig.__dataclass_fields__[name]
     if value is None and type(None) not in typing.get_args(kind):
         if name == "max_length":
             raise trl.OnlyTrlError(
                 "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
             )
-        note(f"{name}: null, so {_get_default(name)!r} is taken")
+        note(f"{name}: null, so {declared.default!r} is taken")
         return
     if name in trl.option_names()["shares"] and isinstance(value, float) and 0 < value < 1:
         raise trl.OnlyTrlError(f"{label}={value!r}: must be a whole number of steps")
-    limits = JobConfig.__dataclass_fields__[name].metadata
-    values[name] = _convert(label, value, kind, refusal=trl.OnlyTrlError, **limits)
+    values[name] = _convert(label, value, kind, refusal=trl.OnlyTrlError, **declared.metadata)
 
 
 def known_settings() -> frozenset[str]:
@@ -355,10 +354,6 @@ def known_settings() -> frozenset[str]:
     tables = ("renamed", "in_layout", "no_effect", "only", "read_apart", "nested")
     listed = itertools.chain.from_iterable(trl.option_names()[table] for table in tables)
     return frozenset(["warmup_ratio", *_types(), *listed])
-
-
-def _get_default(name: str) -> Any:
-    return JobConfig.__dataclass_fields__[name].default
 
 
 def _types() -> dict[str, Any]:

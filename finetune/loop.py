@@ -31,7 +31,6 @@ from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
 from finetune import checkpoint, data, model, parallel, verify, weights
 from finetune import recorder as runs
-from finetune.profiler import Profiler
 from finetune.rows import load_tokenizer
 
 DIVERGED = 65  # EX_DATAERR
@@ -162,7 +161,7 @@ class Trainer:
     def train(self) -> None:
         """Run all remaining steps, and write the last checkpoint."""
         config, place = self.config, self.resume()
-        profiler = Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1)
+        profiler = runs.Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1)
         self.recorder.watch_memory()
         with contextlib.closing(profiler):
             while place.step < self.steps:

@@ -13,7 +13,7 @@ from rigs.tables import each_row
 from test_finetune_equivalence import LAYOUTS, cases_of
 
 from contracts.layout import TRAINED, Layout
-from finetune.plan import refusals
+from finetune.parallel import refusals
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue
 from planner.forecast import machines

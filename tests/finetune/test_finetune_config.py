@@ -23,7 +23,7 @@ from contracts.job_config import (
 from contracts.job_plan import JobPlan, dumps
 from contracts.job_plan import read as read_plan
 from contracts.layout import Layout
-from finetune.plan import settle_layout
+from finetune.parallel import settle_layout
 
 JOBS = Path(__file__).with_name("jobs")
 SEED = JOBS / "llama_gsm8k_trl.yaml"

@@ -21,9 +21,8 @@ from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
 from finetune.loop import build_schedule, clip_gradients
 from finetune.model import build_model, causal_lm, cut
-from finetune.parallel import parallelize, stage_bounds
-from finetune.plan import refusals
-from finetune.profiler import measure_communication
+from finetune.parallel import parallelize, refusals, stage_bounds
+from finetune.recorder import measure_communication
 from finetune.rows import IGNORED, load_tokenizer
 from planner.forecast.engine import share_of
 from planner.forecast.memory import checkpoint_bytes
