@@ -142,13 +142,6 @@ def find_resume(config: JobConfig, state: str = STATE) -> Path | None:
     return path
 
 
-def check_identity(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Reject a checkpoint of another run."""
-    for name, value in now.items():
-        if was.get(name) != value:
-            raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was.get(name)!r}, this run has {value!r}")
-
-
 def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:
     """Export an adapter (or whole model) in Hugging Face format from a checkpoint.
 

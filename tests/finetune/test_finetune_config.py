@@ -106,24 +106,6 @@ def test_a_plan_or_a_degree_for_other_ranks_is_refused():
         settle_layout(JobPlan(config=JobConfig(layout={"tp": 3})), 4, has_gpu=False)
 
 
-def test_plan_files(tmp_path):
-    """A plan reads back; unknown layout members are named with close ones."""
-    path = tmp_path / "plan.json"
-    path.write_text(
-        json.dumps({"layout": {"world_size": 2, "dp_shard": 2}, "environment": {"GLOO_SOCKET_IFNAME": "lo"}})
-    )
-    plan = read_plan(path)
-    assert plan.layout.dp_shard == 2
-    assert plan.environment == {"GLOO_SOCKET_IFNAME": "lo"}
-    with pytest.raises(ConfigError, match=r"dp_shards.*dp_shard"):
-        parse_layout({"world_size": 2, "dp_shards": 2}, "plan")
-    path.write_text("[1]")
-    with pytest.raises(ConfigError, match="layout"):
-        read_plan(path)
-    with pytest.raises(ConfigError, match="plan"):
-        read_plan(tmp_path / "absent.json")
-
-
 def test_the_plan_is_one_document(tmp_path):
     """Settings, layout and the rest read back as they were written; settings over it are the job's own words."""
     config, _, notes = read_config(SEED)
@@ -142,6 +124,12 @@ def test_the_plan_is_one_document(tmp_path):
         path.write_text(json.dumps({**json.loads(dumps(plan)), **odd}))
         with pytest.raises(ConfigError, match=words):
             read_plan(path)
+    path.write_text("[1]")
+    for place, words in ((path, "must hold a mapping of .*layout"), (tmp_path / "absent.json", "plan .*absent.json")):
+        with pytest.raises(ConfigError, match=words):
+            read_plan(place)
+    with pytest.raises(ConfigError, match=r"dp_shards.*dp_shard"):
+        parse_layout({"world_size": 2, "dp_shards": 2}, "plan")
 
 
 # The fields of TrainingArguments, SFTConfig, ModelConfig and ScriptArguments that no release below lacks a word for.
