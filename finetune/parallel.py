@@ -289,25 +289,35 @@ class Engine:
         at = mesh.get_local_rank("pp") if mesh is not None else 0
         self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None
         self.numbers = range(at, len(bounds), layout.pp)  # interleaved: rank r holds stages r, r + pp, ...
+        self.width = causal_lm(model).config.hidden_size, causal_lm(model).dtype
         self.chunks = cut(model, bounds, self.numbers, layout.fused_cross_entropy)
         self.modules = [parallelize(chunk, layout, mesh, device, fill) for chunk in self.chunks]
         self.counts_loss = self.chunks[-1].last and (mesh is None or mesh.get_local_rank("tp") == 0)
         self.split_loss: Callable[[], Any] = loss_parallel if layout.tp > 1 else contextlib.nullcontext
         self.scale = 1.0
         self.schedule = self._build_schedule() if layout.pp > 1 else None
+        self.shape: torch.Size | None = None  # of the micro-batches that the schedule is built for
 
-    def _build_schedule(self) -> Any:
-        """Return the schedule. torch finds the shapes between stages by a forward pass in the first step."""
-        stages = [
-            PipelineStage(module, number, self.layout.pp * self.layout.virtual_stages, self.device, group=self.pipeline)
-            for number, module in zip(self.numbers, self.modules, strict=True)
-        ]
+    def _build_schedule(self, tokens: torch.Tensor | None = None) -> Any:
+        """Return the schedule, for micro-batches of this shape.
+
+        torch then does not run the model once more in the first step to find the shapes between stages.
+        """
+        stages, known, total = [], {}, self.layout.pp * self.layout.virtual_stages
+        for number, chunk, module in zip(self.numbers, self.chunks, self.modules, strict=True):
+            if tokens is not None:
+                loss = torch.empty(1, device="meta", requires_grad=True)
+                known = {
+                    "input_args": tokens if chunk.first else self._passed(tokens),
+                    "output_args": loss if chunk.last else self._passed(tokens),
+                }
+            stages.append(PipelineStage(module, number, total, self.device, group=self.pipeline, **known))
         options: Any = {
             "n_microbatches": self.layout.gradient_accumulation,
             "loss_fn": lambda out, _: out.sum() * self.scale,
             "scale_grads": False,
         }
-        if self.layout.schedule == "interleaved":
+        if len(stages) > 1 or self.layout.schedule == "interleaved":
             return ScheduleInterleaved1F1B(stages, **options)
         return (ScheduleGPipe if self.layout.schedule == "gpipe" else Schedule1F1B)(stages[0], **options)
 
@@ -350,8 +360,20 @@ class Engine:
             total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels, b.packed).sum() for b in moved]).sum()
         return total if self.counts_loss else total * 0
 
+    def _passed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What one stage hands to the next: hidden states, split where sequence parallelism splits them."""
+        width, stored = self.width
+        low = torch.bfloat16 if self.layout.precision == "bf16" else stored
+        length = tokens.shape[1] // (self.layout.tp if self.layout.sequence_parallel else 1)
+        wrapped = isinstance(self.modules[0], FSDPModule)  # which casts inputs; autocast leaves the residual as it is
+        return torch.empty(
+            len(tokens), length, width, dtype=low if wrapped else stored, device="meta", requires_grad=True
+        )
+
     def _run_pipeline(self, batches: Sequence[Batch], how: str) -> torch.Tensor:
         moved = [batch.to(self.device) for batch in batches]
+        if moved[0].tokens.shape != self.shape:
+            self.shape, self.schedule = moved[0].tokens.shape, self._build_schedule(moved[0].tokens)
         tokens, positions, labels = (
             torch.cat([getattr(b, n) for b in moved]) for n in ("tokens", "positions", "labels")
         )
