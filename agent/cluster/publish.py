@@ -23,17 +23,14 @@ from agent.base import units
 from agent.checks.findings import worst_first
 from agent.checks.host_checks import no_gpu_read, no_hca_read
 from agent.checks.verdict import View, judge
-from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
-from agent.cluster.node_facts import clean
-from agent.cluster.nodes import API_VERSION, KIND, NAMES, PLURAL, Json, NodeRecord, time_of
+from agent.cluster.nodes import API_VERSION, KIND, NAMES, PLURAL, Json, NodeRecord, clean, pack_facts, time_of
 from contracts.finding import Finding
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.limits.probe import LimitsFacts
 from probes.limits.probe import size as limit_words
 from probes.rdma.facts import RdmaFacts
-from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +63,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
         driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,
-        findings=_findings(checks, view.since), facts=node_facts.pack(snapshot), drawn=drawn(node), changes=changes,
+        findings=_findings(checks, view.since), facts=pack_facts(snapshot), changes=changes,
     )  # fmt: skip
 
 
@@ -90,52 +87,12 @@ def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float])
     )  # fmt: skip
 
 
-def drawn(node: NodeTopology) -> Json | None:
-    """Return the graph for `kubectl get nodetopology -o yaml`; None without devices or with too many."""
-    if not 1 <= len(node.devices) <= node_facts.MOST_DEVICES:
-        return None
-    known, names = Pairs(node.pairs), [device.name for device in node.devices]
-    made: Json = {
-        "devices": [
-            {**_device(device), "links": " ".join(SELF if a == b else known.label(a, b) for b in names)}
-            for a, device in zip(names, node.devices, strict=True)
-        ],
-        "islands": [
-            {"gpus": list(island.gpus), "links": list(island.nvlinks_per_pair), "allToAll": island.all_to_all}
-            for island in node.islands
-        ],
-        "nearest": [
-            _known(gpu=near.gpu, nics=list(near.nics), link=near.label, why=clean(near.why) or None)
-            | ({} if near.decidable else {"decidable": False})
-            for near in node.nearest_nic
-        ],
-        **_known(recognised=node.sku, hidden=clean(node.virtual) if node.virtual else None),
-    }  # fmt: skip
-    return {name: value for name, value in made.items() if value != []}
-
-
-def _device(device: GpuNode | NicNode) -> Json:
-    about = _known(name=device.name, pci=device.bus_id, numa=device.numa_node, pcie=device.pcie_link)
-    if isinstance(device, GpuNode):
-        more = _known(model=device.model, memoryBytes=device.memory_bytes)
-        return {**about, "kind": "gpu", **more, **({} if device.usable else {"usable": False})}
-    rate = device.rate_bytes_per_second
-    more = _known(bytesPerSecond=None if rate is None else round(rate), linkLayer=device.link_layer)
-    return {**about, "kind": device.kind, **more, **({"usable": False} if device.active is False else {})}
-
-
-def _known(**named: Any) -> Json:
-    """Return the members that are not None, with cleaned texts."""
-    known = {name: value for name, value in named.items() if value is not None}
-    return {name: clean(value, 128) if isinstance(value, str) else value for name, value in known.items()}
-
-
 def to_resource(record: NodeRecord) -> tuple[Json, Json]:
     """Return the object, and the object with its status: two writes, because status is a subresource."""
     about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": record.name}}
     status = {name: getattr(record, member) for name, member in NAMES.items()} | {
         "scannedAt": time_of(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
-        "verdict": record.verdict, "graph": record.drawn,
+        "verdict": record.verdict,
     }  # fmt: skip
     if record.stopped_at_seconds is not None:  # no agent watches the node now, so its last verdict is outdated
         status |= {
