@@ -26,9 +26,7 @@ from agent.advice.advise import RequestError, advise
 from agent.advice.request import Request, histogram_of, model_of
 from agent.base.options import parse_version
 from agent.base.output import document
-from agent.checks.baseline import read as read_baseline
-from agent.checks.baseline import regressions
-from agent.checks.measured import with_bench
+from agent.checks.measured import read_baseline, regressions, with_bench
 from agent.checks.verdict import GateError, build_view
 from agent.cluster.nodes import Fleet, pack_facts
 from agent.http import pages

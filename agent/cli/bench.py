@@ -32,9 +32,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
-    from agent.checks.baseline import against_baseline
-    from agent.checks.baseline import read as read_baseline
-    from agent.checks.measured import checks_of_bars
+    from agent.checks.measured import against_baseline, checks_of_bars, read_baseline
     from agent.jobs.benchmark import spec_of, watch
     from agent.terminal import measured
     from collectives.bench.run import run
@@ -73,7 +71,7 @@ def _stop_on_signals() -> tuple[threading.Event, list[str]]:
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Measure RDMA writes to the other host, or serve as their target; return the exit code."""
-    from agent.checks.baseline import read as read_baseline
+    from agent.checks.measured import read_baseline
     from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
     from collectives.bench import perftest, processes

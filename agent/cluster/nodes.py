@@ -313,7 +313,9 @@ class Fleet:
         if (found := _snapshot_of(record.facts)) is not None:
             return replace(found, hostname=record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
-        outcomes = {each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"}  # GPUs are in the graph
+        outcomes: dict[str, Any] = {
+            each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"
+        }  # GPUs are in the graph
         return Snapshot(hostname=record.name, taken_at_seconds=0.0, outcomes=outcomes)
 
 

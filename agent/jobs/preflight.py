@@ -22,10 +22,16 @@ from agent.base.options import InputError
 from agent.base.options import snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured
-from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
-from agent.checks.baseline import read as read_baseline
 from agent.checks.findings import worst_first
-from agent.checks.measured import ALL_CODES
+from agent.checks.measured import (
+    ALL_CODES,
+    REPORT_VERSION,
+    Baseline,
+    against_baseline,
+    gone,
+    read_baseline,
+    regressions,
+)
 from agent.checks.verdict import (
     FailOn,
     GateError,
