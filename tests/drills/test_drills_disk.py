@@ -166,7 +166,7 @@ def test_state_corrupt_at_start(ground: Ground) -> list[str]:
 @drill
 def test_api_down_at_start(ground: Ground) -> list[str]:
     """The agent is ready without it, and publishes once it is there."""
-    with ApiServer(nfd=False) as api:
+    with ApiServer() as api:
         api.down()
         config = write_kubeconfig(ground.folder / "kubeconfig", api.url)
         words = (f"--host={MACHINES / 'hgx-h100-8xH100-8hca.json'}", "--publish", "--node-name=n1")

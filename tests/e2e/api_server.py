@@ -66,8 +66,8 @@ def configuration(url: str, token: str = "agent-token") -> Configuration:  # noq
 class ApiServer:
     """Objects in memory, a thread per connection. `with ApiServer() as api: api.url`."""
 
-    def __init__(self, *, nfd: bool = True) -> None:
-        self.kinds = {path: kind for path, kind in KINDS.items() if nfd or kind != "NodeFeature"}
+    def __init__(self) -> None:
+        self.kinds = dict(KINDS)
         self.objects: dict[tuple[str, str, str], Json] = {}  # (collection, namespace, name)
         self.applied: dict[tuple[tuple[str, str, str], str], set[str]] = {}  # fields of a status, by object and manager
         self.version = 100

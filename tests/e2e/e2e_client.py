@@ -41,14 +41,14 @@ def ask(url: str, *, method: str = "GET", bearer: str | None = None) -> tuple[in
 
 
 @contextmanager
-def serving(config: Path, name: str, log: Path, *words: str, namespace: str) -> Iterator[str]:
+def serving(config: Path, name: str, log: Path, *words: str) -> Iterator[str]:
     """The agent of node `name` with the DaemonSet's arguments and `words`: its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (daemonset,) = [d for d in render(ROOT / "deploy/daemonset/overlays/kubernetes") if d["kind"] == "DaemonSet"]
     (container,) = daemonset["spec"]["template"]["spec"]["containers"]
     local = ("--address", "127.0.0.1", "--port", str(port))
-    environment = {**os.environ, "KUBECONFIG": str(config), "NODE_NAME": name, "POD_NAMESPACE": namespace}
+    environment = {**os.environ, "KUBECONFIG": str(config), "NODE_NAME": name}
     with log.open("ab") as stream:
         command = [sys.executable, "-m", "agent.cli", *container["args"], *local, *words]
         child = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=stream, stderr=stream)
