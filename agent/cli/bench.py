@@ -168,16 +168,16 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 @command("calibrate")
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
-    from agent.jobs.benchmark import calibration, default_ranks, has_gpu
-    from planner.forecast.models import model_named
+    from agent.advice.request import Request
+    from agent.jobs.benchmark import calibration_of, default_ranks, has_gpu
     from probes.registry import ALL
 
-    found_hosts, seconds = snapshots((), ALL), options["budget"]
-    copies = options["ranks"] or default_ranks(found_hosts)
+    hosts, seconds = snapshots((), ALL), options["budget"]
+    copies = options["ranks"] or default_ranks(hosts)
     Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
-    found = calibration(
-        model_named(model), sequence_length=sequence_length, tokens=options["tokens"] or sequence_length,
-        budget_seconds=seconds, ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
+    found = calibration_of(
+        Request.of(model=model, sequence_length=sequence_length, method=options["method"]), copies,
+        tokens=options["tokens"] or sequence_length, gpu=has_gpu(hosts), budget_seconds=seconds,
     )  # fmt: skip
     text = render(found, "json")
     if target is None:
