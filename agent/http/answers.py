@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
@@ -198,16 +198,33 @@ def install(app: FastAPI) -> None:
 MOST_RECORD_BYTES = 512 << 10
 MOST_VALUES = 16384  # 4096 steps and evaluations; each value uses about 100 bytes of memory
 
+_Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$", max_length=20)]
+_Text = Annotated[str, Field(max_length=4096)]
+_Members = dict[str, Any]
+
 
 class PostedRecord(BaseModel):
-    """What POST /runs takes: a job's run.json. These members are required; RunRecord has the others and their types."""
+    """What POST /runs takes: a job's run.json. Members that RunRecord does not have are dropped."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     schema_version: Literal[1]  # contracts.run_record.RECORD_VERSION
     status: str = Field(pattern="^[a-z]{1,32}$")
     host: str = Field(min_length=1, max_length=253)
-    started_at: str = Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$", max_length=20)
+    started_at: _Time
+    ended_at: _Time | None = None
+    exit_code: int | None = Field(default=None, ge=0, le=255)
+    reason: _Text | None = None
+    notes: list[_Text] = Field(default=[], max_length=256)
+    layout: _Members = {}
+    forecast: _Members = {}
+    measured: _Members = {}
+    loss: _Members = {}
+    model: _Members = {}
+    communication: _Members | None = None
+    parts: list[_Members] = Field(default=[], max_length=64)
+    comparison: list[_Members] = Field(default=[], max_length=64)
+    steps_done: int | None = Field(default=None, ge=0)
     step_seconds: list[float | None] = Field(default=[], max_length=4096)
 
 
