@@ -163,7 +163,7 @@ def test_state_corrupt_at_start(ground: Ground) -> None:
 @drill
 def test_api_down_at_start(ground: Ground) -> None:
     """The agent is ready without it, and publishes once it is there."""
-    with ApiServer(nfd=False) as api:
+    with ApiServer() as api:
         api.down()
         config = write_kubeconfig(ground.folder / "kubeconfig", api.url)
         words = (f"--host={path_of()}", "--publish", "--node-name=n1")

@@ -38,13 +38,13 @@ def ask(url: str, *, method: str = "GET", bearer: str | None = None) -> tuple[in
 
 
 @contextmanager
-def serving(config: Path, name: str, log: Path, *words: str, namespace: str) -> Iterator[str]:
+def serving(config: Path, name: str, log: Path, *words: str) -> Iterator[str]:
     """The agent of node `name` with the DaemonSet's arguments and `words`: its URL."""
     port = resident.free_port()
     (daemonset,) = [d for d in render(ROOT / "deploy/daemonset/overlays/kubernetes") if d["kind"] == "DaemonSet"]
     (container,) = daemonset["spec"]["template"]["spec"]["containers"]
     local = ("--address", "127.0.0.1", "--port", str(port))
-    environment = {"KUBECONFIG": str(config), "NODE_NAME": name, "POD_NAMESPACE": namespace}
+    environment = {"KUBECONFIG": str(config), "NODE_NAME": name}
     command = [sys.executable, "-m", "agent.cli", *container["args"], *local, *words]
     with resident.process(command, environment, log) as child:
         resident.wait(port, "/snapshot", child)

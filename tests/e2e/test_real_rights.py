@@ -109,8 +109,8 @@ def test_two_agents_answer_for_the_cluster_and_judge_callers(
         logs = [tmp_path / "first.log", tmp_path / "second.log"]
         try:
             with (
-                serving(config_of(tmp_path, first_token), published, logs[0], *words, namespace=RUN) as one,
-                serving(config_of(tmp_path, second_token), second, logs[1], *words, namespace=RUN) as two,
+                serving(config_of(tmp_path, first_token), published, logs[0], *words) as one,
+                serving(config_of(tmp_path, second_token), second, logs[1], *words) as two,
             ):
 
                 def seen(url: str) -> set[str]:

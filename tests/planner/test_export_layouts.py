@@ -17,7 +17,7 @@ from rigs.tables import each_row, rows_of
 from contracts.job_config import parse_config
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from finetune.plan import settle_layout
+from finetune.parallel import settle_layout
 from planner.advice import ExportError, ExportRequest, request_of
 from planner.forecast import machines
 from planner.forecast.models import model_named

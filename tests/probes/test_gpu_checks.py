@@ -128,14 +128,6 @@ def test_links_that_all_gpus_lack_count_by_their_share(
     assert not {f.code for f in found} - {"gpu.nvlink.missing"}
 
 
-def test_missing_links_are_told_with_their_cost() -> None:
-    (found,) = check(dataclasses.replace(ALIKE, **links(16, 18, "nvswitch")))
-    assert found.message == (
-        "GPU0 has 16 of 18 NVLinks active. Collectives on this node run at about 89 % of the normal NVLink bandwidth."
-    )
-    assert found.remedy.startswith("Reset the GPU (`nvidia-smi -r -i 0`); if the links stay down,")
-
-
 @each_row(("name", "status", "severity", "acs"), rows("p2p"))
 def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault(
     name: str, status: str, severity: str, acs: bool
