@@ -26,12 +26,9 @@ from agent.advice.advise import RequestError, advise
 from agent.advice.request import Request, histogram_of, model_of
 from agent.base.options import parse_version
 from agent.base.output import document
-from agent.checks.baseline import read as read_baseline
-from agent.checks.baseline import regressions
-from agent.checks.measured import with_bench
+from agent.checks.measured import read_baseline, regressions, with_bench
 from agent.checks.verdict import GateError, build_view
-from agent.cluster.node_facts import pack
-from agent.cluster.nodes import Fleet
+from agent.cluster.nodes import Fleet, pack_facts
 from agent.http import pages
 from agent.http.access import read_tokens
 from agent.http.questions import read_form
@@ -242,7 +239,7 @@ def _report() -> Any:
 
 @cache
 def _machine() -> Any:
-    found = pack(_scanned())
+    found = pack_facts(_scanned())
     assert found is not None  # noqa: S101 - a small machine
     return json.loads(gzip.decompress(base64.b64decode(found)))
 

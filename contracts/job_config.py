@@ -240,17 +240,31 @@ def parse_config(
 
 def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dict[str, Any], note: trl.Note) -> None:
     """Convert one setting of the file to a config or layout value; `label` is its name in the file."""
-    names = trl.option_names()
-    if name in names["read_apart"] or trl.without_effect(name, value, note):
+    names, kind = trl.option_names(), _types().get(name)
+    only = names["only"].get(name)
+    if name in names["read_apart"]:
         return
-    if name in names["in_layout"]:
+    if only is not None:
+        trl.require(name, value, only)
+    if row := names["no_effect"].get(name, only):
+        note(f"{name}: no effect, {row['why']}")
+    elif name in names["in_layout"]:
         if value is not None:
             member = names["in_layout"][name]
             trl.put(layout, member, _parse_member(member, value, label), label)
-    elif name in _types():
-        _store_setting(values, name, value, note, label)
-    else:
+    elif kind is None:
         raise trl.OnlyTrlError(f"unknown setting {name!r}: only TRL passes it on to the model")
+    elif value is None and name == "max_length":
+        raise trl.OnlyTrlError(
+            "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
+        )
+    elif value is None and type(None) not in typing.get_args(kind):
+        note(f"{name}: null, so {JobConfig.__dataclass_fields__[name].default!r} is taken")
+    elif name in names["shares"] and isinstance(value, float) and 0 < value < 1:
+        raise trl.OnlyTrlError(f"{label}={value!r}: must be a whole number of steps")
+    else:
+        limits = JobConfig.__dataclass_fields__[name].metadata
+        values[name] = _convert(label, value, kind, refusal=trl.OnlyTrlError, **limits)
 
 
 def _rename_options(raw: Mapping[str, Any], note: trl.Note, refuse: trl.Note) -> dict[str, tuple[str, Any]]:
@@ -334,31 +348,11 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
     return resolved
 
 
-def _store_setting(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:
-    """Store one setting; `label` is its name in the file."""
-    kind = _types()[name]
-    if value is None and type(None) not in typing.get_args(kind):
-        if name == "max_length":
-            raise trl.OnlyTrlError(
-                "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
-            )
-        note(f"{name}: null, so {_get_default(name)!r} is taken")
-        return
-    if name in trl.option_names()["shares"] and isinstance(value, float) and 0 < value < 1:
-        raise trl.OnlyTrlError(f"{label}={value!r}: must be a whole number of steps")
-    limits = JobConfig.__dataclass_fields__[name].metadata
-    values[name] = _convert(label, value, kind, refusal=trl.OnlyTrlError, **limits)
-
-
 def known_settings() -> frozenset[str]:
     """Return every setting name that a file may have, including older names and options without effect."""
     tables = ("renamed", "in_layout", "no_effect", "only", "read_apart", "nested")
     listed = itertools.chain.from_iterable(trl.option_names()[table] for table in tables)
     return frozenset(["warmup_ratio", *_types(), *listed])
-
-
-def _get_default(name: str) -> Any:
-    return JobConfig.__dataclass_fields__[name].default
 
 
 def _types() -> dict[str, Any]:

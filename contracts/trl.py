@@ -87,17 +87,6 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"; close: {', '.join(close)}" if close else ""
 
 
-def without_effect(name: str, value: Any, note: Note) -> bool:
-    """Whether an option has no effect, which is noted. Raises ConfigError if its value asks for something else."""
-    names = option_names()
-    if name in names["only"]:
-        require(name, value, names["only"][name])
-    row = names["no_effect"].get(name) or names["only"].get(name)
-    if row:
-        note(f"{name}: no effect, {row['why']}")
-    return row is not None
-
-
 def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
     """Raise ConfigError if a value is not allowed (null always is), or OnlyTrlError if TRL's trainer accepts it."""
     allowed, why = row["allowed"], row["why"]
@@ -133,12 +122,12 @@ def flatten(raw: Mapping[str, Any], refuse: Note) -> dict[str, Any]:
 
 def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
     """Set the layout's precision from bf16 and fp16; if neither is set, the precision stays open."""
-    flags = {name: flag(name, raw.get(name)) for name in ("bf16", "fp16")}
-    if flags["fp16"]:
+    bf16, fp16 = (flag(name, raw.get(name)) for name in ("bf16", "fp16"))
+    if fp16:
         put(layout, "precision", "fp16", "fp16")
         raise OnlyTrlError("fp16=true: not supported, allowed are bf16 and fp32; set bf16: true or bf16: false")
-    if flags["bf16"] is not None:
-        put(layout, "precision", "bf16" if flags["bf16"] else "fp32", "bf16")
+    if bf16 is not None:
+        put(layout, "precision", "bf16" if bf16 else "fp32", "bf16")
 
 
 def put(layout: dict[str, Any], member: str, value: Any, name: str) -> None:

@@ -167,11 +167,6 @@ def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclCh
     )  # fmt: skip
 
 
-def own_host() -> str:
-    """Return the host identity that NCCL uses (src/misc/utils.cc, getHostHash), without the boot id."""
-    return os.environ.get("NCCL_HOSTID") or os.uname().nodename
-
-
 # Gloo. A connection belongs to gloo if two ranks hold its two ends. The same is true of the store at MASTER_PORT, which
 # is excluded. Behind address translation the ends differ, and the transport is reported as unknown.
 

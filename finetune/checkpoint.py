@@ -99,7 +99,9 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         draft.rename(final)
-        _sync_folder(self.folder)
+        handle = os.open(self.folder, os.O_RDONLY)
+        os.fsync(handle)  # the new name, too, is on the disk before older checkpoints go
+        os.close(handle)
         for old in list_checkpoints(self.folder)[: -self.keep] if self.keep else ():
             shutil.rmtree(old, ignore_errors=True)
 
@@ -138,13 +140,6 @@ def find_resume(config: JobConfig, state: str = STATE) -> Path | None:
         # Two runs in one folder would each resume from the other's newest checkpoint.
         raise ConfigError(f"resume_from_checkpoint={wanted!r}: {newest} is newer; resume from it, or set output_dir")
     return path
-
-
-def check_identity(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Reject a checkpoint of another run."""
-    for name, value in now.items():
-        if was.get(name) != value:
-            raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was.get(name)!r}, this run has {value!r}")
 
 
 def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:
@@ -191,14 +186,6 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     if config.export_merged:
         made["merged"] = write("merged", model.merge_and_unload().to(dtype))
     return made
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _root(error: BaseException) -> str:

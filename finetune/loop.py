@@ -25,13 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import get_scheduler
 
-from contracts.job_config import EndedError, JobConfig
+from contracts.job_config import ConfigError, EndedError, JobConfig
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
 from finetune import checkpoint, data, model, parallel, verify, weights
 from finetune import recorder as runs
-from finetune.profiler import Profiler
 from finetune.rows import load_tokenizer
 
 DIVERGED = 65  # EX_DATAERR
@@ -162,7 +161,7 @@ class Trainer:
     def train(self) -> None:
         """Run all remaining steps, and write the last checkpoint."""
         config, place = self.config, self.resume()
-        profiler = Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1)
+        profiler = runs.Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1)
         self.recorder.watch_memory()
         with contextlib.closing(profiler):
             while place.step < self.steps:
@@ -273,7 +272,9 @@ class Trainer:
         if path is None:
             return Place()
         about = json.loads((path / "trainer.json").read_text())
-        checkpoint.check_identity(path, about["identity"], self.identity())
+        for name, value in self.identity().items():
+            if (was := about["identity"].get(name)) != value:  # of another run
+                raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was!r}, this run has {value!r}")
         checkpoint.start_moments(self.named, self.optimizer, about["step"])
         self.store.load(path, checkpoint.training_state(self.named, self.optimizer))
         self.recorder.note(f"resumed from {path.name}, written under {about['layout']}")

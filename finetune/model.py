@@ -318,19 +318,14 @@ def _document(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention of one document; under a window, of as many queries at a time as it is long."""
+    """Causal attention of one document; under a window, with a mask of the document's tokens x tokens."""
     how: Any = {"dropout_p": dropout, "scale": scaling, "enable_gqa": True}
     length = query.shape[2]
     if window is None or length <= window:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, **how)
-    blocks, parts = [one.split(window, dim=2) for one in (query, key, value)], []
-    for number, some in enumerate(blocks[0]):
-        keys, values = (torch.cat(one[max(0, number - 1) : number + 1], dim=2) for one in blocks[1:])
-        here = torch.arange(keys.shape[2], device=query.device)
-        back = here[-some.shape[2] :, None] - here
-        seen = (back >= 0) & (back < window)
-        parts.append(functional.scaled_dot_product_attention(some, keys, values, attn_mask=seen, **how))
-    return torch.cat(parts, dim=2)
+    at = torch.arange(length, device=query.device)
+    back = at[:, None] - at
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=(back >= 0) & (back < window), **how)
 
 
 ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, attend)

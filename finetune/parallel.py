@@ -1,4 +1,4 @@
-"""From a layout to a model that runs so: TP, then activation checkpointing, compile, FSDP2/HSDP or DDP; pipelines.
+"""The layout to run, and the model under it: TP, then activation checkpointing, compile, FSDP2/HSDP or DDP; pipelines.
 
 Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDataParallel`,
 `torch.distributed.pipelining`. The order is torchtitan's: each step wraps what the one before has made.
@@ -7,6 +7,7 @@ Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDa
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -31,11 +32,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from contracts.job_config import ConfigError
-from contracts.layout import Layout
+from contracts import trl
+from contracts.job_config import ConfigError, parse_layout, resolve_layout
+from contracts.job_plan import JobPlan
+from contracts.layout import EIGHT_BITS, Layout
 from finetune.data import Batch
 from finetune.model import Chunk, causal_lm, cut
-from finetune.plan import refusals
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
@@ -54,6 +56,69 @@ KEPT = {
 SHORTEST_KEPT = 64
 # torch's own for lengths; each is an operator only where its module has been imported.
 KEPT_NAMED = {"torch_attn::_varlen_attn", "aten::_flash_attention_forward"}
+
+
+def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
+    """The layout to run: the plan's, or what its settings ask for; a contradiction between the two is refused."""
+    settings = plan.config.layout if plan.config else {}
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    if plan.layout is not None:
+        if plan.layout.world_size != world_size:
+            raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
+        for name, value in resolve_layout(settings, world_size, node).items():
+            planned = getattr(plan.layout, name)
+            if planned != value:
+                raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
+        return plan.layout
+    wanted = resolve_layout(settings, world_size, node)
+    wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
+    degrees = [wanted.get(name, 1) for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")]
+    rest = world_size // math.prod(degrees)
+    spread = "dp_replicate" if wanted.get("sharding") == "ddp" else "dp_shard"
+    if rest > 1 and spread not in wanted:
+        wanted[spread] = rest
+    if wanted.get("dp_shard", 1) == wanted.get("cp", 1) == 1 and "sharding" not in wanted:
+        wanted["sharding"] = "ddp"
+    if wanted.get("pp", 1) > 1:
+        wanted.setdefault("gradient_accumulation", wanted["pp"] * wanted.get("virtual_stages", 1))
+    return parse_layout(wanted, "layout")
+
+
+def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
+    """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
+    heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
+    kernel, layers = getattr(shape, "_attn_implementation", None), shape.num_hidden_layers
+    is_quantised = getattr(shape, "quantization_config", None) is not None
+    tp, pp, times = layout.tp, layout.pp, layout.gradient_accumulation
+    stages, given = pp * layout.virtual_stages, sum(layout.stage_layers)
+    why = {
+        f"ep={layout.ep}: this job trains no experts": layout.ep > 1,
+        f"cp={layout.cp}: this job has no context parallelism; TRL's trainer has it": layout.cp > 1,
+        "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
+            layout.sharding == "zero1" and layout.dp_shard > 1,
+        f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),
+        "offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'":
+            layout.offload == "optimizer",
+        "offload='all': needs dp_shard > 1":
+            layout.offload == "all" and layout.data_parallel * tp * pp > 1 and layout.dp_shard == 1,
+        f"tp={tp}: must divide {heads} heads, {kv_heads} key/value heads and intermediate size {inner}":
+            any(size % tp for size in (heads, kv_heads, inner)),
+        f"tp={tp} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split": tp > 1 and is_quantised,
+        "sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens":
+            tp > 1 and layout.sequence_parallel and lora,
+        "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
+        "sequence": tp > 1 and layout.sequence_parallel and kernel == "eager",
+        f"stage_layers={layout.stage_layers}: add up to {given}, the model has {layers}":
+            pp > 1 and bool(layout.stage_layers) and given != layers,
+        f"{stages} pipeline stages: the model has {layers} layers, each stage needs one":
+            pp > 1 and (stages > layers or 0 in layout.stage_layers),
+        f"gradient_accumulation={times}: a pipeline needs at least pp={pp}": pp > 1 and times < pp,
+        f"gradient_accumulation={times}: interleaved needs a multiple of pp={pp}":
+            pp > 1 and layout.schedule == "interleaved" and times % pp > 0,
+        "pp with tied embeddings: first and last stage would each train their own copy":
+            pp > 1 and bool(getattr(shape, "tie_word_embeddings", False)),
+    }  # fmt: skip
+    return [text for text, holds in why.items() if holds]
 
 
 def keep_values(*_chunk_device_module: Any) -> None:
@@ -91,18 +156,16 @@ def parallelize(
         for layer in chunk.layers:
             layer.compile()
     low = torch.bfloat16 if layout.precision == "bf16" else None
-    if mesh is None:
+    if mesh is None or layout.dp_shard == layout.tp == layout.pp == 1:
         _cast_as_used(chunk, low)
         fill(chunk, device)
-        return _on(chunk, device)
-    if layout.dp_shard == 1 and layout.tp == 1 and layout.pp == 1:
-        _cast_as_used(chunk, low)
-        fill(chunk, device)
+        if {p.device for p in chunk.parameters()} != {device}:  # what is there already keeps its parameters
+            chunk.to(device)
+        if mesh is None:
+            return chunk
         ids = [device.index] if device.type == "cuda" else None
         # Rotary frequencies are the only buffers, and every rank computes the same.
-        return DistributedDataParallel(
-            _on(chunk, device), device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
+        return DistributedDataParallel(chunk, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
     # Under TP or PP replicas, or a single copy, go through fully_shard too, on a mesh whose sharding dimension is 1:
     # autocast would leave the hidden states, and what is sent of them, in fp32.
     shard: Any = partial(
@@ -135,11 +198,6 @@ def _cast_as_used(chunk: Chunk, low: torch.dtype | None) -> None:
             module.cast_input_dtype_enabled = False
 
 
-def _on(chunk: Chunk, device: torch.device) -> Chunk:
-    """The chunk on the device; what is there already keeps its parameters."""
-    return chunk if {p.device for p in chunk.parameters()} == {device} else chunk.to(device)
-
-
 def check_compiler(device: torch.device) -> None:
     """torch.compile writes C++ on a CPU; on a GPU Triton builds its launchers with a C compiler."""
     kind, variable, names = ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++",))
@@ -150,24 +208,18 @@ def check_compiler(device: torch.device) -> None:
 
 def _checkpointed(forward: Any, kind: str) -> Any:
     """A function, not a partial: the compiler passes over a layer whose forward is one, without a word."""
-    options = _selection(kind)
+    selected = {"context_fn": partial(create_selective_checkpoint_contexts, _select)} if kind == "selective" else {}
 
     def again(*args: Any, **more: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options, **more)
+        return checkpoint(forward, *args, use_reentrant=False, **selected, **more)
 
     return again
 
 
-def _selection(kind: str) -> dict[str, Any]:
-    if kind == "full":
-        return {}
-
-    def policy(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        short = op in PRODUCTS and args[-1].shape[0] < SHORTEST_KEPT
-        saves = (op in KEPT and not short) or op._schema.name in KEPT_NAMED
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+def _select(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    short = op in PRODUCTS and args[-1].shape[0] < SHORTEST_KEPT
+    saves = (op in KEPT and not short) or op._schema.name in KEPT_NAMED
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:

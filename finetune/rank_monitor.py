@@ -496,6 +496,10 @@ def _identity() -> dict[str, Any]:
     """What does not change: host, process, addresses."""
     host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename  # NodeName of slurm.conf may differ from it
     found: dict[str, Any] = {"host": host, "pid": os.getpid()}
+    with contextlib.suppress(KeyError, ValueError):
+        variables = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+        most, count = (int(os.environ[name]) for name in variables)
+        found["restarts_left"] = max(0, most - count)
     gpu = os.environ.get("LOCAL_RANK", "")
     if gpu.isdecimal() and any(map(os.path.exists, _DRIVERS)):
         found["gpu"] = int(gpu)

@@ -13,7 +13,8 @@ import os
 import resource
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from contracts import job_plan, run_record
 from contracts.job_config import EndedError
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from contracts.run_record import Loss, Measured, RunLayout, RunRecord, timestamp
+from contracts.run_record import Communication, Loss, Measured, RunLayout, RunRecord, timestamp
 from hardware.gpus import gpu_named
 from hardware.units import GIB
 
@@ -114,6 +115,84 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in FAILURES)
+
+
+# Communication in a step, by torch's profiler: `aten::*` and CUDA kernels compute, `gloo:*` and NCCL's kernels
+# communicate. On a GPU only what runs on the device counts.
+
+
+class Profiler:
+    """torch's profiler over a few steps."""
+
+    def __init__(self, steps: int, first: int) -> None:
+        self.range = range(first, first + steps)
+        self.result: Communication | None = None
+        self._tool: Any = None
+        self._wall = 0.0
+
+    @contextlib.contextmanager
+    def at(self, step: int) -> Iterator[bool]:
+        """Enclose one step; yields whether it is profiled."""
+        if step not in self.range:
+            yield False
+            return
+        if self._tool is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notices are not the job's
+            self._tool = torch.profiler.profile()
+            self._tool.start()
+        began = time.perf_counter()
+        yield True
+        self._wall += time.perf_counter() - began
+        if step == self.range[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stop, wherever the run ends: a process that leaves with the profiler running dies of SIGSEGV (torch 2.13)."""
+        if self._tool is not None:
+            tool, self._tool = self._tool, None
+            tool.stop()
+            self.result = measure_communication(tool.events(), self._wall)
+
+
+def measure_communication(events: Iterable[Any], wall_seconds: float) -> Communication | None:
+    """Return the shares of collectives in the profiled time; None if there were none.
+
+    A collective is hidden while an operator or the optimizer runs.
+    """
+    found = list(events)
+    if on_device := [e for e in found if "CUDA" in str(e.device_type)]:
+        found = on_device
+    collective = [e for e in found if e.name.startswith(("gloo:", "ncclDevKernel", "ncclKernel"))]
+    if not collective or wall_seconds <= 0:
+        return None
+    seconds_by_kind: dict[str, float] = {}
+    for event in collective:
+        kind, (start, end) = event.name.split("(")[0].removeprefix("gloo:"), _span(event)
+        seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + end - start
+    optimizer = [e for e in found if e.name.startswith("Optimizer.step")]
+    workers = {e.thread for e in collective} - {e.thread for e in optimizer}  # their copies are part of the collective
+    if on_device:
+        compute = [e for e in found if e not in collective and not getattr(e, "is_user_annotation", False)]
+    else:
+        compute = [e for e in found if e.name.startswith("aten::") and e.thread not in workers]
+    busy, talking = [*map(_span, [*compute, *optimizer])], [*map(_span, collective)]
+    share = min(1.0, union(talking) / wall_seconds)
+    alone = max(0.0, union([*busy, *talking]) - union(busy)) / wall_seconds
+    return Communication(share=share, exposed_share=min(share, alone), seconds_by_kind=seconds_by_kind)
+
+
+def union(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the time that at least one span covers."""
+    covered, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        if stop > end:
+            covered += stop - max(start, end)
+            end = stop
+    return covered
+
+
+def _span(event: Any) -> tuple[float, float]:
+    return event.time_range.start / 1e6, event.time_range.end / 1e6
 
 
 class Recorder:

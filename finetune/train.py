@@ -27,7 +27,7 @@ from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import Trainer
 from finetune.model import load_libraries
-from finetune.plan import settle_layout
+from finetune.parallel import settle_layout
 from finetune.recorder import MemoryRanOutError, Recorder, ran_out
 
 

@@ -6,7 +6,6 @@ only, so that a library that silently does something else is found out.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections import Counter
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contracts.job_config import EndedError
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from contracts.run_record import EffectiveLayout, NcclChannels, RunRecord
+from contracts.run_record import EffectiveLayout, RunRecord
 from finetune import channels
 from finetune.parallel import COLUMN, ROW, Engine
 
@@ -71,32 +70,19 @@ def observe_modules(
                 axis, size = "dp_shard", size // cp
             if placed.is_shard() or "Shard" in type(placed).__name__ or axis == "dp_replicate":
                 degrees[axis] = max(degrees[axis], size)
-        unsharded += not {"dp_shard", "dp_shard_cp"} & axes.keys() or local.numel() > _count_even_share(p)
+        unsharded += not any("Shard" in type(axes.get(axis)).__name__ for axis in ("dp_shard", "dp_shard_cp"))
     replicas = [root for root in roots if isinstance(root, DistributedDataParallel)]
     if replicas:
         degrees["dp_replicate"] = dist.get_world_size(replicas[0].process_group)
     kinds = {"FSDP" if isinstance(root, FSDPModule) else "DDP" if root in replicas else "none" for root in roots}
+    backend = str(dist.group.WORLD._get_backend(device).name()) if dist.is_initialized() else "none"
     return {
         **degrees, "cp": cp, "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-        "wrapper": "+".join(sorted(kinds)), "device": str(device), "backend": _find_backend(device),
+        "wrapper": "+".join(sorted(kinds)), "device": str(device), "backend": backend,
         "reshard_after_forward": _reshards(roots), "placements": dict(placements), "unsharded_parameters": unsharded,
         "split_projections": _count_split_projections(named), "parameter_bytes": whole_bytes,
         "local_parameter_bytes": local_bytes,
     }  # fmt: skip
-
-
-def _count_even_share(p: DTensor) -> int:
-    """Return the weights of a rank that has its share of each split side, rounded up as DTensor cuts them."""
-    sides = list(p.shape)
-    for placed, size in zip(p.placements, p.device_mesh.shape, strict=True):
-        if not placed.is_replicate():
-            sides[placed.dim] = -(-sides[placed.dim] // size)
-    return math.prod(sides)
-
-
-def _find_backend(device: torch.device) -> str:
-    """Return the library that this device's collectives go through."""
-    return str(dist.group.WORLD._get_backend(device).name()) if dist.is_initialized() else "none"
 
 
 def _observe_precision(engine: Engine) -> str:
@@ -181,27 +167,19 @@ def _gather(value: Any) -> list[Any]:
 def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
     """Record which transports the collectives take, and return the differences from the plan.
 
-    All ranks call it together.
+    All ranks call it together, after a step: NCCL connects a communicator at its first collective, from 2.22 on the
+    channels of each algorithm at the first one that takes it, and a mesh has a communicator per axis. A collective at
+    the start would connect the world's alone.
     """
     effective = record.layout.effective
     record.transports = list(effective.transports) if effective else []
     if effective is None or effective.backend != "nccl":
         return []
-    record.nccl, wrong = nccl_channels(plan.environment, plan.transport)
-    record.transports += record.nccl.channels
-    return wrong
-
-
-def nccl_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> tuple[NcclChannels, list[str]]:
-    """Return what each rank's NCCL log says of its channels, for the record, and each difference from the plan.
-
-    It is called after a step: NCCL connects a communicator at its first collective, from 2.22 on the channels of each
-    algorithm at the first one that takes it, and a mesh has a communicator per axis. A collective at the start would
-    connect the world's alone.
-    """
-    hosts = len(set(_gather(channels.own_host())))
-    plan = channels.planned_channels(environment, transport)
+    host = os.environ.get("NCCL_HOSTID") or os.uname().nodename  # as NCCL's getHostHash, without the boot id
+    hosts = len(set(_gather(host)))
+    planned = channels.planned_channels(plan.environment, plan.transport)
     path = channels.log_path(os.environ.get("NCCL_DEBUG_FILE"), os.uname().nodename, os.getpid())
-    ranks = _gather(channels.read_log(path, plan, hosts=hosts))
-    wrong = [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]
-    return channels.record(ranks, plan, hosts=hosts), wrong
+    ranks = _gather(channels.read_log(path, planned, hosts=hosts))
+    record.nccl = channels.record(ranks, planned, hosts=hosts)
+    record.transports += record.nccl.channels
+    return [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]

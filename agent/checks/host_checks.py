@@ -133,7 +133,7 @@ def checks_of_hosts(
     snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
     expected: Sequence[Expected] | str = (),
 ) -> tuple[Finding, ...]:  # fmt: skip
-    """Run all checks of these hosts; `earlier` scans of the same hosts show which counters rise.
+    """Run all checks of these hosts, without secrets; `earlier` scans of the same hosts show which counters rise.
 
     `expected` contains the expectations for each host, or the reason why they could not be read.
     """
@@ -150,12 +150,12 @@ def checks_of_hosts(
 
             found = settle(expected, found, snapshot.hostname, (snapshot, node))
         checks.extend(found)
-    return tuple(checks)
+    return without_secrets(checks)
 
 
 def checks_of_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
-    """Run all checks of these hosts and remove secrets."""
-    return without_secrets(checks_of_hosts(snapshots, [build(snapshot) for snapshot in snapshots]))
+    """Run all checks of these hosts."""
+    return checks_of_hosts(snapshots, [build(snapshot) for snapshot in snapshots])
 
 
 def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED, units
 from agent.checks.findings import MANY_CODES, ORDER, grouped, worst_first
-from agent.checks.host_checks import checks_of_hosts, without_secrets
+from agent.checks.host_checks import checks_of_hosts
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -184,7 +184,7 @@ def build_view(
     topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
     checks = checks_of_hosts(snapshots, topologies, earlier=earlier, expected=expected)
     return View(
-        snapshots=tuple(snapshots), topologies=topologies, checks=without_secrets(checks), verdict=judge(checks),
+        snapshots=tuple(snapshots), topologies=topologies, checks=checks, verdict=judge(checks),
         made_at_seconds=time.time(), runs=runs, search=search,
     )  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
-from agent.base.options import RequestError, command, require_writable, snapshots
+from agent.base.options import command, require_writable, snapshots
 from agent.base.output import Progress, console, emit, print_text, render, save_document, write_result
 
 if TYPE_CHECKING:
@@ -32,9 +31,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
-    from agent.checks.baseline import against_baseline
-    from agent.checks.baseline import read as read_baseline
-    from agent.checks.measured import checks_of_bars
+    from agent.checks.measured import against_baseline, checks_of_bars, read_baseline
     from agent.jobs.benchmark import spec_of, watch
     from agent.terminal import measured
     from collectives.bench.run import run
@@ -73,7 +70,7 @@ def _stop_on_signals() -> tuple[threading.Event, list[str]]:
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Measure RDMA writes to the other host, or serve as their target; return the exit code."""
-    from agent.checks.baseline import read as read_baseline
+    from agent.checks.measured import read_baseline
     from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
     from collectives.bench import perftest, processes
@@ -171,16 +168,16 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 @command("calibrate")
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
-    from agent.jobs.benchmark import calibration, default_ranks, has_gpu
-    from planner.forecast.models import model_named
+    from agent.advice.request import Request
+    from agent.jobs.benchmark import calibration_of, default_ranks, has_gpu
     from probes.registry import ALL
 
-    found_hosts, seconds = snapshots((), ALL), options["budget"]
-    copies = options["ranks"] or default_ranks(found_hosts)
+    hosts, seconds = snapshots((), ALL), options["budget"]
+    copies = options["ranks"] or default_ranks(hosts)
     Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
-    found = calibration(
-        model_named(model), sequence_length=sequence_length, tokens=options["tokens"] or sequence_length,
-        budget_seconds=seconds, ranks=copies, method=options["method"], gpu=has_gpu(found_hosts),
+    found = calibration_of(
+        Request.of(model=model, sequence_length=sequence_length, method=options["method"]), copies,
+        tokens=options["tokens"] or sequence_length, gpu=has_gpu(hosts), budget_seconds=seconds,
     )  # fmt: skip
     text = render(found, "json")
     if target is None:
@@ -192,140 +189,37 @@ def calibrate(model: str, sequence_length: int, target: Path | None, **options: 
 
 # One fine-tune over several networks.
 
-DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
 _BAR_WIDTH = 20  # characters
 
 
 @command("compare-networks")
 def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
     """Run the job over each network, write the report, and exit with the verdict's code."""
-    from agent.jobs.namespaces import NamespaceError
-    from agent.jobs.networks import picture
+    from agent.jobs import networks
+    from agent.jobs.namespaces import HOSTS, NamespaceError
     from collectives.bench.processes import BusyError
 
     if not options["dry_run"]:
         require_writable("--report", options["folder"], folder=True)
+    is_local = options["api"] == "local"
+    if is_local and options["ranks"] not in (None, HOSTS):
+        raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
     try:
-        found = _compare_here(options) if options["api"] == "local" else _compare_in_cluster(options)
+        found = networks.compare_here(options, Progress()) if is_local else networks.compare_in_cluster(options)
     except (NamespaceError, BusyError) as error:
         if if_possible:
             print_text(f"networks: not compared: {error}", err=True)
             return
         raise click.ClickException(f"not compared: {error}") from None
+    if found is None:
+        return
     folder: Path = options["folder"]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("networks.svg", picture(found)), ("networks.json", render(found, "json"))):
+    for name, content in (("networks.svg", networks.picture(found)), ("networks.json", render(found, "json"))):
         write_result(folder / name, content, named=f"--report {folder}")
     emit(found, form, lambda out: show_networks(out, found, verbose=verbose))
     print_text(f"report: {folder / 'networks.svg'}, {folder / 'networks.json'}", err=True)
     sys.exit(found.exit_code)
-
-
-def _compare_here(options: dict[str, Any]) -> NetworkBars:
-    """Run over network namespaces of this host."""
-    from agent.advice.job_settings import job_request, settings
-    from agent.advice.request import Request
-    from agent.base.result_store import store_run
-    from agent.jobs import namespaces, networks
-    from agent.jobs.benchmark import stop_on_signals
-    from agent.jobs.namespaces import HOSTS
-    from contracts.run_record import read
-    from probes.registry import ALL
-
-    if options["ranks"] not in (None, HOSTS):
-        raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
-    over = networks.parse(options["networks"] or DEFAULT_NETWORKS, here=True)
-    explicit = settings(options["config"], options["overrides"]).explicit
-    defaults = {"max_steps": networks.STEPS, "save_strategy": "no", "eval_strategy": "no"}
-    unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
-    overrides = (*options["overrides"], *unset)
-    request = Request.of(
-        model=options["model"], method=options["method"], sequence_length=options["sequence_length"],
-        global_batch=options["global_batch"] or HOSTS, nodes=HOSTS, ranks_per_node=1,
-    )  # fmt: skip
-    request = job_request(request, options["config"], overrides)
-    if why := namespaces.missing():
-        raise namespaces.NamespaceError(why)
-    progress = Progress()
-    place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    job = networks.Local(
-        request=request, config=options["config"], overrides=overrides, folder=place.absolute(),
-        timeout_seconds=options["timeout"], note=lambda text: progress.step(f"networks: {text}"),
-    )  # fmt: skip
-    with stop_on_signals(signal.SIGTERM) as (stop, _):
-        bars = networks.compare_here(job, over, snapshots((), ALL), stop)
-    records = [read(Path(bar.record)) for bar in bars if bar.record]
-    for record in records:
-        store_run(record)
-    done = max((record.steps_done or 0 for record in records), default=0)
-    return networks.priced(networks.NetworkBars(
-        title=_networks_title(request.model, job.layout.family if job.layout else "", HOSTS),
-        where="two network namespaces of this host, one rank each on the CPU; networks shaped by tc tbf",
-        nodes=HOSTS, steps=options["steps"] or done, node_hour_price=options["price"], bars=tuple(bars),
-    ))  # fmt: skip
-
-
-def _networks_title(model: str | None, family: str, ranks: int) -> str:
-    from agent.advice.job_settings import EMBEDDED_MODEL
-
-    name = "a tiny Llama" if model == EMBEDDED_MODEL else model
-    return f"One fine-tune of {name}, {family} over {ranks} ranks, by network"
-
-
-def _compare_in_cluster(options: dict[str, Any]) -> NetworkBars:
-    """Run one cluster job per network, one after another; with --dry-run print the jobs and exit."""
-    from agent.advice.advise import advise, in_pods, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, settings, training_request, transport
-    from agent.advice.request import for_whole_run, with_rows
-    from agent.cluster.client import connect
-    from agent.jobs import cluster_job, networks
-    from planner.kubernetes.manifests import render as render_documents
-    from probes.registry import ALL
-
-    options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
-    over = networks.parse(options["networks"], here=False)
-    explicit = settings(options["config"], options["overrides"]).explicit
-    request = for_whole_run(with_rows(training_request(options), explicit), explicit)
-    found = snapshots(options["hosts"], ALL, root=options["root"])
-    bars, jobs = [], []
-    advice = advise(request, found)
-    if advice.model and advice.model.name == EMBEDDED_MODEL:
-        advice = with_fsdp(advice)
-    if advice.chosen is None:
-        raise RequestError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
-    layout = advice.chosen.layout
-    cluster_job.refuse_what_cannot_train(advice, options)
-    advice, left_out = in_pods(advice, found, here=not options["hosts"])
-    for network in over:
-        if network.rdma and not transport(advice, found):
-            why = "no RDMA device was seen on the recorded hosts"
-            bars.append(networks.Bar(network="rdma", status="not available", why=why))
-            continue
-        taken = networks.over(advice, network, request, found)
-        jobs.append((network, networks.documents(taken, network, options, found)))
-    for line in left_out:
-        print_text(f"note: {line}", err=True)
-    if options["dry_run"]:
-        for bar in bars:
-            print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        print_text(
-            render_documents([*cluster_job.storage(options), *(one for _, made in jobs for one in made)]), nl=False
-        )
-        sys.exit(0)
-    client = connect(options["context"])
-    for number, (network, made) in enumerate(jobs):
-        made = (*cluster_job.storage(options), *made) if number == 0 else made
-        bars.append(networks.run(
-            client, made, network, options["api"], seconds=options["timeout"],
-            report=lambda line: print_text(line, err=True), sleep=time.sleep, clock=time.monotonic,
-        ))  # fmt: skip
-    order = {network.name: place for place, network in enumerate(over)}
-    return networks.priced(networks.NetworkBars(
-        title=_networks_title(request.model, layout.family, layout.world_size),
-        where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
-        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or explicit.get("max_steps") or 1,
-        node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
-    ))  # fmt: skip
 
 
 def show_networks(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:

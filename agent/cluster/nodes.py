@@ -1,18 +1,24 @@
 """One record per node, stored in the custom resource NodeTopology, and the gate of `preflight --nodes` for records.
 
 Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record contains the machine's facts without host name,
-UUIDs and addresses (agent.cluster.node_facts). Equal nodes therefore have equal facts, and thousands of nodes have only
-a few distinct machines. `status.graph` (devices, the matrix, islands, nearest NICs) is derived from the facts for human
-readers and is never read back. agent.cluster.publish creates the record of the own node.
+UUIDs and addresses. Equal nodes therefore have equal facts, and thousands of nodes have only
+a few distinct machines. agent.cluster.publish creates the record of the own node.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
+import io
+import ipaddress
+import json
 import logging
+import re
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -21,13 +27,20 @@ from agent.base import units, version
 from agent.checks.expect import Expected, settle
 from agent.checks.measured import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError
-from agent.cluster import node_facts
 from agent.cluster.client import Client, path_of
-from contracts import plain
+from contracts import bounded, plain
 from contracts.finding import Finding, Status
-from probes.api import Snapshot
+from contracts.redaction import redact
+from contracts.tables import read_table
+from probes import wire
+from probes.api import Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.rdma.facts import RdmaFacts
+from probes.hostinfo.probe import HostinfoFacts
+from probes.interfaces.facts import Interface
+from probes.limits.probe import LimitsFacts
+from probes.pci.facts import PciDevice, is_network
+from probes.rdma.facts import Gid, RdmaFacts
+from probes.registry import ALL
 from topology.build import build
 from topology.graph import NodeTopology
 
@@ -59,8 +72,7 @@ class NodeRecord:
     memlock: str | None = None  # "unlimited", "8 MiB"
     driver: str | None = None
     findings: tuple[dict[str, str], ...] = ()
-    facts: str | None = field(default=None, repr=False)  # compressed (agent.cluster.node_facts); equal nodes have equal
-    drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for human readers; own node only
+    facts: str | None = field(default=None, repr=False)  # compressed by `pack_facts`; equal nodes have equal
     changes: tuple[dict[str, str], ...] = ()  # recent changes, oldest first: at, kind, text, code
     agent_version: str = version()
     stopped_at_seconds: float | None = None  # when its agent reported its end; None while it runs, or if it was killed
@@ -140,6 +152,88 @@ def from_resource(item: Json) -> NodeRecord:
     return record
 
 
+# The facts in a record: those of the probes as JSON, compressed with gzip and encoded in base64. Values that change
+# between scans (counters, temperatures) or identify one machine are omitted. Addresses are replaced by their networks.
+
+MOST_DEVICES = 256  # GPUs and NICs together: every pair is evaluated
+MOST_LETTERS = 512  # of every text; longer texts are cut
+MOST_FACTS_LETTERS = 65536  # of the compressed facts; an HGX H100 needs 5,000
+MOST_FACTS_BYTES = 1 << 20  # of the JSON
+_PROBES = [probe for probe in ALL if probe.name in ("gpu", "pci", "rdma", "interfaces", "limits", "hostinfo")]
+
+# Published fields, by type name: [kept] lists the fields of a type to publish, [dropped] those to omit.
+_FIELDS = read_table(__file__, "nodes.toml")
+_PROCESS = re.compile(r"^this process, pid \d+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def clean(text: str, most: int = MOST_LETTERS) -> str:
+    """Remove secrets and control characters from a text of the host, and cut it to `most` characters."""
+    return _CONTROL.sub("?", redact(text[: 2 * most])[:most])
+
+
+def pack_facts(snapshot: Snapshot) -> str | None:
+    """Return the facts, which equal nodes share; None if they exceed the record limits."""
+    outcomes = {
+        probe.name: replace(outcome, facts=_bare(outcome.facts)) if isinstance(outcome, Ok) else outcome
+        for probe in _PROBES
+        if (outcome := snapshot.outcomes.get(probe.name)) is not None
+    }
+    parts = {name: wire.outcome_to_json(replace(outcome, seconds=0.0)) for name, outcome in outcomes.items()}
+    text = json.dumps(_cleaned(parts), sort_keys=True)
+    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return None if len(text) > MOST_FACTS_BYTES or len(packed) > MOST_FACTS_LETTERS else packed
+
+
+def _cleaned(value: Any) -> Any:
+    """Return plain values with every text cleaned."""
+    if isinstance(value, dict):
+        return {clean(name): _cleaned(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(each) for each in value]
+    return clean(value) if isinstance(value, str) else value
+
+
+def _bare(value: Any) -> Any:
+    """Return facts without the fields that records omit."""
+    if isinstance(value, tuple):
+        return tuple(_bare(each) for each in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    kind, changes = type(value), {}
+    kept, dropped = _FIELDS["kept"].get(kind.__name__), _FIELDS["dropped"].get(kind.__name__, ())
+    for member in fields(value):
+        if member.name not in dropped and (kept is None or member.name in kept):
+            changes[member.name] = _bare(getattr(value, member.name))
+        elif member.default_factory is not MISSING:
+            changes[member.name] = member.default_factory()
+        else:
+            changes[member.name] = () if member.default is MISSING else member.default
+    if isinstance(value, PciDevice) and value.link_transfers_per_second_max and not is_network(value.class_code):
+        changes["link_transfers_per_second"] = None  # a GPU's link is slower while it is idle
+    if isinstance(value, Interface):
+        changes["addresses"] = tuple(map(_network, value.addresses))
+    if isinstance(value, Gid):
+        changes["gid"] = _network(value.gid)
+    if kind is LimitsFacts:
+        changes["whose"] = _PROCESS.sub("the agent's process", changes["whose"])
+    if kind is HostinfoFacts:
+        changes["hostname"] = ""
+    return replace(value, **changes)
+
+
+def _network(text: str) -> str:
+    """Return the network of an address ("10.1.2.3/24" becomes "10.1.2.0/24"), or of a GID, whose prefix is unknown."""
+    try:
+        if "/" in text:
+            return str(ipaddress.ip_interface(text).network)
+        gid = ipaddress.IPv6Address(text)
+    except ValueError:
+        return text
+    host_bits = 16 if gid.ipv4_mapped else 64
+    return str(ipaddress.IPv6Address(int(gid) >> host_bits << host_bits))
+
+
 # Equal nodes have equal facts, so each machine is read once, and its graph is built once.
 
 
@@ -147,9 +241,12 @@ def from_resource(item: Json) -> NodeRecord:
 def _snapshot_of(facts: str | None) -> Snapshot | None:
     """Return the snapshot without host name; None if the facts are of another release, or the record has none."""
     try:
-        return node_facts.unpack(facts) if facts else None
-    except _UNREADABLE:
+        with gzip.open(io.BytesIO(base64.b64decode((facts or "")[:MOST_FACTS_LETTERS]))) as stream:
+            parts = plain.loads(bounded.rest(stream, MOST_FACTS_BYTES))
+        outcomes = {each.name: wire.outcome_from_json(each, parts[each.name]) for each in _PROBES if each.name in parts}
+    except (*_UNREADABLE, EOFError, OSError, zlib.error):  # gzip raises the last three
         return None
+    return Snapshot(hostname="", taken_at_seconds=0.0, outcomes=outcomes)
 
 
 @lru_cache(MOST_MACHINES)
@@ -158,7 +255,7 @@ def _graph_of(facts: str | None) -> NodeTopology | None:
     if (snapshot := _snapshot_of(facts)) is None:
         return None
     gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
-    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > node_facts.MOST_DEVICES:
+    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > MOST_DEVICES:
         return None
     try:
         node = build(snapshot)
@@ -188,8 +285,7 @@ class Fleet:
 
     def _set(self, records: Iterable[NodeRecord]) -> None:
         self._records = {
-            record.name: replace(record, facts=record.facts and sys.intern(record.facts), drawn=None)
-            for record in records
+            record.name: replace(record, facts=record.facts and sys.intern(record.facts)) for record in records
         }
 
     def records(self) -> tuple[NodeRecord, ...]:
@@ -217,7 +313,10 @@ class Fleet:
         if (found := _snapshot_of(record.facts)) is not None:
             return replace(found, hostname=record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
-        return node_facts.unpublished(record.name, why)
+        outcomes: dict[str, Any] = {
+            each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"
+        }  # GPUs are in the graph
+        return Snapshot(hostname=record.name, taken_at_seconds=0.0, outcomes=outcomes)
 
 
 def row(record: NodeRecord, now: float | None = None) -> Json:

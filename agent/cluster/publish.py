@@ -1,8 +1,6 @@
-"""Create this node's record and write it to the cluster: the NodeTopology resource, and node labels through NFD.
+"""Create this node's record and write it to the cluster, as the NodeTopology resource.
 
-Specifications: deploy/daemonset/base/nodetopology-crd.yaml, whose objects agent.cluster.nodes reads; server-side apply;
-NFD's NodeFeature (nfd.k8s-sigs.io/v1alpha1, docs/usage/custom-resources.md). NFD copies `spec.labels` to labels of the
-Node, so that this agent needs no permission to modify Nodes.
+Specifications: deploy/daemonset/base/nodetopology-crd.yaml, whose objects agent.cluster.nodes reads; server-side apply.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import base64
 import json
 import logging
 import random
-import re
 import threading
 import time
 from collections import Counter
@@ -23,17 +20,14 @@ from agent.base import units
 from agent.checks.findings import worst_first
 from agent.checks.host_checks import no_gpu_read, no_hca_read
 from agent.checks.verdict import View, judge
-from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
-from agent.cluster.node_facts import clean
-from agent.cluster.nodes import API_VERSION, KIND, NAMES, PLURAL, Json, NodeRecord, time_of
+from agent.cluster.nodes import API_VERSION, KIND, NAMES, PLURAL, Json, NodeRecord, clean, pack_facts, time_of
 from contracts.finding import Finding
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.limits.probe import LimitsFacts
 from probes.limits.probe import size as limit_words
 from probes.rdma.facts import RdmaFacts
-from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +60,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
         driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,
-        findings=_findings(checks, view.since), facts=node_facts.pack(snapshot), drawn=drawn(node), changes=changes,
+        findings=_findings(checks, view.since), facts=pack_facts(snapshot), changes=changes,
     )  # fmt: skip
 
 
@@ -90,52 +84,12 @@ def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float])
     )  # fmt: skip
 
 
-def drawn(node: NodeTopology) -> Json | None:
-    """Return the graph for `kubectl get nodetopology -o yaml`; None without devices or with too many."""
-    if not 1 <= len(node.devices) <= node_facts.MOST_DEVICES:
-        return None
-    known, names = Pairs(node.pairs), [device.name for device in node.devices]
-    made: Json = {
-        "devices": [
-            {**_device(device), "links": " ".join(SELF if a == b else known.label(a, b) for b in names)}
-            for a, device in zip(names, node.devices, strict=True)
-        ],
-        "islands": [
-            {"gpus": list(island.gpus), "links": list(island.nvlinks_per_pair), "allToAll": island.all_to_all}
-            for island in node.islands
-        ],
-        "nearest": [
-            _known(gpu=near.gpu, nics=list(near.nics), link=near.label, why=clean(near.why) or None)
-            | ({} if near.decidable else {"decidable": False})
-            for near in node.nearest_nic
-        ],
-        **_known(recognised=node.sku, hidden=clean(node.virtual) if node.virtual else None),
-    }  # fmt: skip
-    return {name: value for name, value in made.items() if value != []}
-
-
-def _device(device: GpuNode | NicNode) -> Json:
-    about = _known(name=device.name, pci=device.bus_id, numa=device.numa_node, pcie=device.pcie_link)
-    if isinstance(device, GpuNode):
-        more = _known(model=device.model, memoryBytes=device.memory_bytes)
-        return {**about, "kind": "gpu", **more, **({} if device.usable else {"usable": False})}
-    rate = device.rate_bytes_per_second
-    more = _known(bytesPerSecond=None if rate is None else round(rate), linkLayer=device.link_layer)
-    return {**about, "kind": device.kind, **more, **({"usable": False} if device.active is False else {})}
-
-
-def _known(**named: Any) -> Json:
-    """Return the members that are not None, with cleaned texts."""
-    known = {name: value for name, value in named.items() if value is not None}
-    return {name: clean(value, 128) if isinstance(value, str) else value for name, value in known.items()}
-
-
 def to_resource(record: NodeRecord) -> tuple[Json, Json]:
     """Return the object, and the object with its status: two writes, because status is a subresource."""
     about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": record.name}}
     status = {name: getattr(record, member) for name, member in NAMES.items()} | {
         "scannedAt": time_of(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
-        "verdict": record.verdict, "graph": record.drawn,
+        "verdict": record.verdict,
     }  # fmt: skip
     if record.stopped_at_seconds is not None:  # no agent watches the node now, so its last verdict is outdated
         status |= {
@@ -151,30 +105,25 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
 
 # Writing the record.
 
-NFD_VERSION = "nfd.k8s-sigs.io/v1alpha1"
-NFD_NODE_LABEL = "nfd.node.kubernetes.io/node-name"
 END_SECONDS = 2.0  # for the final write, within the pod's grace period
 MISSING_SECONDS = 300.0  # until a missing CRD is looked for again
-LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 class Publisher:
     """A thread that writes a node's record when it changes, and at least every `interval_seconds`."""
 
     def __init__(
-        self, client: Client, latest: Callable[[], NodeRecord | None], *, namespace: str,
-        interval_seconds: float = 300.0, look_seconds: float = 5.0, labels: bool = True,
+        self, client: Client, latest: Callable[[], NodeRecord | None], *, interval_seconds: float = 300.0,
+        look_seconds: float = 5.0,
     ) -> None:  # fmt: skip
-        self._shared, self._latest, self._namespace = client, latest, namespace
+        self._shared, self._latest = client, latest
         self._client = client.limited(tries=1)  # this thread backs off: retries of thousands add load
         self._interval, self._look = interval_seconds, look_seconds
-        self._labels = labels
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="publish", daemon=True)
         self._last: NodeRecord | None = None
-        self._due = self._nfd_again = 0.0
+        self._due = 0.0
         self._exists = False
-        self._owner: dict[str, Any] | None = None
         self.writes = 0
         # maximum time between writes of an unchanged record
         self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
@@ -228,13 +177,12 @@ class Publisher:
         return record != last or time.monotonic() >= self._due
 
     def write(self, record: NodeRecord) -> None:
-        """Write the object, its status and the labels once. Raises ApiError."""
+        """Write the object and its status once. Raises ApiError."""
         self.tally["publish_attempts_total",] += 1
         whole, status = to_resource(record)
         if not self._exists:
-            self._owner = owner_of(self._client.token(), record.name)
-            if self._owner is not None:
-                whole["metadata"] = {**whole["metadata"], "ownerReferences": [self._owner]}
+            if owner := owner_of(self._client.token(), record.name):
+                whole["metadata"]["ownerReferences"] = [owner]
             self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
             self._exists = True
         try:
@@ -243,24 +191,12 @@ class Publisher:
             if error.status == 404:
                 self._exists = False  # it was deleted: create it again at the next attempt
             raise
-        if self._labels and time.monotonic() >= self._nfd_again:
-            self._write_labels(record)
         self.writes += 1
         self.error = None
         self.tally["publish_success_timestamp_seconds",] = time.time()
         self._last = record
         # with jitter, so that thousands of agents that started together do not keep writing at the same time
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
-
-    def _write_labels(self, record: NodeRecord) -> None:
-        """Write the labels; if NFD is not installed or refuses, the cluster view works without labels."""
-        path = path_of(NFD_VERSION, "nodefeatures", f"topoflight-{record.name}", namespace=self._namespace)
-        try:
-            self._client.apply(path, node_feature(record, self._namespace, self._owner))
-        except ApiError as error:
-            self._nfd_again = time.monotonic() + MISSING_SECONDS
-            if error.status != 404:
-                log.warning("NFD labels: %s", error)
 
 
 def owner_of(token: str, node: str) -> dict[str, Any] | None:
@@ -278,26 +214,3 @@ def owner_of(token: str, node: str) -> dict[str, Any] | None:
         pass
     log.info("the record of %s gets no owner, it stays when the Node goes: the token does not name the Node", node)
     return None
-
-
-def node_feature(record: NodeRecord, namespace: str, owner: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return NFD's resource; an unknown fact has no label."""
-    verdict = "unknown" if record.stopped_at_seconds is not None else record.verdict
-    active = (record.rdma or "").partition("/")[0]
-    wanted = {
-        "topoflight.io/verdict": verdict,
-        "topoflight.io/ready": str(verdict in ("pass", "warn")).lower(),
-        "topoflight.io/gpus": str(record.gpus) if record.gpus is not None else None,
-        "topoflight.io/links": (record.links or "").split(" ")[0] or None,
-        "topoflight.io/rdma-ports-active": active or None,
-        "topoflight.io/memlock": (record.memlock or "").replace(" ", "") or None,
-    }
-    return {
-        "apiVersion": NFD_VERSION,
-        "kind": "NodeFeature",
-        "metadata": {
-            "name": f"topoflight-{record.name}", "namespace": namespace, "labels": {NFD_NODE_LABEL: record.name},
-            **({"ownerReferences": [owner]} if owner else {}),
-        },
-        "spec": {"labels": {key: value for key, value in wanted.items() if value and LABEL_VALUE.fullmatch(value)}},
-    }  # fmt: skip

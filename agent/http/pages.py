@@ -22,7 +22,7 @@ from agent.jobs import search
 from agent.pages import digest, environment, lines, rendered, rows
 from contracts import question
 from contracts.finding import Finding, Status
-from planner.advice import FrontierPoint, Recommendation
+from planner.advice import Recommendation
 from planner.forecast import machines, models
 from topology import diff
 from topology.paths import with_expectations
@@ -62,15 +62,12 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
     return rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
 
 
-def what_if_page(
-    view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str,
-    points: Sequence[FrontierPoint] = (),
-) -> str:  # fmt: skip
-    """Return the form and, if it was answered, the layouts and the comparison of numbers of nodes."""
+def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str) -> str:
+    """Return the form and, if it was answered, the layouts."""
     given = {name: asked[name] for name in FORM if asked.get(name)}
     return rendered(
         "what_if", view=view, asked={**dict.fromkeys(FORM, ""), **given}, query=given, advice=advice, error=error,
-        points=points, machines=machines.names(), models=[model.name for model in models.KNOWN],
+        machines=machines.names(), models=[model.name for model in models.KNOWN],
     )  # fmt: skip
 
 

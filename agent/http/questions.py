@@ -28,9 +28,6 @@ from agent.cluster.nodes import Fleet
 from agent.http.state import Records, nodes_document, own_fleet
 from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
-from planner.advice import FrontierPoint, Recommendation
-
-FRONTIER_NODES = (1, 2, 4, 8)
 
 log = logging.getLogger(__name__)
 
@@ -67,23 +64,10 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     if not form.get("model"):
         return page_of(pages.what_if_page(view, form, None, ""))
     try:
-        wanted = read_form(form)
-        advice = advise.for_view(view, wanted)
-        points = _frontier(wanted, advice) if wanted.machine else ()
-        return page_of(pages.what_if_page(view, form, advice, "", points=points))
+        advice = advise.for_view(view, read_form(form))
+        return page_of(pages.what_if_page(view, form, advice, ""))
     except RequestError as error:
         return page_of(pages.what_if_page(view, form, None, str(error)), 400)
-
-
-def _frontier(wanted: Request, advice: Recommendation) -> tuple[FrontierPoint, ...]:
-    """Compare other node counts, with the batch of the recommended layout if it is large enough for their ranks."""
-    here = wanted.nodes or 1
-    counts = sorted({*FRONTIER_NODES, here})
-    if advice.chosen is not None:
-        shape = advice.chosen.layout
-        if shape.world_size // here * counts[-1] <= shape.global_batch:
-            wanted = wanted.changed(global_batch=shape.global_batch)
-    return advise.frontier_of(wanted, counts)
 
 
 def nodes(known: Known, *, source: str, interval: float) -> Answer:

@@ -165,10 +165,7 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
         from agent.cluster.publish import Publisher
 
         assert client is not None  # noqa: S101 - made above
-        publisher = Publisher(
-            client, _latest_record(state, options), namespace=os.environ.get("POD_NAMESPACE") or str(client.namespace),
-            interval_seconds=options["publish_interval"], labels=options["nfd"],
-        )  # fmt: skip
+        publisher = Publisher(client, _latest_record(state, options), interval_seconds=options["publish_interval"])
     return create(state, tokens=tokens, publisher=publisher)
 
 

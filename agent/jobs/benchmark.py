@@ -39,7 +39,6 @@ from collectives.bench.run import run, visible_backend
 from contracts import plain
 from contracts.finding import Finding, Status
 from planner.forecast.calibration import Calibration, parse_calibration
-from planner.forecast.specs import ModelSpec
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
 from probes.api import Snapshot
@@ -161,33 +160,27 @@ def measure(
     return result
 
 
-def calibration_of(request: Request, ranks: int, **options: Any) -> Calibration:
-    """Measure as `calibration` does, for the model and the micro-batches of a job with `ranks` ranks on this host."""
-    model, train = model_of(request), request.train
-    assert model is not None  # noqa: S101 - job_request has named one
-    tokens = train.sequence_length * max(1, (train.global_batch or ranks) // ranks)
-    return calibration(
-        model, sequence_length=train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS), ranks=ranks,
-        method=train.method, **options,
-    )  # fmt: skip
-
-
-def calibration(
-    model: ModelSpec, *, sequence_length: int, tokens: int, ranks: int, method: str, gpu: bool = False,
+def calibration_of(
+    request: Request, ranks: int, *, tokens: int | None = None, gpu: bool = False,
     budget_seconds: float = CALIBRATION_SECONDS, threads: int | None = None, stop: threading.Event | None = None,
 ) -> Calibration:  # fmt: skip
     """Measure GEMMs and a layer of the model with `ranks` processes at once on this host. Raises BenchmarkError.
 
-    `tokens` is one micro-batch; `threads` is the number of CPU threads of a rank, by default its share of the cores.
+    `tokens` is one micro-batch, by default that of a job with as many ranks; `threads` is the number of CPU threads of
+    a rank, by default its share of the cores.
     """
-    request = CalibrationRequest(
+    model, train = model_of(request), request.train
+    assert model is not None  # noqa: S101 - the caller names one
+    batch = train.sequence_length * max(1, (train.global_batch or ranks) // ranks)
+    tokens = tokens or min(batch, CALIBRATION_TOKENS)
+    spec = CalibrationRequest(
         hidden=model.hidden, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-        tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
-        device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
+        tokens=tokens, sequence=min(train.sequence_length, tokens), precision="bf16" if gpu else "fp32",
+        device="cuda" if gpu else "cpu", copies=ranks, method="full" if train.method == "full" else "lora",
         threads=threads, budget_seconds=budget_seconds,
     )  # fmt: skip
     try:
-        return parse_calibration(calibrate(request, stop=stop))
+        return parse_calibration(calibrate(spec, stop=stop))
     except (RuntimeError, OSError) as error:
         raise BenchmarkError(str(error)) from None
 

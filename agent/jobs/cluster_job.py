@@ -228,14 +228,14 @@ def _pair(word: str, option: str) -> tuple[str, str]:
 # Create the job in its cluster, and follow it.
 
 
-def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
+def create(client: Client, made: Sequence[Document]) -> Iterator[str]:
     """Create the objects through the API, after the server has accepted each in a dry run.
 
     The job, which is last, must be new. An existing claim is not changed; other objects are applied over those of an
     earlier launch. Yields a line per object. Raises ApiError with what the server refused and what was created before.
     """
     done: list[str] = []
-    for really in (False,) if dry_run else (False, True):
+    for really in (False, True):
         for document in made:
             name = named(document)
             try:
@@ -246,9 +246,9 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
                 served = f"; is {document['apiVersion']} served by this cluster?" if unserved else ""
                 text = f"{name}: the API server says {error.status}: {error}{served}{so_far}"
                 raise ApiError(error.status, text) from None
-            if really or dry_run:
-                done += [name] if really and line == "created" else []
-                yield f"{name} {line if really else 'admitted (dry run)'}"
+            if really:
+                done += [name] if line == "created" else []
+                yield f"{name} {line}"
 
 
 def named(document: Document) -> str:

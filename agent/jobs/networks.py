@@ -14,22 +14,22 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import advise, of_cluster, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL, job_plan
-from agent.advice.request import Request, model_of
+from agent.advice.advise import advise, in_pods, of_cluster, with_fsdp
+from agent.advice.job_settings import EMBEDDED_MODEL, job_plan, job_request, settings, training_request, transport
+from agent.advice.request import Request, for_whole_run, model_of, with_rows
 from agent.base import units
-from agent.base.options import InputError
-from agent.base.output import render_template, write_atomic
-from agent.cluster.client import Client
+from agent.base.options import InputError, RequestError, snapshots
+from agent.base.output import Progress, print_text, render_template, write_atomic
+from agent.base.result_store import store_run
+from agent.cluster.client import Client, connect
 from agent.jobs import benchmark, cluster_job
-from agent.jobs.namespaces import HOSTS, Rig, hosts
+from agent.jobs.namespaces import HOSTS, NamespaceError, Rig, hosts, missing
 from collectives.bench import processes, watch
 from collectives.bench.plan import BenchSpec, Case
 from collectives.bench.plan import write as write_plan
@@ -45,11 +45,13 @@ from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from planner.forecast.machines import network_bytes_per_second
 from planner.kubernetes.manifests import Document, JobError
+from planner.kubernetes.manifests import render as render_documents
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
+from probes.registry import ALL
 from topology.cluster import join
 from topology.graph import NodeTopology
 
@@ -69,6 +71,7 @@ _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 # IPC_LOCK, device or network for RDMA. The presence of the interface is still checked.
 _OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
+DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
 STEPS = 8  # three count, besides warm-up and profiled ones (agent.terminal.measured.LEAST_STEPS)
 
 
@@ -189,15 +192,12 @@ def priced(found: NetworkBars) -> NetworkBars:
 
 
 @dataclass(slots=True, kw_only=True)
-class Local:
+class _Local:
     """One comparison over namespaces of this host."""
 
     request: Request
-    config: Path | None
-    overrides: tuple[str, ...]
+    options: Mapping[str, Any]  # of the verb
     folder: Path
-    timeout_seconds: float
-    note: Callable[[str], None]
     layout: Layout | None = None  # of the first network; the others run the same layout
 
     def bar(self, rig: Rig, network: Network, result: BenchResult, timed: Calibration) -> Bar:
@@ -211,13 +211,12 @@ class Local:
         advice = self._advice(measured, timed)
         output = self.folder / network.name
         output.mkdir(parents=True, exist_ok=True)
-        made = job_plan(advice, self.config, (*self.overrides, f"output_dir={output}"))
+        made = job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
         environment = {"GLOO_SOCKET_IFNAME": network.name}
         write_atomic(output / "plan.json", dumps(replace(made, environment=environment)))
-        self.note(f"run over {network.name}, {network.rate}")
         codes = rig.run(
             network.name, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
-            seconds=self.timeout_seconds,
+            seconds=self.options["timeout"],
         )  # fmt: skip
         path = output / "run.json"
         record = run_record.read(path) if path.exists() else None
@@ -276,24 +275,103 @@ def _how_ended(codes: Sequence[int], folder: Path) -> str:
     return f"the ranks ended with {', '.join(map(str, codes))}; {how}: {redact(error)[:300] or 'it printed nothing'}"
 
 
-def compare_here(
-    job: Local, networks: Sequence[Network], found: Sequence[Snapshot], stop: threading.Event
-) -> list[Bar]:
+def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
     """Measure and run over each network in turn. Raises NamespaceError if no namespace can be created."""
+    over = parse(options["networks"] or DEFAULT_NETWORKS, here=True)
+    explicit = settings(options["config"], options["overrides"]).explicit
+    defaults = {"max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no"}
+    unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
+    options = {**options, "overrides": (*options["overrides"], *unset)}
+    request = Request.of(
+        model=options["model"], method=options["method"], sequence_length=options["sequence_length"],
+        global_batch=options["global_batch"] or HOSTS, nodes=HOSTS, ranks_per_node=1,
+    )  # fmt: skip
+    request = job_request(request, options["config"], options["overrides"])
+    if why := missing():
+        raise NamespaceError(why)
+    found = snapshots((), ALL)
+    place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    job = _Local(request=request, options=options, folder=place.absolute())
     job.folder.mkdir(parents=True, exist_ok=True)
-    job.note("load torch")
-    with processes.lock_host(), hosts({one.name: one.bytes_per_second for one in networks}, stop) as rig:
+    progress.step("networks: load torch")
+    with (
+        benchmark.stop_on_signals(signal.SIGTERM) as (stop, _),
+        processes.lock_host(),
+        hosts({one.name: one.bytes_per_second for one in over}, stop) as rig,
+    ):
         results = []
-        for network in networks:
-            job.note(f"measure {network.name}, {network.rate}: all-gather and reduce-scatter")
+        for network in over:
+            progress.step(f"networks: measure {network.name}, {network.rate}: all-gather and reduce-scatter")
             results.append(measure(rig, network.name))
-        job.note("measure GEMMs and a layer")
-        timed = benchmark.calibration_of(job.request, HOSTS, threads=1, stop=stop)  # as many threads as a rank has
-        bars = [job.bar(rig, network, result, timed) for network, result in zip(networks, results, strict=True)]
+        progress.step("networks: measure GEMMs and a layer")
+        timed = benchmark.calibration_of(request, HOSTS, threads=1, stop=stop)  # as many threads as a rank has
+        bars = []
+        for network, result in zip(over, results, strict=True):
+            progress.step(f"networks: run over {network.name}, {network.rate}")
+            bars.append(job.bar(rig, network, result, timed))
     devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
     why = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
     rdma = Bar(network="RDMA", status="not available", why=why if devices else "no RDMA device on this host")
-    return [*bars, rdma]
+    records = [run_record.read(Path(bar.record)) for bar in bars if bar.record]
+    for record in records:
+        store_run(record)
+    done = max((record.steps_done or 0 for record in records), default=0)
+    return priced(NetworkBars(
+        title=_title(request.model, job.layout.family if job.layout else "", HOSTS),
+        where="two network namespaces of this host, one rank each on the CPU; networks shaped by tc tbf",
+        nodes=HOSTS, steps=options["steps"] or done, node_hour_price=options["price"], bars=(*bars, rdma),
+    ))  # fmt: skip
+
+
+def _title(model: str | None, family: str, ranks: int) -> str:
+    name = "a tiny Llama" if model == EMBEDDED_MODEL else model
+    return f"One fine-tune of {name}, {family} over {ranks} ranks, by network"
+
+
+# On a cluster.
+
+
+def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
+    """Run one cluster job per network, one after another; with --dry-run print the jobs instead, and return None."""
+    options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
+    networks = parse(options["networks"], here=False)
+    explicit = settings(options["config"], options["overrides"]).explicit
+    request = for_whole_run(with_rows(training_request(options), explicit), explicit)
+    found = snapshots(options["hosts"], ALL, root=options["root"])
+    bars, jobs = [], []
+    advice = advise(request, found)
+    if advice.model and advice.model.name == EMBEDDED_MODEL:
+        advice = with_fsdp(advice)
+    if advice.chosen is None:
+        raise RequestError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
+    layout = advice.chosen.layout
+    cluster_job.refuse_what_cannot_train(advice, options)
+    advice, left_out = in_pods(advice, found, here=not options["hosts"])
+    for network in networks:
+        if network.rdma and not transport(advice, found):
+            why = "no RDMA device was seen on the recorded hosts"
+            bars.append(Bar(network="rdma", status="not available", why=why))
+        else:
+            jobs.append((network, documents(over(advice, network, request, found), network, options, found)))
+    for line in left_out:
+        print_text(f"note: {line}", err=True)
+    if options["dry_run"]:
+        for bar in bars:
+            print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
+        made = [*cluster_job.storage(options), *(one for _, of_network in jobs for one in of_network)]
+        print_text(render_documents(made), nl=False)
+        return None
+    client = connect(options["context"])
+    for number, (network, of_network) in enumerate(jobs):
+        made = [*(cluster_job.storage(options) if number == 0 else ()), *of_network]
+        bars.append(run(client, made, network, options["api"], seconds=options["timeout"]))
+    order = {network.name: place for place, network in enumerate(networks)}
+    return priced(NetworkBars(
+        title=_title(request.model, layout.family, layout.world_size),
+        where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
+        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or explicit.get("max_steps") or 1,
+        node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
+    ))  # fmt: skip
 
 
 def over(advice: Recommendation, network: Network, request: Request, found: Sequence[Snapshot]) -> Recommendation:
@@ -364,17 +442,14 @@ def documents(
     return cluster_job.documents(spec, options["api"], plan)
 
 
-def run(
-    client: Client, made: Sequence[Document], network: Network, api: str, *, seconds: float,
-    report: Callable[[str], None], sleep: Callable[[float], None], clock: Callable[[], float],
-) -> Bar:  # fmt: skip
+def run(client: Client, made: Sequence[Document], network: Network, api: str, *, seconds: float) -> Bar:
     """Create the job of one network, wait for its end, and read its record. Raises ApiError if it cannot be created."""
     bar = Bar(network=network.name, carries=network.attachment or "the pods' own network")
     for line in cluster_job.create(client, made):
-        report(line)
-    job, until = made[-1], clock() + seconds
-    while not (state := cluster_job.job_state(now := cluster_job.stored(client, job))) and clock() <= until:
-        sleep(POLL_SECONDS)
+        print_text(line, err=True)
+    job, until = made[-1], time.monotonic() + seconds
+    while not (state := cluster_job.job_state(now := cluster_job.stored(client, job))) and time.monotonic() <= until:
+        time.sleep(POLL_SECONDS)
     pods = cluster_job.pods_of(client, job, api)
     if not state:
         waiting = "".join(f"; {text}" for pod in pods if (text := cluster_job.why_waiting(pod)))

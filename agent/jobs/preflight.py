@@ -22,10 +22,8 @@ from agent.base.options import InputError
 from agent.base.options import snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured
-from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
-from agent.checks.baseline import read as read_baseline
 from agent.checks.findings import worst_first
-from agent.checks.measured import ALL_CODES
+from agent.checks.measured import ALL_CODES, Baseline, read_baseline, regressions
 from agent.checks.verdict import (
     FailOn,
     GateError,
@@ -76,7 +74,7 @@ class Report:
     run: RunRecord | None = None
     notes: tuple[str, ...] = ()  # stages that did not run, and why
     nodes: tuple[NodeRecord, ...] = ()  # checked from records published by their agents, without graphs
-    schema_version: int = REPORT_VERSION
+    schema_version: int = measured.REPORT_VERSION
 
     @property
     def of_this_host(self) -> bool:
@@ -135,7 +133,7 @@ class _Stages:
         result = self._measure()
         calibration = self._calibrate() if result and options["train"] and not result.stopped_by else None
         if result is not None:
-            result = against_baseline(result, self.before.busbw)
+            result = measured.against_baseline(result, self.before.busbw)
         view = measured.with_bench(build_view(found, expected=self.expected), result)
         view = replace(view, checks=for_next_job(view.checks, found))
         extra: list[Finding] = []
@@ -149,7 +147,7 @@ class _Stages:
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
         scanned = view.checks if stopped else measured.must_be_measured(view.checks)
-        found_checks = [*scanned, *extra, *of_run, *gone(self.before, found)]
+        found_checks = [*scanned, *extra, *of_run, *measured.gone(self.before, found)]
         checks = self._against(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
         return Report(
             snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,

@@ -189,34 +189,11 @@ def batch_words(shape: Layout) -> str:
 
 
 def as_it_is(advice: Recommendation) -> tuple[str, ...]:
-    """Return the time these nodes lose compared with healthy ones, and the findings that cause it; empty if healthy."""
-    chosen, sound = advice.chosen, advice.sound
-    if chosen is None or not advice.slowed:
+    """Return the faults of these nodes that the forecast includes; empty if there is none."""
+    if advice.chosen is None or not advice.slowed:
         return ()
-    if sound is None:
-        return (
-            "The forecast is for these nodes with their faults. `topoflight scan` says what they cost.",
-            *advice.slowed,
-        )
-    rate = sound.forecast.tokens_per_second
-    times = rate / chosen.forecast.tokens_per_second
-    words = f"With their faults these nodes are {slower(times)} than healthy nodes"
-    if advice.total_seconds is not None and times >= _SAME:
-        words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
-    words += f". On healthy nodes {sound.layout.family} takes {units.seconds(sound.forecast.step_seconds.mid)} a step"
-    if advice.sound_here is not None and advice.sound_here.layout != chosen.layout:
-        words += f"; that layout is {slower(rate / advice.sound_here.forecast.tokens_per_second)} on these nodes"
-    return (f"{words}.", *advice.slowed)
-
-
-_SAME = 1.01
-
-
-def slower(times: float) -> str:
-    """Describe how much slower it is: "3.0 times slower", "12% slower", "no slower"."""
-    if times < _SAME:
-        return "no slower"
-    return f"{times:.1f} times slower" if times >= 1.5 else f"{times - 1.0:.0%} slower"
+    healthy = "`recommend --machine` has the forecast of healthy nodes."
+    return (f"The forecast is for these nodes with their faults. {healthy}", *advice.slowed)
 
 
 def layout_title(shape: Layout) -> str:

@@ -5,6 +5,7 @@ Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. On
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -143,7 +144,13 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     if states and not is_running:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else at - last
         is_running = silence < SILENT_RUN_SECONDS
+    is_full = False
+    with suppress(OSError):
+        is_full = bool(states) and os.statvfs(ranks).f_bavail == 0
+    if is_full and at - last > STALE_SECONDS:  # then it means nothing that a rank has not written
+        silence, ages = None, {}
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied,
+                     full=str(folder) if is_full else "",
                      starting=starting(states, alive), first=_first_failed(ranks / FIRST),
                      silence=silence, world=newest_state.world_size or None,
                      now=at if is_running else newest_state.written or newest(traces))  # fmt: skip
@@ -180,11 +187,18 @@ def request_dumps(folder: Path) -> bool:
     return True
 
 
+def may_restart(facts: RunFacts) -> bool:
+    """Return whether torchrun has not ended and has restarts left, as the ranks' environment shows."""
+    return facts.first is None and any(state.restarts_left for state in facts.states.values())
+
+
 def watch(
     folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = BUSY_SECONDS,
     metrics: Path | None = None,
 ) -> Verdict:  # fmt: skip
     """Diagnose a run again and again until it ends. Report and save each change of the verdict, also to `metrics`.
+
+    A failure ends it unless torchrun starts the ranks again within `limit` seconds.
 
     While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
     MOST_SUSPICION_SECONDS; otherwise ever more rarely.
@@ -197,6 +211,7 @@ def watch(
         return verdict, facts
 
     last: object = None
+    failed_at: float | None = None
     requested_at = suspected_at = -MOST_SUSPICION_SECONDS
     pause, warned = 0.0, False
     while True:
@@ -215,7 +230,16 @@ def watch(
             if metrics is not None:
                 save_metrics(metrics, verdict, folder.resolve().name, warn)
             suspected_at = time.monotonic()
-        if over or verdict.state == "failed":
+        if verdict.state != "failed":
+            failed_at = None
+            if over:
+                return verdict
+        elif not may_restart(facts):
+            return verdict
+        elif failed_at is None:
+            failed_at = time.monotonic()
+            warn(f"torchrun may start the ranks again: --watch ends if it has not within {limit:.0f} s")
+        elif time.monotonic() - failed_at > limit:
             return verdict
         is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
         if is_suspicious and time.monotonic() - suspected_at < MOST_SUSPICION_SECONDS:

@@ -59,6 +59,7 @@ class RankState:
     started: int | None = None  # of the process, in clock ticks since the boot (proc(5)): a pid alone may be reused
     boot: str | None = None  # boot_id of the kernel
     pid_namespace: str | None = None  # that `pid` is of, as /proc/self/ns/pid names it
+    restarts_left: int = 0  # how often torchrun starts the ranks again after a failure
     written: float = 0.0  # Unix seconds
     asked: str = ""  # address of the rendezvous, while the rank has not met the others there
     answer: str = ""  # "connected" to its port, "closed": no longer, "unresolved" where its name is not known

@@ -131,6 +131,7 @@ class RunFacts:
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds by which a rank's file is older than the newest
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks
     silence: float | None = None  # seconds since any rank wrote; None if a rank is known to run
+    full: str = ""  # the run's folder, if its file system is full: the ranks cannot write
     stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # innermost first, of py-spy or faulthandler
     unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes of unknown rank
     log: LogFacts = field(default_factory=LogFacts)  # messages of PyTorch and gloo in the logs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,9 @@ from planner.why.facts import (
 
 _ANSWERS = {"": "and has no connection", "connected": "and is connected", "closed": "and was connected",
             "unresolved": "whose name is not known"}  # fmt: skip
+
+# gloo connects each rank to every other one after the ranks have met
+_MESH = re.compile(r"connectFullMesh failed.*remote=\[([^\]]+)\]:(\d+)")
 
 
 def by_clash(facts: RunFacts) -> Verdict | None:
@@ -85,6 +89,10 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
     errors = [state.error for state in here.values() if state.error]
     if own := next(filter(is_own, errors), None):
         return facts.named("launcher", error=headline(own), evidence=(own,)) if kind == "node" else None
+    for error in errors:
+        if found := _MESH.search(error):
+            who = ranks_of([one for one, state in here.items() if state.error == error])
+            return facts.named("mesh", who=who, peer=f"{found[1]}:{found[2]}", evidence=(error,))
     by_log = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
     if by_log and by_log.causes[0].code == "port_in_use":
         return by_log

@@ -90,8 +90,6 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     assert {name: yaml.safe_load(text) for name, text in data.items()} == {
         "expect.yaml": values["expect"], "prices.yaml": values["prices"],
     }  # fmt: skip
-    binding = found["ValidatingAdmissionPolicyBinding", "topoflight-own-labels"]["spec"]["matchResources"]
-    assert binding["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "elsewhere"}
     policy = found["NetworkPolicy", "topoflight"]["spec"]["ingress"][0]["from"][0]["namespaceSelector"]
     assert policy["matchExpressions"][0]["values"] == ["watch"]
     ports = found["NetworkPolicy", "topoflight"]["spec"]["egress"][1]["ports"]
@@ -155,7 +153,7 @@ def test_a_further_release_shares_nothing_with_the_first(files: tuple[str, ...])
     first = by_name(template(*words, "--set", "priorityClassName=its-own"))
     more = by_name(template(*words, "--namespace", "pool-b", "--set", "clusterObjects=false"))
     assert not first.keys() & more.keys()
-    assert {kind for kind, place, _ in more if not place} == {"ClusterRoleBinding", "ValidatingAdmissionPolicyBinding"}
+    assert {kind for kind, place, _ in more if not place} == {"ClusterRoleBinding"}
     for (kind, _, name), document in more.items():
         if kind == "DaemonSet":
             priority = document["spec"]["template"]["spec"]["priorityClassName"]

@@ -18,8 +18,8 @@ from rigs.command import process, topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
-from agent.cli.bench import DEFAULT_NETWORKS
 from agent.cli.main import VERBS, cli
+from agent.jobs.networks import DEFAULT_NETWORKS
 from planner.kubernetes.manifests import DEVICE_CLASSES, RESTARTS
 from planner.lint.sources import KINDS
 

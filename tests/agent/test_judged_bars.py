@@ -14,14 +14,14 @@ from rigs.results import benchmark, measurement
 from rigs.tables import each_row, rows_of
 
 from agent.base import EXIT_FAILED, result_store
-from agent.checks.baseline import against_baseline
-from agent.checks.baseline import read as read_baseline
 from agent.checks.measured import (
     BUSBW,
+    against_baseline,
     checks_of_bars,
     checks_of_bench,
     expected_words,
     must_be_measured,
+    read_baseline,
     with_bench,
 )
 from agent.checks.verdict import GateError, judge

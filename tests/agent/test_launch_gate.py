@@ -19,7 +19,7 @@ from agent.advice.advise import advise
 from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
 from agent.advice.request import Request
 from agent.base.options import RequestError
-from agent.checks.baseline import Baseline
+from agent.checks.measured import Baseline
 from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
 from agent.http.answers import read_record

@@ -1,4 +1,4 @@
-"""The what-if page: layouts, cost and what other numbers of nodes do."""
+"""The what-if page: layouts, run time and cost."""
 
 from __future__ import annotations
 
@@ -28,13 +28,8 @@ def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
     return answer.body.decode()
 
 
-def test_a_machine_of_the_catalogue_shows_time_and_cost_by_nodes() -> None:
+def test_the_form_shows_what_was_asked_and_names_a_wrong_field() -> None:
     text = page(model="Llama-3.1-8B", method="full", machine="p5.48xlarge", nodes="2", price="90")
-    frontier = text[text.index('id="frontier"') :]
-    assert frontier.count("× p5.48xlarge</th>") == len(questions.FRONTIER_NODES)
-    assert re.search(r">✓ \d+ × p5", frontier), "what no other row beats is marked"
-    assert all(word in frontier for word in ("Catalogue network", ">cost</th>"))
-    assert "16 × p5.48xlarge</th>" in page(model="Llama-3.1-8B", machine="p5.48xlarge", nodes="16"), "the number asked"
     assert 'name="price" maxlength="16" value="90"' in text
     again = page(model="meta-llama/Llama-3.1-8B", machine="h100")
     assert re.findall(r"<option selected>([^<]*)", again)[::2] == ["meta-llama/Llama-3.1-8B", "h100"], "as asked"
@@ -57,7 +52,7 @@ def test_the_form_allows_what_the_question_allows() -> None:
 
 
 def test_run_time_and_cost_have_fields_and_the_page_names_them() -> None:
-    """Where one is empty the page says which to fill in; filled in, table and summary have the same run."""
+    """Where one is empty the page says which to fill in."""
     empty = page(model="Llama-3.1-8B", method="full", machine="p5.48xlarge", nodes="2")
     for name, label in (("steps", "Run length (steps)"), ("price", "Price per node-hour")):
         assert f'<label>{label} <input name="{name}"' in empty and f"“{label}”" in empty
@@ -65,8 +60,7 @@ def test_run_time_and_cost_have_fields_and_the_page_names_them() -> None:
     full = page(model="Llama-3.1-8B", method="full", machine="p5.48xlarge", nodes="2", steps="2000", price="98.32")
     assert "not estimated" not in full
     time, cost = (re.search(rf"<dt>{word}</dt><dd>([\d.]+ ?\w*)", full) for word in ("time", "cost"))
-    row = re.search(r"2 × p5.48xlarge</th>.*</tr>", full)
-    assert time and cost and row and f">{time[1]}<" in row[0] and f">{float(cost[1]):.0f}<" in row[0]
+    assert time and cost
 
 
 def test_no_layout_is_called_slower_than_one_with_a_larger_step_time() -> None:
@@ -104,5 +98,5 @@ def test_a_small_run_that_is_not_the_fastest_says_so_before_its_layout() -> None
 
 def test_what_this_host_loses_stands_beside_its_layouts() -> None:
     text = page(model="Llama-3.1-8B", method="full", nodes="2")
-    assert "limits.memlock.low: no RDMA, TCP over eno1" in text and "slower than healthy nodes" in text
-    assert "slower than healthy nodes" not in page("hgx-h100-8xH100-8hca", model="Llama-3.1-8B", nodes="2")
+    assert "limits.memlock.low: no RDMA, TCP over eno1" in text and "with their faults" in text
+    assert "with their faults" not in page("hgx-h100-8xH100-8hca", model="Llama-3.1-8B", nodes="2")

@@ -13,8 +13,7 @@ from rigs.recorded import NAMES, changed, facts, snapshot
 from rigs.tables import each_row
 
 from agent.checks.verdict import build_view
-from agent.cluster import node_facts
-from agent.cluster.nodes import NodeRecord
+from agent.cluster.nodes import MOST_FACTS_BYTES, NodeRecord, pack_facts
 from agent.cluster.publish import to_resource
 from agent.http.state import own_fleet
 from probes.api import Failed, Snapshot
@@ -39,7 +38,7 @@ def unpacked(record: NodeRecord) -> str:
 @every_machine
 def test_like_nodes_carry_equal_facts(machine: str) -> None:
     """Other addresses in the same subnets, other counters, another process: one machine for thousands of nodes."""
-    assert node_facts.pack(snapshot(machine)) == node_facts.pack(moved(snapshot(machine))) is not None
+    assert pack_facts(snapshot(machine)) == pack_facts(moved(snapshot(machine))) is not None
 
 
 def moved(node: Snapshot) -> Snapshot:
@@ -123,8 +122,8 @@ def test_a_short_record_that_holds_very_much_is_not_read() -> None:
     """Compressed facts are short and pairs are many: what a node may say of itself must not keep the reader busy."""
     nic = facts(RdmaFacts).devices[0]
     many = changed(snapshot(), RdmaFacts, devices=tuple(replace(nic, name=f"mlx5_{n}") for n in range(300)))
-    blank = packed(" " * 2 * node_facts.MOST_FACTS_BYTES)
-    for text in (node_facts.pack(many), blank, "x" * 70000, packed("[" * 99)):
+    blank = packed(" " * 2 * MOST_FACTS_BYTES)
+    for text in (pack_facts(many), blank, "x" * 70000, packed("[" * 99)):
         assert text is not None
         record = through_the_api(replace(record_of(), facts=text))
         assert fleet_of(record).topology(record) is None

@@ -28,7 +28,7 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.base import result_store
-from agent.cluster.publish import node_feature, record_of_view, to_resource
+from agent.cluster.publish import record_of_view, to_resource
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle, launch
@@ -160,7 +160,7 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
         found["runs posted"] = client.get("/runs").text
     assert state.view is not None
     record = record_of_view(state.view, name="node-a")
-    found["NodeTopology"] = json.dumps([to_resource(record), node_feature(record, "ns")])
+    found["NodeTopology"] = json.dumps(to_resource(record))
     found["facts of the NodeTopology"] = gzip.decompress(base64.b64decode(record.facts or "")).decode()
     recorder = RecordingHost(host)
     scan(recorder)  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import resources
-from rigs.logs import read
 from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
 
@@ -34,6 +33,7 @@ from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import report_page
 from collectives.bench.results import BenchResult, read_as
+from collectives.nccl_log.evidence import read_files
 from contracts import plain
 
 pytestmark = pytest.mark.browser
@@ -291,20 +291,8 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
     assert many < 20 * one
 
 
-NCCL_LOG = [  # of two hosts whose HCA NCCL cannot join with the GPUs' memory, in the forms of NCCL 2.27
-    line
-    for rank, host in enumerate(("gpu-a", "gpu-b"))
-    for line in (
-        f"{host}:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",
-        f"{host}:100:130 [0] NCCL INFO NET/IB : Using [0]mlx5_1:1/RoCE [RO]; OOB net1:192.168.2.{rank}<0>",
-        f"{host}:100:130 [0] NCCL INFO GPU Direct RDMA Disabled for HCA 0 'mlx5_1'",
-        *(
-            f"{host}:100:130 [0] NCCL INFO Channel 0{channel}/0 : {a}[0] -> {1 - a}[0] [{way}] via NET/IB/0"
-            for channel in range(2)
-            for a, way in ((rank, "send"), (1 - rank, "receive"))
-        ),
-    )
-]
+# of two hosts whose HCA NCCL cannot join with the GPUs' memory, in the forms of NCCL 2.27
+NCCL_LOG = MEASURED / "nccl.log"
 
 
 def test_a_measured_run_is_shown_with_what_proves_it(
@@ -315,7 +303,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
     The run names its own hosts, as a job of two pods does; the page of the node shows it all the same.
     """
     result = read_as(json.loads((MEASURED / "bench.json").read_text()), BenchResult)
-    result = replace(result, evidence=read(NCCL_LOG))
+    result = replace(result, evidence=read_files([NCCL_LOG]))
     (tmp_path / "bench.json").write_text(json.dumps(plain.write(result)))
     address, _ = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     with chromium.tab(height=SCREEN) as tab:

@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from rigs.benchmarks import SCRIPT
+from rigs.waiting import eventually
 
 from collectives.bench import processes
 from collectives.bench import run as bench
@@ -134,28 +135,16 @@ def test_the_port_is_free_again_after_a_kill(tmp_path):
         again.listen()
 
 
-SCRIPT = """
-import json, signal, sys, threading
-from collectives.bench import run as bench
-from contracts import plain
-lock, iterations, *variable = sys.argv[1:]
-spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=int(iterations), precision=None, budget_seconds=300,
-                       backend="gloo", lock_path=lock, environment=dict([variable] if variable else []))
-def told(event):
-    if event["event"] == "progress":
-        print("going", flush=True)
-stop = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: stop.set())
-print(json.dumps(plain.write(bench.run(spec, on_event=told, stop=stop))), flush=True)
-"""
-
-
 def start_parent(tmp_path):
+    """A benchmark in a process of its own, which is measuring."""
+    settings = {
+        "sizes_bytes": [65536], "max_iterations": 10**6, "precision": None, "budget_seconds": 300, "backend": "gloo",
+        "startup_seconds": 240, "lock_path": str(tmp_path / "lock"), "environment": {TEST_VARIABLE: str(tmp_path)},
+    }  # fmt: skip
     parent = subprocess.Popen(
-        [STARTED, "-c", SCRIPT, str(tmp_path / "lock"), str(10**6), TEST_VARIABLE, str(tmp_path)],
-        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert parent.stdout.readline().strip() == "going"
+        [STARTED, "-c", SCRIPT, json.dumps(settings)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert "progress\n" in iter(parent.stdout.readline, "")
     return parent
 
 
@@ -179,10 +168,7 @@ def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_pa
     assert len(left_behind(tmp_path)) >= 3, "or the test would find nothing afterwards either"
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate(timeout=240)
-    deadline = time.monotonic() + 120
-    while left_behind(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left_behind(tmp_path)
+    eventually(lambda: not left_behind(tmp_path), "the ranks have ended")
     with processes.lock_host(tmp_path / "lock"):
         pass
 

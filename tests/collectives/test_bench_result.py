@@ -8,18 +8,9 @@ from rigs.tables import each_row, rows_of
 
 from collectives.bench import results
 from collectives.bench.rank import predict_seconds
-from collectives.bench.results import BenchResult, Measurement, spread_ratio
+from collectives.bench.results import spread_ratio
 from collectives.bench.run import BenchSpec, Case, SpecError, assemble, name_stragglers
 from collectives.bench.watch import Outcome
-from contracts import plain
-
-
-def measurement(size, seconds, op="all_gather", verified=True):
-    return Measurement(
-        op=op, backend="gloo", ranks=(0, 1), hosts=("a", "b"), bytes=size, iteration_seconds=(seconds,),
-        median_seconds=seconds, spread_ratio=None, algbw_bytes_per_second=size / seconds,
-        busbw_bytes_per_second=size / seconds / 2, verified=verified,
-    )  # fmt: skip
 
 
 @each_row(("values", "ratio"), [([], None), ([1.0] * 5, None), ([1.0] * 6, 0), ([1, 2, 3, 4, 5, 6], 5 / 2 / 3.5)])
@@ -52,15 +43,6 @@ def test_an_impossible_setting_is_refused_with_its_name_and_value(settings, name
 @each_row("endpoint", ["host-0.job.space.svc:29500", "10.0.0.1:1", "[fd00::1]:29500"])
 def test_names_and_addresses_are_rendezvous(endpoint):
     assert BenchSpec(hosts=2, rendezvous=endpoint).world_size == 4
-
-
-def test_a_result_comes_back_from_json():
-    result = BenchResult(
-        measurements=(measurement(1000, 1e-3),), world_size=2, backend="gloo", hosts=("a", "b"),
-        environment={"GLOO_SOCKET_IFNAME": "net1"}, versions={"torch": "2"}, started_at_seconds=1.5, seconds=2.0,
-        problems=("rank 1 on b: no answer",), complete=False,
-    )  # fmt: skip
-    assert results.read_as(plain.write(result), results.BenchResult) == result
 
 
 @each_row("data", [None, [], {}, {"schema_version": 2}, {"schema_version": 1, "measurements": 5}])

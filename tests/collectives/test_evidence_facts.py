@@ -31,17 +31,7 @@ def test_generations_by_name() -> None:
     assert gpus_before_ampere(["V100-PCIE-16GB", "H100 PCIe"]) is False
 
 
-FIRST = [
-    "node-1:100:100 [0] NCCL INFO Using network Socket",
-    "node-1:100:120 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1b000 commId 0xaa - Init START",
-    "node-1:100:120 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0",
-]
-SECOND = [
-    "node-1:900:900 [0] NCCL INFO Using network IB",
-    "node-1:900:920 [0] NCCL INFO comm 0x2 rank 0 nranks 2 cudaDev 0 busId 1b000 commId 0xbb - Init START",
-    "node-1:900:920 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA",
-    "node-1:900:920 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA",
-]
+FIRST, SECOND = rows("first_run"), rows("second_run")
 
 
 def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:

@@ -62,24 +62,13 @@ def test_versions(text: str, version: str) -> None:
 @each_row(("version", "distance", "name"), rows("distances"))
 def test_distances_are_decoded_by_version(version: str, distance: int, name: str) -> None:
     """The path enumeration changed: the same number is another path."""
-    verdict = read(
-        [
-            f"NCCL version {version}+cuda12.9",
-            f"{HEAD}GPU Direct RDMA Disabled for GPU 1b000 / HCA 0 (distance {distance} > 4), read 1",
-        ]
-    )
+    disabled = f"{HEAD}GPU Direct RDMA Disabled for GPU 1b000 / HCA 0 (distance {distance} > 4), read 1"
+    verdict = read([f"NCCL version {version}+cuda12.9", disabled])
     assert verdict.gdr_paths[0].startswith(f"disabled: {name} where ")
     assert verdict.gdrdma == "none"
 
 
-SOCKETS = [
-    "NCCL version 2.7.6+cudaCUDA_MAJOR.CUDA_MINOR",
-    HEAD + "NCCL_P2P_DISABLE set by environment to 1.",
-    HEAD + "NCCL_NET set by environment to AWS Libfabric",
-    HEAD + "Using network Socket",
-    HEAD + "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct",
-    HEAD + "Channel 00/0 : 1[1] -> 2[0] [send] via NET/Socket/0",
-]
+SOCKETS = rows("over_sockets")
 
 
 @each_row(("before", "behind"), rows("wrappings"))

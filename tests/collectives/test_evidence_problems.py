@@ -131,21 +131,8 @@ def test_a_job_that_died_is_not_a_pass(line: str, code: str, steps: int) -> None
     assert evidence.exit_code(verdict) == evidence.FAILED
 
 
-STEPS = [
-    "{'loss': 1.4426, 'grad_norm': 1.31, 'learning_rate': 1e-06, 'epoch': 0.0N}",
-    " [2026-11-20 10:00:00] iteration      12N/  500000 | consumed samples:        30720 | lm loss: 6.1E+00 |",
-    "[2026-11-20 10:00:00,001] [INFO] [logging.py:96:log_dist] [Rank 0] step=4N, skipped=0, lr=[1e-05]",
-    "[rank0]:[titan] 2026-11-20 10:00:00,001 - root - INFO - step: 3N  loss:  6.1234  memory: 42.12GiB(45.1%)",
-]
-CAUGHT = [
-    "OSError: [Errno 28] No space left on device: '/root/.cache/wandb/logs/core-debug.log'",
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.25 GiB",
-    "(raylet) A worker died or was killed while executing a task by an unexpected system error. Worker PID: 90738",
-]
-
-
-@each_row("step", STEPS)
-@each_row("caught", CAUGHT)
+@each_row("step", rows("steps"))
+@each_row("caught", rows("caught"))
 def test_a_failure_that_training_outlives_is_a_note(caught: str, step: str) -> None:
     """Two more steps may be of ranks that wait for the failed one; three are of a job that continues."""
     first, second, *more = (step.replace("N", str(number)) for number in range(1, 6))
@@ -156,9 +143,7 @@ def test_a_failure_that_training_outlives_is_a_note(caught: str, step: str) -> N
     assert read([*GOOD, first, second, *more, caught]).outcome == "failed"
 
 
-@each_row(
-    "launcher", ["12: ", "[1,3]<stdout>:", "[rank3]: ", "2026-01-02T03:04:05.678Z ", "(Worker pid=3, ip=10.0.0.1) "]
-)
+@each_row("launcher", rows("launchers"))
 @each_row(("code", "line"), [rows("ends")[n] for n in (4, 11, 19, -4)])
 def test_behind_a_launcher_too(launcher: str, line: str, code: str) -> None:
     """What ended the job stands behind the marks of the launcher."""

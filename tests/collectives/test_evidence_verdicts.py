@@ -1,10 +1,14 @@
-"""What short logs prove, each with its whole verdict: tests/golden/evidence.jsonl has a log a line."""
+"""Whole verdicts: of short logs (tests/golden/evidence.jsonl has a log a line), and experts' of the corpus's logs."""
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rigs.logs import read
 from rigs.tables import golden_rows
 
@@ -22,16 +26,10 @@ def row_of(verdict: Evidence) -> dict[str, Any]:
     found = {each.name: plain[each.name] for each in fields(Evidence) if each.name not in TEXTS
              and getattr(verdict, each.name) != getattr(usual, each.name)}  # fmt: skip
     found["problems"] = [  # with the action where it is not that of the code
-        [
-            p.severity,
-            p.code,
-            p.message,
-            p.place,
-            [row.line for row in p.lines],
-            *([p.action] if p.action != CODES[p.code].action else []),
-        ]
+        [p.severity, p.code, p.message, p.place, [row.line for row in p.lines],
+         *([p.action] if p.action != CODES[p.code].action else [])]
         for p in verdict.problems
-    ]
+    ]  # fmt: skip
     found["notes"] = [note.code for note in verdict.notes]
     found["runs"] = [[run.first.line, run.inter_node_transport, run.gdrdma, run.outcome] for run in verdict.runs]
     found["fabric"] = [[row.line, row.proves] for row in verdict.fabric]
@@ -42,3 +40,41 @@ def row_of(verdict: Evidence) -> dict[str, Any]:
 def test_golden_verdicts() -> None:
     """A row says what it shows: two that differ in one fact stand beside each other."""
     golden_rows("evidence.jsonl", "verdict", lambda row: row_of(read(row["lines"])))
+
+
+LOGS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "nccl_logs"
+GDRDMA = {"on": True, "off": False, "partial": "partial", "none": None}
+
+
+def cases() -> list[dict[str, Any]]:
+    index = LOGS / "index.json"
+    return json.loads(index.read_text()) if index.is_file() else []
+
+
+@pytest.mark.corpus
+@pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case["file"])
+def test_the_verdict_is_the_experts(case: dict[str, Any]) -> None:
+    """Every field that the index states, no problem beyond those it lists, and proof by number and text of lines."""
+    path = LOGS / case["file"]
+    verdict = evidence.read_files([path])
+    got: dict[str, Any] = {
+        "inter_node_transport": verdict.inter_node_transport,
+        "intra_node_transport": verdict.intra_node_transport,
+        "gdrdma": GDRDMA[verdict.gdrdma],
+        "problems": sorted(problem.code for problem in verdict.problems),
+        "pxn": verdict.pxn,
+        "link_layer": verdict.link_layer,
+        "library": verdict.library,
+    }
+    want = {key: case[key] for key in got if key in case} | {"problems": sorted(case["problems"])}
+    # An excerpt may have lost the line that states the version; what is not there cannot be read.
+    version = case["nccl_version"]
+    if version is None or version.removeprefix("RCCL ") in path.read_text(errors="replace"):
+        got["nccl_version"], want["nccl_version"] = verdict.nccl_version, version
+    assert {key: got[key] for key in want} == want
+    lines = path.read_bytes().split(b"\n")
+    assert verdict.lines_read == len(lines) - (lines[-1] == b"")
+    rows = [row for problem in verdict.problems for row in problem.lines] + list(verdict.proof)
+    for row in rows:
+        assert row.text[:60].encode() in lines[row.line - 1]

@@ -86,20 +86,13 @@ ROWS = {
     "uniformly slow": ("30mbit", None, None, (), {}, [], (0, 5)),
     "slow host": (RATE, lambda rig: rig.shape(2, "eth0", SLOW), None, (), {"host-2": "slow"}, [], (3,)),
     "slow link": (RATE, lambda rig: shape_link(rig, None, 4, 5), None, (), {}, [(4, 5)], (3,)),
-    "slow host and slow link": (
-        RATE,
-        lambda rig: shape_link(rig, 2, 4, 5),
-        None,
-        (),
-        {"host-2": "slow"},
-        [(4, 5)],
-        (3,),
-    ),
+    "slow host and slow link": (RATE, lambda rig: shape_link(rig, 2, 4, 5), None, (), {"host-2": "slow"}, [(4, 5)],
+                                (3,)),
     "stopped": (RATE, None, lambda rig: signal_processes(signal.SIGSTOP, rig, 3), (), {"host-3": "lost"}, [], (3,)),
     "killed": (RATE, None, lambda rig: signal_processes(signal.SIGKILL, rig, 3), (), {"host-3": "lost"}, [], (3,)),
     "cut off": (RATE, None, lambda rig: rig.cut(3, "eth0"), (), {"host-3": "lost"}, [], (3,)),
     "never starts": (RATE, None, None, (3,), {"node 3": "lost"}, [], (3,)),
-}
+}  # fmt: skip
 
 
 # a host that never starts: slurm/test_slurm_cluster.py; the others nightly, below

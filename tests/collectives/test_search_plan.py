@@ -67,23 +67,13 @@ ROWS = [
     ([""] * 8, lambda a, b, _: 3.0 if (a, b) == (2, 5) else 1.0, {}, [(2, 5)], 0),
     ([""] * 8, lambda a, b, _: None if (a, b) == (2, 5) else 1.0, {}, [(2, 5)], 0),
     ([""] * 8, lambda a, b, _: None if 2 in (a, b) else 1.0, {2: ("stuck", ("stuck",))}, [], 0),
-    (
-        [""] * 8,
-        lambda a, b, _: None if 2 in (a, b) else 2.0 if 6 in (a, b) else 1.0,
-        {2: ("stuck", ("stuck",)), 6: ("slow", ("sends", "receives"))},
-        [],
-        0,
-    ),
+    ([""] * 8, lambda a, b, _: None if 2 in (a, b) else 2.0 if 6 in (a, b) else 1.0,
+     {2: ("stuck", ("stuck",)), 6: ("slow", ("sends", "receives"))}, [], 0),
     ([""] * 2, at(1, 9.0), {}, [], 2),
     (["a", "a", "a", "a", "b", "b", "b", "b"], lambda a, b, _: 5.0 if (a < 4) != (b < 4) else 1.0, {}, [], 0),
-    (
-        ["a"] * 20 + ["b"] * 20,
-        lambda a, b, _: 1.3 if a < 20 and b < 20 and 3 in (a, b) else 1.0,
-        {3: ("slow", ("sends", "receives"))},
-        [],
-        0,
-    ),  # only over what the domain shares
-]
+    (["a"] * 20 + ["b"] * 20, lambda a, b, _: 1.3 if a < 20 and b < 20 and 3 in (a, b) else 1.0,
+     {3: ("slow", ("sends", "receives"))}, [], 0),  # only over what the domain shares
+]  # fmt: skip
 
 
 @each_row("domains, fleet, bad, links, unjudged", ROWS)

@@ -9,13 +9,10 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +20,7 @@ from typing import Any
 
 import boards
 import pytest
+import resident
 import yaml
 from boards import Panel
 from rigs.agents import agent
@@ -31,6 +29,7 @@ from rigs.recorded import path_of
 from rigs.results import benchmark, measurement
 from rigs.serving import START_SECONDS, port_of, serving
 from rigs.tables import each_row
+from rigs.waiting import eventually
 
 from collectives.bench.results import Bar, BenchResult, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
@@ -125,19 +124,12 @@ class Prometheus:
         }
 
 
-def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "TZ": "UTC"}
-        )
-
-
-def port_in_time(process: subprocess.Popen[bytes], log: Path) -> int:
-    """Where it listens; its words are in the error where it does not."""
-    deadline = time.monotonic() + START_SECONDS
-    while (port := port_of(process)) is None:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
-        time.sleep(0.1)
+def start(stack: ExitStack, command: list[str], log: Path) -> int:
+    """The port on which the process listens; its words are in the error where it does not."""
+    process = stack.enter_context(resident.process(command, {"TZ": "UTC"}, log))
+    eventually(lambda: process.poll() is not None or port_of(process), f"{command[0]} listens", START_SECONDS)
+    port = port_of(process)
+    assert port is not None, log.read_text()[-2000:]
     return port
 
 
@@ -149,9 +141,7 @@ def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactor
     """
     folder = tmp_path_factory.mktemp("prometheus")
     ports: dict[str, int] = {}
-    running: dict[str, subprocess.Popen[bytes]] = {}
     with ExitStack() as stack:
-        stack.callback(end, running)
         for machine in AGENTS:
             state = folder / machine
             (state / "runs").mkdir(parents=True)
@@ -159,42 +149,23 @@ def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactor
             (state / "runs" / "1.json").write_text(dumps(run(machine)))
         command = [str(Path(sys.executable).with_name("topoflight")), "serve", "--port", "0"]
         command += ["--host", str(path_of(HEALTHY)), "--interval", "3600", "--state", str(folder / HEALTHY)]
-        running[HEALTHY] = start(command, folder / f"{HEALTHY}.log")
+        ports[HEALTHY] = start(stack, command, folder / f"{HEALTHY}.log")
         for machine in AGENTS:
             if machine != HEALTHY:
                 ports[machine] = stack.enter_context(serving(agent(machine, folder / machine).app))
-        ports[HEALTHY] = port_in_time(running[HEALTHY], folder / f"{HEALTHY}.log")
         every = f"{SCRAPE_SECONDS}s"
+        targets = [{"targets": [f"127.0.0.1:{port}" for port in ports.values()]}]
         config = {
             "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": "1s"},
             "rule_files": [str(ROOT / "dashboards" / "rules.yaml")],
-            "scrape_configs": [
-                {
-                    "job_name": "topoflight",
-                    "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports.values()]}],
-                }
-            ],
+            "scrape_configs": [{"job_name": "topoflight", "static_configs": targets}],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         command = [programs["prometheus"], f"--config.file={folder / 'prometheus.yml'}"]
         command += [f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"]
-        running["prometheus"] = start(command, folder / "prometheus.log")
-        own = port_in_time(running["prometheus"], folder / "prometheus.log")
-        server = Prometheus(port=own, ports=ports)
-        wait_for(server, folder, running)
+        server = Prometheus(port=start(stack, command, folder / "prometheus.log"), ports=ports)
+        wait_for(server, folder)
         yield server
-
-
-def end(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Ask every process to end, then see to it."""
-    for process in running.values():
-        process.send_signal(signal.SIGTERM)
-    for process in running.values():
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 # Every agent has answered every scrape of the last rounds, and at least two: a rate needs two samples.
@@ -202,14 +173,12 @@ KNOWN = f"""min_over_time(up[{3 * SCRAPE_SECONDS}s]) == 1
     and on (instance) count_over_time(topoflight_build_info[1m]) >= 2"""
 
 
-def wait_for(server: Prometheus, folder: Path, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
+def wait_for(server: Prometheus, folder: Path) -> None:
     """Find a moment when every agent was known, and one after every rule was then evaluated."""
     deadline = time.monotonic() + START_SECONDS
     seen: list[dict[str, Any]] = []
     evaluated = 0.0  # a moment by which each rule was evaluated on all agents
     while time.monotonic() < deadline:
-        for name, process in running.items():
-            assert process.poll() is None, (folder / f"{name}.log").read_text()[-2000:]
         settled = time.time() - SCRAPE_SECONDS - 1  # what is asked of an earlier moment no scrape under way changes
         try:
             seen = server.query(KNOWN, settled)

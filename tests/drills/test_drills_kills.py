@@ -8,7 +8,8 @@ import subprocess
 import time
 
 import pytest
-from drill_ground import SMALL_BENCH, Ground, drill, eventually, keep_something, state_lost
+from drill_ground import LONG, SMALL_BENCH, Ground, drill
+from rigs.waiting import eventually
 
 from agent.base import EXIT_STOPPED
 
@@ -36,58 +37,55 @@ def _kill_at_random(ground: Ground, kind: str, *words: str) -> None:
         _life[kind] = time.monotonic() - started
 
 
-def _again(ground: Ground, seconds: float, *words: str) -> list[str]:
+def _assert_runs_again(ground: Ground, *words: str) -> None:
     """Every tenth time in the long form: the same command, undisturbed, ends well."""
-    if not ground.long or ground.random.random() > 0.1:
-        return []
-    done = ground.run(*words, seconds=seconds)
-    return [] if done.returncode == 0 else [f"the next run ends with {done.returncode}: {done.stderr[-300:]}"]
+    if LONG and ground.random.random() < 0.1:
+        done = ground.run(*words)
+        assert done.returncode == 0, done
 
 
 @drill(long=90)
-def test_kill_during_a_benchmark(ground: Ground) -> list[str]:
+def test_kill_during_a_benchmark(ground: Ground) -> None:
     """The verb bench, two ranks."""
-    keep_something(ground)
+    ground.store_earlier_results()
     words = (*SMALL_BENCH, f"--save={ground.folder / 'saved.json'}")
     _kill_at_random(ground, "bench", *words)
-    lost = [*ground.after(ground.folder), *state_lost(ground.state)]
-    return [*lost, *_again(ground, 120, *words)]
+    ground.assert_nothing_is_left(ground.folder)
+    ground.assert_earlier_results_are_there()
+    _assert_runs_again(ground, *words)
 
 
 @drill(long=60)
-def test_kill_during_a_launch(ground: Ground) -> list[str]:
+def test_kill_during_a_launch(ground: Ground) -> None:
     """The verb launch, two ranks that train and save."""
-    keep_something(ground)
+    ground.store_earlier_results()
     words = ("launch", f"--output={ground.folder / 'out'}", *SMALL_JOB)
     _kill_at_random(ground, "launch", *words)
-    lost = [*ground.after(ground.folder / "out"), *state_lost(ground.state)]
-    return [*lost, *_again(ground, 180, *words)]
+    ground.assert_nothing_is_left(ground.folder / "out")
+    ground.assert_earlier_results_are_there()
+    _assert_runs_again(ground, *words)
 
 
 @drill
-def test_sigterm_of_a_preflight(ground: Ground) -> list[str]:
+def test_sigterm_of_a_preflight(ground: Ground) -> None:
     """The report holds the scan and the benchmark; verdict and exit code say that it was stopped."""
-    keep_something(ground)
+    ground.store_earlier_results()
     reports = ground.folder / "reports"
     process = ground.start("preflight", "--train", "-q", f"--report={reports}", "-o", "json", *SMALL_JOB, "--ranks=1")
-
-    def calibrates() -> bool:
-        return any("collectives.bench.calibrate" in line for line in ground.commands())
-
-    eventually(lambda: process.poll() is not None or calibrates() or None, seconds=240)
+    calibrates = "collectives.bench.calibrate"
+    eventually(lambda: process.poll() is not None or ground.runs(calibrates), "it calibrates", 300)
     time.sleep(ground.random.uniform(0.0, 1.0))
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=240)
-    lost = [] if process.returncode == EXIT_STOPPED else [f"exit code {process.returncode}: {err[-500:]}"]
-    try:
-        found = json.loads((reports / "report.json").read_text())
-        lost += [] if json.loads(out) == found else ["stdout has another document than the report"]
-    except (OSError, ValueError) as error:
-        return [*lost, f"no report: {error}", *ground.after(reports)]
-    word, why = found["verdict"]["word"], found["verdict"]["why"]
-    lost += [] if (word, why) == ("unknown", "stopped by SIGTERM before it was done") else [f"{word}: {why}"]
-    lost += [] if "not calibrated: stopped before it was done" in found["notes"] else [f"{found['notes']}"]
-    lost += [f"no {name}" for name in ("snapshots", "bench", "recommendation") if not found[name]]
-    judged = {check["status"] for check in found["checks"] if check["code"].startswith(("run.", "forecast."))}
-    lost += [] if judged == {"unknown"} else [f"the run that was none is {judged}"]
-    return [*lost, *ground.after(reports), *state_lost(ground.state)]
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == EXIT_STOPPED, err
+    found = json.loads((reports / "report.json").read_text())
+    assert json.loads(out) == found
+    verdict = found["verdict"]
+    assert (verdict["word"], verdict["why"]) == ("unknown", "stopped by SIGTERM before it was done")
+    assert "not calibrated: stopped before it was done" in found["notes"]
+    assert found["snapshots"] and found["bench"] and found["recommendation"]
+    assert {check["status"] for check in found["checks"] if check["code"].startswith(("run.", "forecast."))} == {
+        "unknown"
+    }
+    ground.assert_nothing_is_left(reports)
+    ground.assert_earlier_results_are_there()

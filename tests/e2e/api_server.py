@@ -26,7 +26,6 @@ CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read
 Json = dict[str, Any]
 Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
 KINDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("api_kinds.yaml").read_text())
-ATOMIC_STATUS = {"graph", "machine"}  # x-kubernetes-map-type
 # kind of a job -> the label of its pods, and what its child Job's name ends with
 JOBS = {
     "Job": ("job-name", ""),
@@ -67,8 +66,8 @@ def configuration(url: str, token: str = "agent-token") -> Configuration:  # noq
 class ApiServer:
     """Objects in memory, a thread per connection. `with ApiServer() as api: api.url`."""
 
-    def __init__(self, *, nfd: bool = True) -> None:
-        self.kinds = {path: kind for path, kind in KINDS.items() if nfd or kind != "NodeFeature"}
+    def __init__(self) -> None:
+        self.kinds = dict(KINDS)
         self.objects: dict[tuple[str, str, str], Json] = {}  # (collection, namespace, name)
         self.applied: dict[tuple[tuple[str, str, str], str], set[str]] = {}  # fields of a status, by object and manager
         self.version = 100
@@ -337,10 +336,9 @@ class _Handler(BaseHTTPRequestHandler):
                 k: v for k, v in body.items() if (k == "status") == (sub == "status") or k in ("apiVersion", "kind")
             }
             status, old = 200 if old else 201, json.loads(json.dumps(old))
-            if applying and sub == "status":  # fields that the manager no longer applies go, atomic ones are replaced
+            if applying and sub == "status":  # fields that the manager no longer applies go
                 owned = self.api.applied.get((key, query["fieldManager"]), set())
-                replaced = ATOMIC_STATUS if collection.endswith("/nodetopologies") else set()
-                for name_of_field in owned - set(part["status"]) | replaced & set(part["status"]):
+                for name_of_field in owned - set(part["status"]):
                     old.get("status", {}).pop(name_of_field, None)
                 self.api.applied[key, query["fieldManager"]] = set(part["status"])
             made = merged(old, part)

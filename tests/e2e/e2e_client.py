@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import resident
 import urllib3
 from api_server import ApiServer, configuration
 from kustomization import render
-from rigs.waiting import eventually
 
 from agent.cluster.client import Client
 
@@ -41,21 +38,16 @@ def ask(url: str, *, method: str = "GET", bearer: str | None = None) -> tuple[in
 
 
 @contextmanager
-def serving(config: Path, name: str, log: Path, *words: str, namespace: str) -> Iterator[str]:
+def serving(config: Path, name: str, log: Path, *words: str) -> Iterator[str]:
     """The agent of node `name` with the DaemonSet's arguments and `words`: its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = resident.free_port()
     (daemonset,) = [d for d in render(ROOT / "deploy/daemonset/overlays/kubernetes") if d["kind"] == "DaemonSet"]
     (container,) = daemonset["spec"]["template"]["spec"]["containers"]
     local = ("--address", "127.0.0.1", "--port", str(port))
-    environment = {**os.environ, "KUBECONFIG": str(config), "NODE_NAME": name, "POD_NAMESPACE": namespace}
-    with log.open("ab") as stream:
-        command = [sys.executable, "-m", "agent.cli", *container["args"], *local, *words]
-        child = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=stream, stderr=stream)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        eventually(lambda: child.poll() is None and ask(url + "/snapshot")[0] == 200, log.read_text())
-        yield url
-    finally:
+    environment = {"KUBECONFIG": str(config), "NODE_NAME": name}
+    command = [sys.executable, "-m", "agent.cli", *container["args"], *local, *words]
+    with resident.process(command, environment, log) as child:
+        resident.wait(port, "/snapshot", child)
+        yield f"http://127.0.0.1:{port}"
         child.terminate()
-        assert child.wait(60) is not None
+        child.wait(120)

@@ -5,7 +5,6 @@ Everything is made under names with RUN in them, so that runs do not meet and an
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ import pytest
 import yaml
 from kustomization import CLUSTER_SCOPED, render
 
-from agent.cluster.client import ApiError, Client, connect, path_of
+from agent.cluster.client import ApiError, connect, path_of
 
 ROOT = Path(__file__).parent.parent.parent
 Document = dict[str, Any]
@@ -41,29 +40,18 @@ def real() -> list[pytest.MarkDecorator]:
     return [pytest.mark.kube]
 
 
-def kubectl(*words: str, stdin: str | None = None, check: bool = True, config: Path | None = None) -> str:
+def kubectl(*words: str, stdin: str | None = None, check: bool = True) -> str:
     """What it prints; its errors where `check` is off and it printed nothing else."""
-    more = ["--kubeconfig", str(config)] if config else []
-    done = subprocess.run(["kubectl", *more, *words], input=stdin, capture_output=True, text=True, check=False,
-                          timeout=120)  # fmt: skip
+    done = subprocess.run(["kubectl", *words], input=stdin, capture_output=True, text=True, check=False, timeout=240)
     said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("Warning:"))
     assert done.returncode == 0 or not check, f"kubectl {' '.join(words)}: {said}"
     return done.stdout.strip() or said
 
 
-def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def admin() -> Client:
-    return connect()
-
-
 def served(api_version: str, kind: str) -> bool:
     """Whether the API server knows the kind."""
-    client = admin()
     try:
-        found = client.get("/api/v1" if api_version == "v1" else f"/apis/{api_version}")
+        found = connect().get("/api/v1" if api_version == "v1" else f"/apis/{api_version}")
     except ApiError as error:
         if error.status != 404:
             raise
@@ -72,13 +60,8 @@ def served(api_version: str, kind: str) -> bool:
 
 
 def overlay(name: str, run: str) -> list[Document]:
-    """The overlay's objects under names of this run, with a runtime class of its own."""
-    return renamed(render(ROOT / "deploy/daemonset/overlays" / name), run)
-
-
-def renamed(documents: Iterable[Document], run: str) -> list[Document]:
-    """Cluster-wide names and namespaces with `run` in them; everything else as it is rendered."""
-    made = copy.deepcopy(list(documents))
+    """The overlay's objects with `run` in cluster-wide names and namespaces, and a runtime class of its own."""
+    made = render(ROOT / "deploy/daemonset/overlays" / name)
     spaces = {name: run + name.removeprefix("topoflight") for name in NAMESPACES}
     whole = {
         d["metadata"]["name"] for d in made
@@ -158,7 +141,8 @@ def end_pods(namespace: str) -> None:
 @contextmanager
 def node(name: str, *, gpus: int = 8, labels: dict[str, str] | None = None) -> Iterator[str]:
     """A Node that says it is ready and has GPUs."""
-    client, path = admin(), path_of("v1", "nodes", name)
+    client, path = connect(), path_of("v1", "nodes", name)
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     marks = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64",
              "topoflight.io/e2e": RUN, **(labels or {})}  # fmt: skip
     client.create(path_of("v1", "nodes"), {"apiVersion": "v1", "kind": "Node",
@@ -166,7 +150,7 @@ def node(name: str, *, gpus: int = 8, labels: dict[str, str] | None = None) -> I
     size = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage": "1Ti", "nvidia.com/gpu": str(gpus),
             "rdma/rdma_shared_device_a": "1000"}  # fmt: skip
     ready = {"type": "Ready", "status": "True", "reason": "EndToEndTest", "message": "no kubelet",
-             "lastHeartbeatTime": now(), "lastTransitionTime": now()}  # fmt: skip
+             "lastHeartbeatTime": now, "lastTransitionTime": now}  # fmt: skip
     try:
         client.request("PATCH", path + "/status", content_type="application/merge-patch+json", body={
             "status": {"capacity": size, "allocatable": size, "conditions": [ready]}})  # fmt: skip
@@ -205,12 +189,8 @@ def config_of(folder: Path, bearer: str) -> Path:
     return path
 
 
-def client_with(folder: Path, bearer: str) -> Client:
-    return connect(environment={"KUBECONFIG": str(config_of(folder, bearer))})
-
-
 def finalize(namespace: str) -> None:
     """What the namespace controller does last, where there is none; nothing is left in it."""
-    admin().request("PUT", path_of("v1", "namespaces", namespace) + "/finalize", body={
+    connect().request("PUT", path_of("v1", "namespaces", namespace) + "/finalize", body={
         "apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}, "spec": {"finalizers": []},
     })  # fmt: skip

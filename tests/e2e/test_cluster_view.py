@@ -22,10 +22,18 @@ from rigs.tables import each_row
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
-from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, connect, path_of
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, checks_of, from_resource, row
-from agent.cluster.publish import MOST_FINDINGS, Publisher, node_feature, record_of_view, to_resource
+from agent.cluster.nodes import (
+    API_VERSION,
+    MOST_FACTS_LETTERS,
+    PLURAL,
+    Fleet,
+    NodeRecord,
+    checks_of,
+    from_resource,
+    row,
+)
+from agent.cluster.publish import MOST_FINDINGS, Publisher, record_of_view, to_resource
 from agent.http import state as server_state
 from agent.http.server import create
 from agent.http.state import Records, State
@@ -52,7 +60,7 @@ def node(client: Client) -> Iterator[str]:
 def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, node: str, machine: str) -> None:
     """What the CRD admits, the printer columns show and other agents read is what was scanned."""
     record = record_of(machine, node)
-    publisher = Publisher(client, lambda: record, namespace="default", labels=False)
+    publisher = Publisher(client, lambda: record)
     publisher.write(record)
     stored = client.get(path_of(API_VERSION, PLURAL, node))
     assert stored["spec"] == {"nodeName": node}
@@ -112,16 +120,15 @@ def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, 
     largest = replace(
         record_of(H100, node),
         findings=(finding,) * MOST_FINDINGS,
-        facts="f" * node_facts.MOST_FACTS_LETTERS,
+        facts="f" * MOST_FACTS_LETTERS,
     )
-    publisher = Publisher(client, lambda: largest, namespace="default", labels=False)
+    publisher = Publisher(client, lambda: largest)
     publisher.write(largest)
     assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
     for more in (
         replace(largest, findings=(finding,) * (MOST_FINDINGS + 1)), replace(largest, driver="d" * 65),
         replace(largest, findings=({**finding, "message": "\x1b[31m"},)), replace(largest, facts="f" * 65537),
         replace(largest, facts="{}"),
-        replace(largest, drawn={"devices": [{"name": "GPU0", "kind": "gpu", "links": "x; rm"}]}),
         replace(largest, verdict="good"), replace(largest, links="l" * 65), replace(largest, gpus=-1),
     ):  # fmt: skip
         with pytest.raises(ApiError) as caught:
@@ -135,7 +142,7 @@ def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, 
 
 def publish_in(api: ApiServer, name: str, machine: str = H100) -> NodeRecord:
     record = record_of(machine, name)
-    Publisher(client_of(api), lambda: record, namespace="topoflight").write(record)
+    Publisher(client_of(api), lambda: record).write(record)
     return record
 
 
@@ -143,7 +150,7 @@ def test_publisher_writes_changes_at_once_and_silence_seldom(api: ApiServer) -> 
     """A new scan with the same facts costs the API server nothing until the interval is over."""
     record = record_of(H100, "n1")
     held = [record]
-    publisher = Publisher(client_of(api), lambda: held[0], namespace="topoflight", look_seconds=0.01)
+    publisher = Publisher(client_of(api), lambda: held[0], look_seconds=0.01)
     publisher.start()
     eventually(lambda: publisher.writes == 1, "the first write")
     held[0] = replace(record, scanned_at_seconds=record.scanned_at_seconds + 30)
@@ -151,16 +158,13 @@ def test_publisher_writes_changes_at_once_and_silence_seldom(api: ApiServer) -> 
     assert publisher.writes == 1
     held[0] = replace(record, verdict="fail")
     eventually(lambda: publisher.writes == 2, "the change")
-    (feature,) = api.of_kind("NodeFeature")
-    assert feature["metadata"]["labels"] == {"nfd.node.kubernetes.io/node-name": "n1"}
-    assert feature["spec"]["labels"]["topoflight.io/verdict"] == "fail"
     publisher.stop()
 
 
 def test_a_deleted_resource_is_made_anew(api: ApiServer) -> None:
     """Somebody cleans up by hand: the next write but one brings it back."""
     record = record_of(H100, "n1")
-    publisher = Publisher(client_of(api), lambda: record, namespace="topoflight", labels=False)
+    publisher = Publisher(client_of(api), lambda: record)
     publisher.write(record)
     api.delete(NODES, "", "n1")
     with pytest.raises(ApiError):
@@ -181,25 +185,24 @@ def claims_token(node: str, uid: str) -> str:
     ("token", "uid"), [(claims_token("n1", "u-7"), "u-7"), (claims_token("n2", "u-8"), None), ("agent-token", None)]
 )
 def test_a_record_ends_with_its_node(token: str, uid: str | None) -> None:
-    """The Node owns record and labels where the pod's own token names it; Nodes are never asked for."""
+    """The Node owns the record where the pod's own token names it; Nodes are never asked for."""
     with ApiServer() as api:
         api.tokens = {token}
         api.forbidden = {"/api/v1/nodes"}
         record = record_of(H100, "n1")
-        Publisher(Client(configuration(api.url, token)), lambda: record, namespace="topoflight").write(record)
-        for kind in ("NodeTopology", "NodeFeature"):
-            (made,) = api.of_kind(kind)
-            owners = made["metadata"].get("ownerReferences", [])
-            assert owners == ([{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": uid}] if uid else [])
+        Publisher(Client(configuration(api.url, token)), lambda: record).write(record)
+        (made,) = api.of_kind("NodeTopology")
+        owners = made["metadata"].get("ownerReferences", [])
+        assert owners == ([{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": uid}] if uid else [])
         assert not [path for _, path in api.requests if "/api/v1/nodes" in path]
 
 
 def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api: ApiServer) -> None:
-    """What kubectl prints, the labels, /nodes and the gate agree: nothing is known of a node that nothing watches."""
+    """What kubectl prints, /nodes and the gate agree: nothing is known of a node that nothing watches."""
 
     def agent_runs(scanned_at_seconds: float) -> Publisher:
         record = replace(record_of(H100, "n1"), verdict="warn", scanned_at_seconds=scanned_at_seconds)
-        publisher = Publisher(client_of(api), lambda: record, namespace="topoflight", look_seconds=0.01)
+        publisher = Publisher(client_of(api), lambda: record, look_seconds=0.01)
         publisher.start()
         eventually(lambda: publisher.writes == 1, "the first write")
         return publisher
@@ -209,9 +212,6 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     (made,) = api.of_kind("NodeTopology")
     assert (made["status"]["verdict"], made["status"]["lastVerdict"]) == ("unknown", "warn")
     assert made["status"]["stoppedAt"] >= made["status"]["scannedAt"]
-    (feature,) = api.of_kind("NodeFeature")
-    assert feature["spec"]["labels"]["topoflight.io/verdict"] == "unknown"
-    assert feature["spec"]["labels"]["topoflight.io/ready"] == "false"
     (version,) = CRD["spec"]["versions"]
     printed = {column["name"]: column for column in version["additionalPrinterColumns"]}
     assert (printed["Scanned"]["type"], printed["Ended"]["jsonPath"]) == ("date", ".status.stoppedAt")
@@ -223,14 +223,6 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     agent_runs(time.time() + 5)
     (again,) = api.of_kind("NodeTopology")
     assert again["status"]["verdict"] == "warn" and from_resource(again).stopped_at_seconds is None
-
-
-@each_row("machine", NAMES)
-def test_labels_are_values_that_nodes_accept(machine: str) -> None:
-    """At most 63 characters of the allowed ones; an unknown fact is no label."""
-    labels = node_feature(record_of(machine, "n"), "ns")["spec"]["labels"]
-    assert "topoflight.io/verdict" in labels
-    assert all(len(value) <= 63 and value[0].isalnum() and value[-1].isalnum() for value in labels.values())
 
 
 @each_row(("status", "headers"), [(429, {"Retry-After": "1"}), (500, {}), (503, {}), (504, {})])
@@ -276,7 +268,7 @@ def agent(api: ApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Test
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(folder / "kubeconfig", api.url)))
     state = State(lambda: (snapshot(),), interval_seconds=3600)
     state.refresh()
-    publisher = Publisher(client_of(api), lambda: record_of(H100, "n1"), namespace="topoflight")
+    publisher = Publisher(client_of(api), lambda: record_of(H100, "n1"))
     return TestClient(create(state, publisher=publisher))
 
 
@@ -285,7 +277,7 @@ def test_any_agent_answers_for_the_cluster(api: ApiServer, tmp_path: Path, monke
     for name in ("n1", "n2"):
         publish_in(api, name)
     old = replace(record_of(H100, "n3"), scanned_at_seconds=time.time() - 7200)
-    Publisher(client_of(api), lambda: old, namespace="topoflight").write(old)
+    Publisher(client_of(api), lambda: old).write(old)
     http = agent(api, tmp_path, monkeypatch)
     nodes = {made["name"]: made for made in http.get("/nodes").json()["nodes"]}
     assert [made["silent"] for made in nodes.values()] == [False, False, True]
@@ -336,7 +328,7 @@ def test_a_server_that_hangs_stalls_no_other_endpoint(tmp_path: Path, monkeypatc
         state = State(lambda: (snapshot(),), interval_seconds=3600)
         state.refresh()
         client = Client(configuration(url), tries=1, timeout_seconds=0.1)
-        publisher = Publisher(client, lambda: None, namespace="topoflight")
+        publisher = Publisher(client, lambda: None)
         statuses: list[int] = []
 
         def ask(path: str) -> None:
@@ -367,9 +359,7 @@ def test_metrics_say_how_publishing_goes(api: ApiServer) -> None:
     """Attempts, failures by reason, the last success."""
     state = State(lambda: (snapshot(),), interval_seconds=3600)
     state.refresh()
-    publisher = Publisher(
-        client_of(api).limited(tries=1), lambda: record_of(H100, "n1"), namespace="topoflight", look_seconds=0.01
-    )
+    publisher = Publisher(client_of(api).limited(tries=1), lambda: record_of(H100, "n1"), look_seconds=0.01)
     http = TestClient(create(state, publisher=publisher))
 
     def exported() -> dict[str, float]:

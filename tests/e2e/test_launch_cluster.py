@@ -10,13 +10,10 @@ import pytest
 import yaml
 from api_server import ApiServer
 from click.testing import CliRunner
-from e2e_client import client_of
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
-from agent.cluster.client import ApiError
-from agent.jobs import cluster_job
 from contracts.job_plan import JobPlan, read
 
 rows = rows_of(__file__)
@@ -34,27 +31,6 @@ def printed(*words: str) -> dict[str, dict[str, Any]]:
     done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "yaml"])
     assert done.exit_code == 0, done.output
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
-
-
-def documents(kind: str) -> tuple[dict[str, Any], ...]:
-    """What a launch named sft makes."""
-    return tuple(printed(*WORDS, "--api", kind, "--name", "sft").values())
-
-
-@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
-def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
-    """A real server admits manifests in test_real_rights."""
-    lines = list(cluster_job.create(client_of(api), documents(kind), dry_run=True))
-    assert lines and all(line.endswith("admitted (dry run)") for line in lines)
-    assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
-
-
-def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
-    """And the error says that nothing was created."""
-    client = client_of(api)
-    assert len(list(cluster_job.create(client, documents("trainjob")))) == 3
-    with pytest.raises(ApiError, match=r"trainjob/sft: the API server says 409.*nothing was created"):
-        list(cluster_job.create(client, documents("trainjob")))
 
 
 def test_a_refusal_is_told_in_the_servers_words(kubeconfig: ApiServer) -> None:
@@ -83,10 +59,11 @@ def planned(made: dict[str, dict[str, Any]], folder: Path) -> JobPlan:
 
 def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_path: Path) -> None:
     """The job's own reader takes the ConfigMap and the command line: weights, data, and the run on the claim."""
-    made = printed(*WORDS, *GSM, "--api", "job", "--name", "sft", "--token-secret", "hub")
+    made = printed(*WORDS, *GSM, "--api", "job", "--name", "sft", "--token-secret", "hub", "--restarts", "5")
     container = made["Job"]["spec"]["template"]["spec"]["containers"][0]
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}} in container["env"]
-    assert container["command"][-2:] == ["--plan", "/etc/config/plan.json"]
+    assert container["command"][-2:] == ["--plan", "/etc/config/plan.json"] and "--restarts=5" in container["command"]
+    assert made["Job"]["spec"]["backoffLimit"] == 5 * 2, "for each of two pods"
     config = planned(made, tmp_path).config
     assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
@@ -120,44 +97,26 @@ DRY = ["--api", "job", "--dry-run", "--no-preflight"]
 NO_CLAIM = [word for word in WORDS if word not in ("--claim", "shared")]
 
 
-REFUSED = {
+AZURE = [str(path_of("azure-nd-a100-flat-vm")) if word == str(H100) else word for word in WORDS]
+BASES = {
     "none": [], "claim": [*WORDS, *DRY], "no claim": [*NO_CLAIM, *DRY], "no data": [*WORDS[:-2], *DRY],
-    "with a gate": [*WORDS, *DRY[:-1]],
+    "with a gate": [*WORDS, *DRY[:-1]], "azure": [*AZURE, *DRY],
+    "one pod": [*("1" if word == "2" else word for word in NO_CLAIM), *DRY],
 }  # fmt: skip
+LAUNCHES = yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())
 
 
-@each_row(("base", "words", "told"), yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())["refused"])
+@each_row(("base", "words", "told"), LAUNCHES["refused"])
 def test_options_that_no_cluster_could_follow_are_refused(base: str, words: list[str], told: str) -> None:
     """Usage: the message names the option and its value; nothing is asked of a cluster."""
-    done = CliRunner().invoke(launch, [*REFUSED[base], *words])
+    done = CliRunner().invoke(launch, [*BASES[base], *words])
     assert done.exit_code == 2 and told in done.output, done.output
 
 
-WITH_RDMA = ["--resource", "rdma/hca=1"]
-GATED = [*WORDS, *DRY[:-1], *WITH_RDMA]
-AZURE = [str(path_of("azure-nd-a100-flat-vm")) if word == str(H100) else word for word in WORDS]
-ONE = ["1" if word == "2" else word for word in NO_CLAIM]
-
-
-@each_row(
-    ("words", "told"),  # told "": nothing is said
-    [
-        (GATED, "warning: no gate"), ([*GATED, "--no-preflight"], ""),
-        ([*GATED, "--preflight-image", "registry.example/topoflight:1"], ""),
-        # the nodes have eight HCAs; of a device plugin's resource, however it is called, one is enough to be sure
-        ([*WORDS, *DRY], "the pods request none"),
-        ([*WORDS, *DRY, "--resource", "rdma/hca=0"], "the pods request none"),
-        *(([*WORDS, *DRY, "--resource", f"{name}=1"], "")
-          for name in ("rdma/hca", "openshift.io/mlnx", "nvidia.com/hostdev")),
-        # one pod needs no shared folder, and what it writes is gone with it
-        ([*ONE, *DRY], "are lost with the pod"), ([*ONE, *DRY, "--claim", "c"], ""),
-        # Azure's topology file lies in the node's image; a pod's is another
-        ([*AZURE, *DRY, *WITH_RDMA], "NCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml is a file of the node"),
-    ],
-)  # fmt: skip
-def test_what_a_dry_run_warns_of(words: list[str], told: str) -> None:
+@each_row(("base", "words", "told"), LAUNCHES["warned"])
+def test_what_a_dry_run_warns_of(base: str, words: list[str], told: str) -> None:
     """On stderr, so that what is printed stays YAML."""
-    said = CliRunner().invoke(launch, words).stderr
+    said = CliRunner().invoke(launch, [*BASES[base], *words]).stderr
     assert told in said if told else said == ""
 
 
@@ -295,11 +254,3 @@ def test_pods_that_may_not_be_listed_are_unknown(kubeconfig: ApiServer) -> None:
     kubeconfig.forbidden = {"/api/v1/pods"}
     done = launched("--api", "job")
     assert done.exit_code == 0 and "unknown whether its pods come: pods is forbidden" in done.stderr
-
-
-@each_row("nodes", ["1", "2"])
-def test_restarts_are_as_asked_for(nodes: str) -> None:
-    """In the words of the API, and to the pods, which count them."""
-    job = printed(*WORDS, "--api", "job", "--nodes", nodes, "--restarts", "5")["Job"]
-    assert job["spec"]["backoffLimit"] == 5 * int(nodes)
-    assert "--restarts=5" in job["spec"]["template"]["spec"]["containers"][0]["command"]

@@ -24,12 +24,6 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def cluster(kubeconfig: ApiServer) -> ApiServer:
-    """The API server that kubectl would ask."""
-    return kubeconfig
-
-
 DRA = ("--dra", "gpu=gpu.nvidia.com", "--dra", "nic=dranet.net")
 
 
@@ -45,50 +39,45 @@ def limits(document: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def test_the_claim_takes_the_devices_and_nothing_else_does(cluster: ApiServer) -> None:
+def test_the_claim_takes_the_devices_and_nothing_else_does(kubeconfig: ApiServer) -> None:
     """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
     run_job(*DRA)
-    (template,) = cluster.of_kind("ResourceClaimTemplate")
+    (template,) = kubeconfig.of_kind("ResourceClaimTemplate")
     devices = template["spec"]["spec"]["devices"]
     assert len(devices["requests"]) == 16
     assert [each["matchAttribute"] for each in devices["constraints"]] == [ROOT] * 8
-    (job,) = cluster.of_kind("Job")
+    (job,) = kubeconfig.of_kind("Job")
     pod = job["spec"]["template"]["spec"]
     assert pod["resourceClaims"] == [{"name": "gpu-nic", "resourceClaimTemplateName": template["metadata"]["name"]}]
     assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpu-nic"}]
     assert limits(job) == {}
 
 
-def test_without_the_option_the_device_plugins_are_asked(cluster: ApiServer) -> None:
+def test_without_the_option_the_device_plugins_are_asked(kubeconfig: ApiServer) -> None:
     """Whatever the cluster serves; nothing of its DRA is read."""
     run_job()
-    assert cluster.of_kind("ResourceClaimTemplate") == []
-    assert limits(cluster.of_kind("Job")[0])["nvidia.com/gpu"] == "8"
-    assert not any("resource.k8s.io" in path for _, path in cluster.requests)
+    assert kubeconfig.of_kind("ResourceClaimTemplate") == []
+    assert limits(kubeconfig.of_kind("Job")[0])["nvidia.com/gpu"] == "8"
+    assert not any("resource.k8s.io" in path for _, path in kubeconfig.requests)
 
 
-def test_the_claim_names_the_classes_that_were_named(cluster: ApiServer) -> None:
-    """The one that is not named has its usual name."""
-    run_job("--dra", "gpu=team-gpu")
-    (template,) = cluster.of_kind("ResourceClaimTemplate")
-    requests = template["spec"]["spec"]["devices"]["requests"]
-    assert {each["exactly"]["deviceClassName"] for each in requests} == {"team-gpu", "dranet.net"}
-    assert limits(cluster.of_kind("Job")[0]) == {}
+def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(kubeconfig: ApiServer) -> None:
+    """The class of its examples takes every NIC of a node; another class selects what its maker meant.
 
-
-def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(cluster: ApiServer) -> None:
-    """The class of its examples takes every NIC of a node; another class selects what its maker meant."""
-    for words, selected in (
-        ((), 'device.attributes["dra.net"].rdma == true'),
-        (("--dra", "nic=efa.networking.k8s.aws"), None),
+    A class that is not named has its usual name.
+    """
+    for words, nics, selected in (
+        (("--dra", "gpu=team-gpu"), "dranet.net", 'device.attributes["dra.net"].rdma == true'),
+        (("--dra", "nic=efa.networking.k8s.aws", "--dra", "gpu=team-gpu"), "efa.networking.k8s.aws", None),
     ):
-        done = run_job("--dra", "gpu=gpu.nvidia.com", *words, "--dry-run", "-o", "json")
+        done = run_job(*words, "--dry-run", "-o", "json")
         (template,) = (each for each in yaml.safe_load(done.stdout)["items"] if each["kind"] == "ResourceClaimTemplate")
         kubernetes_validate.validate(template, "1.34", strict=True)
         for each in template["spec"]["spec"]["devices"]["requests"]:
             nic = each["name"].startswith("nic")
             wanted = [{"cel": {"expression": selected}}] if nic and selected else None
             assert each["exactly"].get("selectors") == wanted
+            assert each["exactly"]["deviceClassName"] == (nics if nic else "team-gpu")
 
 
 @each_row(
@@ -98,7 +87,7 @@ def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(cluster: ApiServer) ->
         (["--machine", "gb200-nvl72"], "compute-domain-default-channel.nvidia.com"),
     ],
 )
-def test_a_queue_is_told_of_classes_that_it_must_count(cluster: ApiServer, words: list[str], classes: str) -> None:
+def test_a_queue_is_told_of_classes_that_it_must_count(kubeconfig: ApiServer, words: list[str], classes: str) -> None:
     """Kueue leaves a workload of unmapped classes waiting; without a queue nothing is said."""
     for queue in (["--queue", "team"], []):
         done = CliRunner().invoke(launch, [*words, *WORDS, *queue, "--dry-run"])
@@ -112,23 +101,24 @@ def refused(*words: str) -> Result:
     return done
 
 
-def test_a_cluster_without_dra_refuses_the_claim(cluster: ApiServer) -> None:
+def test_a_cluster_without_dra_refuses_the_claim(kubeconfig: ApiServer) -> None:
     """Its API server does, in the dry run; nothing is made."""
-    for path in [path for path in cluster.kinds if "resource.k8s.io" in path]:
-        del cluster.kinds[path]
+    for path in [path for path in kubeconfig.kinds if "resource.k8s.io" in path]:
+        del kubeconfig.kinds[path]
     told = refused(*DRA).output
     assert "resourceclaimtemplate/sft-gpu-nic: the API server says 404" in told and "nothing was created" in told
-    assert cluster.of_kind("Job") == []
+    assert "is resource.k8s.io/v1 served by this cluster?" in told
+    assert kubeconfig.of_kind("Job") == []
 
 
 @each_row(("words", "told"), rows("no_class"))
-def test_what_names_no_class_is_refused(cluster: ApiServer, words: tuple[str, ...], told: str) -> None:
+def test_what_names_no_class_is_refused(kubeconfig: ApiServer, words: tuple[str, ...], told: str) -> None:
     """By its option, as a usage error."""
     done = refused(*words)
     assert done.exit_code == 2 and told in done.output
 
 
-def test_beside_multus_the_claim_takes_the_rdma_device_once(cluster: ApiServer) -> None:
+def test_beside_multus_the_claim_takes_the_rdma_device_once(kubeconfig: ApiServer) -> None:
     """Without the claim the device plugin has it."""
     roce, named = path_of("r760xa-2xA40-bf3"), ("--resource", "rdma/shared_eth=1")
     made = {each["kind"]: each for each in yaml.safe_load_all(run_job("--dry-run", *named, host=roce).stdout)}
@@ -145,23 +135,15 @@ RACK = ["--machine", "gb200-nvl72", *WORDS]
 
 @pytest.mark.parametrize("words", [(), ("--no-compute-domain",)])
 def test_a_job_over_nvlink_is_made_with_its_compute_domain_unless_told_otherwise(
-    cluster: ApiServer, words: tuple[str, ...]
+    kubeconfig: ApiServer, words: tuple[str, ...]
 ) -> None:
     """The GPUs stay the device plugin's. Without it the job runs over the network."""
     done = CliRunner().invoke(launch, [*RACK, "--wait", "0", *words])
     assert done.exit_code == 0, done.output
-    (job,) = cluster.of_kind("Job")
+    (job,) = kubeconfig.of_kind("Job")
     claims = job["spec"]["template"]["spec"].get("resourceClaims", [])
-    domains = [each["spec"]["numNodes"] for each in cluster.of_kind("ComputeDomain")]
+    domains = [each["spec"]["numNodes"] for each in kubeconfig.of_kind("ComputeDomain")]
     assert limits(job)["nvidia.com/gpu"] == "4"
     assert domains == ([] if words else [0])
     assert [each["resourceClaimTemplateName"] for each in claims] == ([] if words else ["sft-compute-domain-channel"])
     assert ("no ComputeDomain: between nodes NCCL uses the network" in done.stderr) == bool(words)
-
-
-def test_a_cluster_without_nvidias_dra_driver_refuses_the_compute_domain(cluster: ApiServer) -> None:
-    """The message names the API; --no-compute-domain makes the job without it."""
-    del cluster.kinds["/apis/resource.nvidia.com/v1beta1/computedomains"]
-    done = CliRunner().invoke(launch, [*RACK, "--wait", "0"])
-    assert done.exit_code == 1 and "is resource.nvidia.com/v1beta1 served by this cluster?" in done.output, done.output
-    assert cluster.of_kind("Job") == []

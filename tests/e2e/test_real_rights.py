@@ -13,8 +13,6 @@ from real_cluster import (
     ROOT,
     RUN,
     Document,
-    admin,
-    client_with,
     config_of,
     installed,
     kubectl,
@@ -28,7 +26,7 @@ from real_cluster import (
 )
 from rigs.waiting import eventually
 
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, from_resource
 from agent.http.access import AUDIENCE
 
@@ -39,7 +37,7 @@ OVERLAYS = sorted(path.name for path in (ROOT / "deploy/daemonset/overlays").ite
 @pytest.fixture
 def agent_client(cluster: list[Document], agent_pod: str, tmp_path: Path) -> Client:
     """With the token that the kubelet would give to the agent's pod on the test's node."""
-    return client_with(tmp_path, token("topoflight", RUN, pod=agent_pod))
+    return connect(environment={"KUBECONFIG": str(config_of(tmp_path, token("topoflight", RUN, pod=agent_pod)))})
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def test_the_agent_writes_of_no_other_node(agent_client: Client, cluster: list[D
     path = path_of(API_VERSION, PLURAL, other)
     eventually(lambda: judged(agent_client, path, {**about, "spec": {"nodeName": other}}), "the policy is in force")
     assert f"may not write of node {other}" in str(judged(agent_client, path, {**about, "spec": {"nodeName": other}}))
-    admin().apply(path, {**about, "spec": {"nodeName": other}})
+    connect().apply(path, {**about, "spec": {"nodeName": other}})
     try:
         refused = judged(agent_client, path + "/status", {**about, "status": {"verdict": "pass"}})
         assert refused and f"may not write of node {other}" in refused
@@ -74,7 +72,7 @@ def test_the_agent_writes_of_no_other_node(agent_client: Client, cluster: list[D
             with pytest.raises(ApiError, match="may not write of node"):
                 merge(agent_client, path, {"metadata": noted})
     finally:
-        admin().request("DELETE", path)
+        connect().request("DELETE", path)
 
 
 @pytest.fixture
@@ -111,8 +109,8 @@ def test_two_agents_answer_for_the_cluster_and_judge_callers(
         logs = [tmp_path / "first.log", tmp_path / "second.log"]
         try:
             with (
-                serving(config_of(tmp_path, first_token), published, logs[0], *words, namespace=RUN) as one,
-                serving(config_of(tmp_path, second_token), second, logs[1], *words, namespace=RUN) as two,
+                serving(config_of(tmp_path, first_token), published, logs[0], *words) as one,
+                serving(config_of(tmp_path, second_token), second, logs[1], *words) as two,
             ):
 
                 def seen(url: str) -> set[str]:
@@ -127,7 +125,7 @@ def test_two_agents_answer_for_the_cluster_and_judge_callers(
                 assert status == 403 and "kubectl create clusterrole" in problem["grant"]
                 grant(problem["grant"])
                 eventually(lambda: ask(one + "/preflight", method="POST", bearer=good)[0] == 200, "granted")
-                stored = admin().get(path_of(API_VERSION, PLURAL, published))
+                stored = connect().get(path_of(API_VERSION, PLURAL, published))
                 assert from_resource(stored).facts, "published with its graph"
         finally:
             kubectl("delete", "nodetopology", second, "--ignore-not-found")

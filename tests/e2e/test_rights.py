@@ -49,8 +49,8 @@ def test_every_request_of_the_agent_is_granted_and_every_right_is_used(tmp_path:
         api.rights = rights
         api.reviewed[TOKEN] = {"authenticated": True, "audiences": [AUDIENCE], "user": {"username": CALLER}}
         config = write_kubeconfig(tmp_path / "config", api.url, namespace="topoflight")
-        with serving(config, "n1", log, namespace="topoflight") as url:
-            eventually(lambda: api.of_kind("NodeFeature") or api.used - rights, "labels are published")
+        with serving(config, "n1", log) as url:
+            eventually(lambda: api.of_kind("NodeTopology") or api.used - rights, "the record is published")
             eventually(lambda: "n1" in str(ask(url + "/nodes")[1]) or api.used - rights, "the node is seen")
             assert ask(url + "/cluster")[0] == 200
             status, problem = ask(url + "/preflight", method="POST", bearer=TOKEN)
@@ -60,10 +60,8 @@ def test_every_request_of_the_agent_is_granted_and_every_right_is_used(tmp_path:
         (record,) = api.of_kind("NodeTopology")
         assert record["status"]["stoppedAt"], "the end was written"
         assert "Forbidden" not in log.read_text() and "Traceback" not in log.read_text()
-        for kind in ("NodeTopology", "NodeFeature"):
-            (made,) = api.of_kind(kind)
-            assert refused(made | {"kind": kind}, "n1") == []
-            assert refused(made | {"kind": kind}, "n2") and refused(made | {"kind": kind}, "")
+        made = record | {"kind": "NodeTopology"}
+        assert refused(made, "n1") == [] and refused(made, "n2") and refused(made, "")
 
 
 class Tree:
@@ -149,16 +147,9 @@ def test_the_agent_writes_of_its_own_node_alone() -> None:
         named = {} if spec is None else {"spec": {"nodeName": spec}}
         return {"apiVersion": "topoflight.io/v1alpha1", "kind": "NodeTopology", "metadata": {"name": name}, **named}
 
-    def labels(name: str, meant: str | None) -> Document:
-        more = {} if meant is None else {"labels": {"nfd.node.kubernetes.io/node-name": meant}}
-        return {"apiVersion": "nfd.k8s-sigs.io/v1alpha1", "kind": "NodeFeature", "metadata": {"name": name, **more}}
-
     rows = [
         (record("n1", "n1"), "n1", ""), (record("n1"), "n1", ""), (record("n2"), "n1", "n1 may not write of node n2"),
         (record("n1", "n1"), "", "names no node"), (record("n1", "n2"), "n1", "must be the object's name"),
-        (labels("topoflight-n1", "n1"), "n1", ""), (labels("topoflight-n1", "n2"), "n1", "may not label node n2"),
-        (labels("topoflight-n2", "n1"), "n1", "by topoflight-n2"), (labels("topoflight-n1", None), "n1", "may not"),
-        (labels("x", "n2"), "n1", "may not"), (labels("topoflight-", ""), "", "may not label"),
     ]  # fmt: skip
     wrong = [
         (document, node, found) for document, node, words in rows

@@ -13,7 +13,7 @@ from rigs.tables import each_row
 from test_finetune_equivalence import LAYOUTS, cases_of
 
 from contracts.layout import TRAINED, Layout
-from finetune.plan import refusals
+from finetune.parallel import refusals
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue
 from planner.forecast import machines
@@ -25,7 +25,7 @@ from planner.forecast.specs import TrainSpec
 from planner.recommend import plan
 from planner.rules import first_broken
 from planner.search import search
-from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+from planner.stacks import TOPOFLIGHT
 from topology.build import build
 from topology.graph import ClusterTopology
 
@@ -58,18 +58,6 @@ def reasons(layout, model, method, **more):
         quantization_config={} if method == "qlora" else None, **more,
     )  # fmt: skip
     return refusals(layout, config, lora=method != "full")
-
-
-@pytest.mark.long
-@each_row("nodes", [1, 2])
-@each_row("name", ["cpu-only-vm", "titan-rtx-2x-nv2", "sick-h100-gpu-lost", "r760xa-2xA40-bf3"])
-def test_what_is_recommended_on_recorded_machines_is_accepted(name, nodes):
-    """The best of every family, on one machine and on two like it; those of the catalogue are drawn below."""
-    found = snapshot(name)
-    cluster = ClusterTopology(nodes=(build(found),) * nodes)
-    for model, job in product(map(model_named, ("Llama-3.1-8B", "tiny-llama")), (*JOBS[::2], JOBS[-1])):
-        for candidate in search(plan(cluster, (found,) * nodes, model, train_of(*job))).best:
-            assert reasons(candidate.layout, model, job[0]) == [], candidate.layout
 
 
 def questions(count):

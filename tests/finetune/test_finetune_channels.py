@@ -178,13 +178,16 @@ import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 from contracts import plain
+from contracts.job_plan import JobPlan
+from contracts.run_record import EffectiveLayout, RunLayout, RunRecord
 from finetune import verify
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 os.environ["NCCL_HOSTID"] = f"host{rank}"
 os.environ["NCCL_DEBUG_FILE"] = f"{sys.argv[1]}/rank{rank}.log"
-told = verify.nccl_channels({"NCCL_IB_HCA": "mlx5_0"}, {})
-Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps(plain.write(told)))
+record = RunRecord(layout=RunLayout(effective=EffectiveLayout(backend="nccl")))
+wrong = verify.record_transports(record, JobPlan(environment={"NCCL_IB_HCA": "mlx5_0"}))
+Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps([plain.write(record.nccl), wrong]))
 dist.barrier()
 dist.destroy_process_group()
 """

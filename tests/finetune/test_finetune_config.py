@@ -23,7 +23,7 @@ from contracts.job_config import (
 from contracts.job_plan import JobPlan, dumps
 from contracts.job_plan import read as read_plan
 from contracts.layout import Layout
-from finetune.plan import settle_layout
+from finetune.parallel import settle_layout
 
 JOBS = Path(__file__).with_name("jobs")
 SEED = JOBS / "llama_gsm8k_trl.yaml"
@@ -48,11 +48,7 @@ def test_a_config_of_older_releases_reads_as_it_stands():
     for old, new in (("max_seq_length", "max_length"), ("torch_dtype", "dtype"), ("use_liger", "fused_cross_entropy")):
         assert f"{old} is now {new}" in told
     assert "fsdp: full_shard auto_wrap is fsdp: full_shard here" in told
-
-
-def test_its_layout_is_fsdp_over_all_ranks():
-    """fsdp without a plan shards over the world."""
-    layout = settle_layout(JobPlan(config=read_config(SEED)[0]), 4, has_gpu=True)
+    layout = settle_layout(JobPlan(config=config), 4, has_gpu=True)  # without a plan it shards over the world
     assert (layout.family, layout.dp_shard, layout.micro_batch) == ("FSDP", 4, 32)
     assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)
 
@@ -61,11 +57,6 @@ def test_trl_s_parser_gets_todays_names_and_nothing_that_the_layout_holds():
     """Liger's older name too; what the plan's layout says is left out."""
     raw = {"use_liger": True, "max_seq_length": 8, "bf16": True, "per_device_train_batch_size": 2, "warmup_ratio": 0.1}
     assert trl.trl_settings(raw, {}) == {"use_liger_kernel": True, "max_length": 8, "warmup_steps": 0.1}
-
-
-def test_values_that_transformers_reads_as_not_set_are_the_default():
-    for raw in ({"eval_steps": False}, {"eval_steps": 0.0}, {"max_steps": -1.0}, {"max_steps": "-1"}):
-        assert parse_config(raw)[0] == parse_config({})[0], raw
 
 
 @each_row(("raw", "words"), [*SETTINGS["wrong"], *SETTINGS["trl_only"]])
@@ -99,17 +90,12 @@ def test_a_file_or_an_override_that_is_no_mapping_is_refused(tmp_path, text, ove
 
 @each_row(("raw", "name"), SETTINGS["against_the_plan"])
 def test_a_value_that_contradicts_the_plan_is_refused(raw, name):
-    """The plan is not overruled silently, and neither is the config."""
+    """The plan is not overruled silently, and neither is the config. To say the same twice is no contradiction."""
     plan = JobPlan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
+    agreeing, _, _ = parse_config({"per_device_train_batch_size": 4, "bf16": False, "fsdp": True})
+    assert settle_layout(dataclasses.replace(plan, config=agreeing), 2, has_gpu=False) == plan.layout
     with pytest.raises(ConfigError, match=name):
         settle_layout(dataclasses.replace(plan, config=parse_config(raw)[0]), 2, has_gpu=False)
-
-
-def test_a_config_that_agrees_with_the_plan_runs_the_plan():
-    """Saying the same thing twice is no contradiction."""
-    plan = JobPlan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
-    config, _, _ = parse_config({"per_device_train_batch_size": 4, "bf16": False, "fsdp": True})
-    assert settle_layout(dataclasses.replace(plan, config=config), 2, has_gpu=False) == plan.layout
 
 
 def test_a_plan_or_a_degree_for_other_ranks_is_refused():
@@ -118,24 +104,6 @@ def test_a_plan_or_a_degree_for_other_ranks_is_refused():
         settle_layout(JobPlan(layout=Layout(world_size=4, dp_shard=4)), 2, has_gpu=False)
     with pytest.raises(ConfigError, match=r"layout\.tp=3"):
         settle_layout(JobPlan(config=JobConfig(layout={"tp": 3})), 4, has_gpu=False)
-
-
-def test_plan_files(tmp_path):
-    """A plan reads back; unknown layout members are named with close ones."""
-    path = tmp_path / "plan.json"
-    path.write_text(
-        json.dumps({"layout": {"world_size": 2, "dp_shard": 2}, "environment": {"GLOO_SOCKET_IFNAME": "lo"}})
-    )
-    plan = read_plan(path)
-    assert plan.layout.dp_shard == 2
-    assert plan.environment == {"GLOO_SOCKET_IFNAME": "lo"}
-    with pytest.raises(ConfigError, match=r"dp_shards.*dp_shard"):
-        parse_layout({"world_size": 2, "dp_shards": 2}, "plan")
-    path.write_text("[1]")
-    with pytest.raises(ConfigError, match="layout"):
-        read_plan(path)
-    with pytest.raises(ConfigError, match="plan"):
-        read_plan(tmp_path / "absent.json")
 
 
 def test_the_plan_is_one_document(tmp_path):
@@ -156,6 +124,12 @@ def test_the_plan_is_one_document(tmp_path):
         path.write_text(json.dumps({**json.loads(dumps(plan)), **odd}))
         with pytest.raises(ConfigError, match=words):
             read_plan(path)
+    path.write_text("[1]")
+    for place, words in ((path, "must hold a mapping of .*layout"), (tmp_path / "absent.json", "plan .*absent.json")):
+        with pytest.raises(ConfigError, match=words):
+            read_plan(place)
+    with pytest.raises(ConfigError, match=r"dp_shards.*dp_shard"):
+        parse_layout({"world_size": 2, "dp_shards": 2}, "plan")
 
 
 # The fields of TrainingArguments, SFTConfig, ModelConfig and ScriptArguments that no release below lacks a word for.
@@ -220,6 +194,8 @@ def test_a_dump_of_transformers_defaults_asks_for_nothing():
     assert said == {"warmup_steps": 0.0, "save_total_limit": None}
     assert dataclasses.replace(config, save_total_limit=1) == JobConfig()
     assert not [note for note in notes if "taken" in note]
+    for raw in ({"eval_steps": False}, {"eval_steps": 0.0}, {"max_steps": -1.0}, {"max_steps": "-1"}):
+        assert parse_config(raw)[0] == JobConfig(), raw
 
 
 def test_quoted_truths_and_numbers_are_read_as_argparse_reads_them():

@@ -21,15 +21,14 @@ from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
 from finetune.loop import build_schedule, clip_gradients
 from finetune.model import build_model, causal_lm, cut
-from finetune.parallel import parallelize, stage_bounds
-from finetune.plan import refusals
-from finetune.profiler import measure_communication
+from finetune.parallel import _checkpointed, parallelize, refusals, stage_bounds
+from finetune.recorder import measure_communication
 from finetune.rows import IGNORED, load_tokenizer
 from planner.forecast.engine import share_of
 from planner.forecast.memory import checkpoint_bytes
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import TrainSpec
-from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+from planner.stacks import TOPOFLIGHT
 
 pytestmark = pytest.mark.long
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
@@ -241,6 +240,34 @@ def test_stage_bounds_cover_every_layer_once():
     piped = {"world_size": 4, "pp": 4, "gradient_accumulation": 4}
     assert stage_bounds(Layout(**piped), 10) == [(0, 3), (3, 6), (6, 8), (8, 10)]
     assert stage_bounds(Layout(**piped, stage_layers=(1, 4, 4, 1)), 10) == [(0, 1), (1, 5), (5, 9), (9, 10)]
+
+
+class Products(TorchDispatchMode):
+    """The inner dimensions of the matrix products that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: list[int] = []
+
+    def __torch_dispatch__(self, op, _types, args=(), kwargs=None):
+        """Run it and note its inner dimension."""
+        if op is torch.ops.aten.mm.default:
+            self.inner.append(args[1].shape[0])
+        return op(*args, **(kwargs or {}))
+
+
+def test_an_adapter_s_wide_output_is_made_again_and_other_products_are_kept():
+    """With LoRA of rank 16, lora_B's output is as large as the frozen product's and costs little to compute."""
+    x = torch.randn(8, 64, requires_grad=True)
+    frozen, low, high = torch.randn(64, 96), torch.randn(64, 16), torch.randn(16, 96)
+    layer = _checkpointed(lambda x: torch.nn.functional.silu(x @ frozen + (x @ low) @ high), "selective")
+    with Products() as forward:
+        result = layer(x).sum()
+    with Products() as backward:
+        result.backward()
+    assert forward.inner == [64, 64, 16]
+    # one product again, then the gradients of the three, whose inner dimensions are the widths of their outputs
+    assert backward.inner == [16, 96, 16, 96]
 
 
 class Event:

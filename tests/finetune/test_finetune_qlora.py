@@ -13,7 +13,7 @@ from contracts.job_config import JobConfig
 from contracts.layout import Layout
 from finetune import train
 from finetune.loop import weights_in
-from finetune.plan import refusals
+from finetune.parallel import refusals
 from planner.forecast.engine import NF4_SCALES
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]

@@ -17,7 +17,7 @@ from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
 from agent.base.options import InputError, RequestError, read_input
-from agent.checks.baseline import read as read_baseline
+from agent.checks.measured import read_baseline
 from agent.checks.verdict import GateError
 from agent.jobs.bundle import BundleError, unpack_bundle
 from collectives.bench.results import MOST_RESULT_BYTES, read_result

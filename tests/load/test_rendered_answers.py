@@ -98,7 +98,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             named: NodeRecord = replace(record, name=f"node-{number:05d}")
             api.put("/apis/topoflight.io/v1alpha1/nodetopologies", "", to_resource(named)[1])
         port = resident.free_port()
-        words = ["--host", str(H100), "--publish", "--node-name", "node-00000", "--port", str(port), "--no-nfd"]
+        words = ["--host", str(H100), "--publish", "--node-name", "node-00000", "--port", str(port)]
         environment = {"KUBECONFIG": str(write_kubeconfig(folder / "kubeconfig", api.url))}
         command = [sys.executable, "-m", "agent.cli", "serve", *words, "--state", str(folder / "state")]
         with resident.process(command, environment, folder / "log") as agent:

@@ -52,7 +52,6 @@ class Rdma:
     gids: tuple[tuple[str, str, str], ...] = ()  # gid, type, netdev
     counters: Mapping[str, int] = field(default_factory=lambda: {**IB_COUNTERS})
     hw_counters: Mapping[str, int] = field(default_factory=dict)
-    node_desc: str = ""
 
 
 @dataclass(kw_only=True)
@@ -152,7 +151,7 @@ class Tree:
             self.write(f"{port}/{name}", value)
         attributes = {
             "hca_type": rdma.hca_type, "board_id": rdma.board, "fw_ver": rdma.firmware, "node_guid": rdma.guid,
-            "node_desc": rdma.node_desc, "node_type": "1: CA",
+            "node_desc": "", "node_type": "1: CA",
         }  # fmt: skip
         for attribute, text in attributes.items():
             if text is not None:

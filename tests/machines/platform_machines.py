@@ -38,7 +38,6 @@ class Nics:
     subnet: str | None = "10.1.{}.5/24"  # of the interface; None: it has no address
     six: bool = False  # the GIDs are of IPv6
     hca_type: str = "MT4129"
-    vf: bool = False
     device: int = 0x1021
     netdev: str = "rdma{}"
     pfc: dict[str, Any] | None = None

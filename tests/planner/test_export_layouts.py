@@ -17,13 +17,14 @@ from rigs.tables import each_row, rows_of
 from contracts.job_config import parse_config
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
-from finetune.plan import settle_layout
+from finetune.parallel import settle_layout
 from planner.advice import ExportError, ExportRequest, request_of
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.stacks import ENGINES, FORMATS, export
+from planner.stacks import ENGINES
+from planner.stacks.exports import FORMATS, export
 
 rows = rows_of(__file__)
 

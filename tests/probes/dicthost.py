@@ -6,8 +6,11 @@ import ast
 import errno
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from probes.host.recording import RecordedHost
 
@@ -17,14 +20,11 @@ Content = str | bytes | int
 DIRECTORY: Content = -1
 
 
-def _answers(given: dict[str, list[dict[str, Any]]] | None, asked: tuple[str, ...]) -> dict[str, Any]:
-    """Nothing for what is left out, and a refusal of each question where nothing is given."""
-    refused = {"$errno": "EPROTONOSUPPORT"}
-    return {what: refused if given is None else given.get(what, []) for what in asked}
-
-
 class DictHost(RecordedHost):
-    """Answers as a kernel would: links are followed, folders exist because something is in them."""
+    """Answers as a kernel would: links are followed, folders exist because something is in them.
+
+    Of `netlink` what is left out is empty; without it each question is refused.
+    """
 
     def __init__(
         self,
@@ -42,15 +42,14 @@ class DictHost(RecordedHost):
         unusable: tuple[str, ...] = (),
     ) -> None:
         who = {"hostname": "h", "pid": 7, "uid": 1000, "kernel": "6.1.0", "architecture": "x86_64", "home": "/root"}
+        refused = {"$errno": "EPROTONOSUPPORT"}
         answers = {
-            "identity": {"": {**who, **(identity or {})}},
-            "cpu": {"": cpu or {}},
-            "environment": {"": environment or {}},
-            "limit": {name: list(pair) for name, pair in (limits or {}).items()},
-            "statvfs": {"/dev/shm": list(shm)} if shm else {},
-            "port_link": port_links or {},
-            "netlink": _answers(netlink, ("links", "addresses", "routes")),
-        }
+            "identity": {"": {**who, **(identity or {})}}, "cpu": {"": cpu or {}},
+            "environment": {"": environment or {}}, "statvfs": {"/dev/shm": list(shm)} if shm else {},
+            "limit": {name: list(pair) for name, pair in (limits or {}).items()}, "port_link": port_links or {},
+            "netlink": {what: refused if netlink is None else netlink.get(what, [])
+                        for what in ("links", "addresses", "routes")},
+        }  # fmt: skip
         super().__init__({"hostname": "h", "captured_at": 0.0, "answers": answers})
         self.files = dict(files or {})
         self.links = dict(links or {})
@@ -127,6 +126,21 @@ class DictHost(RecordedHost):
         if what == "register" and arguments[1] > self.register_limit_bytes:
             raise OSError(errno.ENOMEM, "Failed to register a MR. Errno: 12, Cannot allocate memory")
         return "44.0" if what == "version" else {}
+
+
+@cache
+def _templates() -> dict[str, dict[str, dict[str, str | int]]]:
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("sysfs.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def tree_of(device: str, **words: Any) -> tuple[dict[str, Content], dict[str, str]]:
+    """Files and links of a device of sysfs.yaml."""
+    files, links = (
+        {path.format(**words): text.format(**words) if isinstance(text, str) else text for path, text in rows.items()}
+        for rows in (_templates()[device]["files"], _templates()[device]["links"])
+    )
+    return files, links  # type: ignore[return-value]
 
 
 def corpus_tree(path: Path) -> tuple[dict[str, Content], dict[str, str]]:

@@ -9,8 +9,7 @@ from operator import getitem
 from typing import Any
 
 from gpu_machines import GB200, H100, changed, facts_of, recorded
-from rigs.found import findings
-from rigs.recorded import with_facts
+from rigs.recorded import findings, with_facts
 from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
@@ -59,29 +58,14 @@ def test_golden_changes() -> None:
 # The fabric -------------------------------------------------------------------------------------------------------
 
 
-def test_a_driver_without_the_newer_structures_is_read_as_it_is(scanner_of: Callable[..., Scanner]) -> None:
-    """Through its library: the fabric without its summary, and a field with an error of its own."""
-    with scanner_of(GB200) as scanner:
-        facts = scanner.scan().facts(GpuFacts)
-    assert facts is not None and not facts.gpus[0].unread and facts.gpus[0].fabric_summary is None
-
-
 # Xids -------------------------------------------------------------------------------------------------------------
 
 
-@each_row(
-    ("cause", "numbers"),
-    [
-        ("gpu", (46, 48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 110, 119, 120, 121, 136, 140, *range(143, 151), 154,
-                 155, 156, 157, 158, 167, 171, 172)),
-        ("program", (11, 13, 25, 31, 32, 43, 45, 69, 80)),
-        ("driver", (8, 38, 39, 44, 66, 68, 78, 106, 137, 141, 151, 159, 160, 161, 999)),
-    ],
-)  # fmt: skip
+@each_row(("cause", "numbers"), rows("xids"))
 def test_an_xid_is_the_programs_only_where_nvidias_catalogue_says_so(cause: str, numbers: tuple[int, ...]) -> None:
     """A number that the catalogue answers with a reset or names a link is the GPU's; an unknown one is nobody's."""
     assert {number: xid.xid_cause(number) for number in numbers} == dict.fromkeys(numbers, cause)
-    gpu = Gpu(index=0, bus_id="0000:1b:00.0", xids=numbers)
+    gpu = Gpu(index=0, bus_id="0000:1b:00.0", xids=tuple(numbers))
     codes = {f.code for f in PROBE.check(GpuFacts(driver_version="1", cuda_version=None, gpus=(gpu,)))}
     assert codes == {{"gpu": "gpu.xid.hardware", "program": "gpu.xid.application", "driver": "gpu.xid.driver"}[cause]}
 

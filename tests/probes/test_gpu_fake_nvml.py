@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gpu_machines import H100, facts_of, recorded
-from rigs.found import findings
+from rigs.recorded import findings
 from rigs.tables import rows_of
 from scanned import scan
 
@@ -160,40 +160,6 @@ def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
     assert [gpu.index for gpu in second.gpus if gpu.error] == [5]
     assert [gpu.index for gpu in third.gpus if not gpu.nvlinks_known] == [2]
     assert fourth == first
-
-
-@pytest.mark.parametrize(("count", "missing"), [(7, ["0000:df:00.0"]), (0, None)])
-def test_fewer_gpus_than_the_bus_has_is_a_failed_check(
-    count: int, missing: list[str] | None, scanner_of: Callable[..., Scanner]
-) -> None:
-    """Through the driver's library: it counts 7, or 0, where the nvidia driver holds 8 of the bus."""
-    with scanner_of(H100, nvml={"nvmlDeviceGetCount": {"": count}}) as scanner:
-        snapshot = scanner.scan()
-    (finding,) = [f for f in findings(snapshot) if f.code == "gpu.device.missing"]
-    assert finding.status is Status.FAIL
-    assert f"NVML lists {count} of the 8 GPUs" in finding.message
-    for address in missing or [f"0000:{n}:00.0" for n in ("1b", "43", "52", "61", "9d", "c3", "d1", "df")]:
-        assert address in finding.message
-
-
-def test_two_gpus_of_eight_given_to_a_container_are_no_fault(
-    scanner_of: Callable[..., Scanner], tmp_path: Path
-) -> None:
-    """The device plugin's container: sysfs shows eight, /dev and NVML two; the six others are told and not judged."""
-    scanner, root = scanner_of(H100, nvml={"nvmlDeviceGetCount": {"": 2}}), tmp_path / "root"
-    (root / "etc").mkdir(exist_ok=True)
-    (root / "etc/hosts").write_text("# Kubernetes-managed hosts file.\n", encoding="utf-8")
-    (root / "dev").mkdir(exist_ok=True)
-    for minor, bus in enumerate(("1b", "43", "52", "61", "9d", "c3", "d1", "df")):
-        folder = root / f"proc/driver/nvidia/gpus/0000:{bus}:00.0"
-        folder.mkdir(parents=True)
-        (folder / "information").write_text(f"Model: \t\t NVIDIA H100\nDevice Minor: \t {minor}\n", encoding="utf-8")
-    for minor in (0, 1):
-        (root / f"dev/nvidia{minor}").touch()
-    with scanner:
-        found = [f for f in findings(scanner.scan()) if f.code.startswith("gpu.device.")]
-    assert [(f.code, f.status) for f in found] == [("gpu.device.not_given", Status.INFO)]
-    assert "6 of the 8 GPUs on the PCI bus are not visible to this kubernetes container" in found[0].message
 
 
 def test_the_library_is_found_where_the_node_has_it(

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from gpu_machines import H100, TITAN, facts_of, recorded
-from rigs.found import findings
-from rigs.recorded import with_outcomes
+from rigs.recorded import findings, with_outcomes
 from rigs.tables import each_row, rows_of
 from scanned import scan
 

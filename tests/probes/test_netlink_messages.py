@@ -22,15 +22,10 @@ def attribute(kind: int, value: bytes) -> bytes:
 
 def link_modes(names: tuple[str, ...]) -> bytes:
     """An answer to ETHTOOL_MSG_LINKMODES_GET; the first mode is advertised, the others supported."""
-    bits = b"".join(
-        attribute(
-            0x8001,
-            attribute(1, struct.pack("=I", i))
-            + attribute(2, name.encode() + b"\0")
-            + (b"" if i else attribute(3, b"")),
-        )
-        for i, name in enumerate(names)
-    )
+    bits = b""
+    for i, name in enumerate(names):
+        value = attribute(1, struct.pack("=I", i)) + attribute(2, name.encode() + b"\0")
+        bits += attribute(0x8001, value + (b"" if i else attribute(3, b"")))
     header = attribute(0x8001, attribute(1, struct.pack("=I", 4)) + attribute(2, b"eth0\0"))
     ours = attribute(0x8003, attribute(2, struct.pack("=I", 121)) + attribute(0x8003, bits))
     return b"\x04\x01\0\0" + header + attribute(2, b"\x01") + ours + attribute(5, struct.pack("=I", 100_000))

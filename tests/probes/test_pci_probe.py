@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from dicthost import DIRECTORY, Content, DictHost
+from dicthost import DIRECTORY, Content, DictHost, tree_of
 from rigs.tables import each_row, rows_of
 
 from contracts.finding import Status
@@ -41,19 +41,10 @@ class Machine:
     def add(self, path: str, kind: tuple[str, str, str], *, width: int = 16, slot: int = 16, **more: Any) -> str:
         """Add the last device of the path "pci0000:00/0000:00:01.0/..."."""
         folder, name = f"/sys/devices/{path}", path.rpartition("/")[2]
-        self.links[f"/sys/bus/pci/devices/{name}"] = folder
-        speed = more.get("speed", "32.0 GT/s PCIe")
-        self.files |= {
-            f"{folder}/class": kind[0] + "\n",
-            f"{folder}/vendor": kind[1] + "\n",
-            f"{folder}/device": kind[2] + "\n",
-            f"{folder}/numa_node": f"{more.get('node', 0)}\n",
-            f"{folder}/current_link_width": f"{width}\n",
-            f"{folder}/max_link_width": f"{slot}\n",
-            f"{folder}/current_link_speed": f"{speed}\n",
-            f"{folder}/max_link_speed": "32.0 GT/s PCIe\n",
-            f"{folder}/config": more.get("config", config()),
-        }
+        words = {"speed": "32.0 GT/s PCIe", "node": 0} | {n: v for n, v in more.items() if n in ("speed", "node")}
+        files, links = tree_of("pci", folder=folder, name=name, kind=kind, width=width, slot=slot, **words)
+        self.files |= {**files, f"{folder}/config": more.get("config", config())}
+        self.links |= links
         driver = more.get("driver", {GPU[1]: "nvidia", NIC[1]: "mlx5_core"}.get(kind[1]))
         if driver:
             self.links[f"{folder}/driver"] = f"/sys/bus/pci/drivers/{driver}"
@@ -158,12 +149,10 @@ def test_iommu_mode(kind: str | None, files: dict[str, Content], mode: str | Non
 
 @each_row("paths", [OWN_ROOTS, ONE_ROOT])
 def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> None:
-    azure = {
-        "/proc/cpuinfo": "flags\t: hypervisor\n",
-        "/sys/class/dmi/id/sys_vendor": "Microsoft Corporation\n",
-        "/sys/class/dmi/id/product_name": "Virtual Machine\n",
-        "/opt/microsoft/ndv4-topo.xml": "<system/>",
-    }
+    azure: dict[str, Content] = {
+        "/proc/cpuinfo": "flags\t: hypervisor\n", "/sys/class/dmi/id/sys_vendor": "Microsoft Corporation\n",
+        "/sys/class/dmi/id/product_name": "Virtual Machine\n", "/opt/microsoft/ndv4-topo.xml": "<system/>",
+    }  # fmt: skip
     host = virtual(paths).host(files=azure)
     assert "Hyper-V" in str(read_pci(host).virtual_tree)
     (found,) = (f for f in pci.check(read_pci(host)) if f.code == "pci.tree.virtual")

@@ -17,8 +17,7 @@ import cattrs
 import psutil
 import pytest
 from rigs.command import python
-from rigs.found import findings
-from rigs.recorded import with_outcomes
+from rigs.recorded import NAMES, PATHS, findings, path_of, snapshot, with_outcomes
 from rigs.tables import each_row, rows_of
 from scanned import scan
 
@@ -35,9 +34,6 @@ from probes.wire import OutcomeError, RecordingError, outcome_from_json, outcome
 from probes.worker import reader, run
 
 rows = rows_of(__file__)
-
-MACHINES = Path(__file__).parent.parent / "machines"
-RECORDINGS = sorted(MACHINES.glob("*.json"))
 
 
 def test_what_a_probe_does_becomes_an_outcome() -> None:
@@ -82,33 +78,26 @@ def test_every_folder_of_a_probe_has_a_reader() -> None:
     assert all(reader(probe.name).__annotations__["return"] == probe.facts.__name__ for probe in ALL)
 
 
-def test_a_live_scan_answers_with_every_probe() -> None:
-    """On whatever machine this runs; nothing fails, and the facts have the declared types."""
-    with Scanner(probes=ALL) as scanner:
-        snapshot = scanner.scan()
-    assert list(snapshot.outcomes) == [probe.name for probe in ALL]
-    for name, outcome in snapshot.outcomes.items():
-        assert not isinstance(outcome, Failed), (name, outcome)
+@each_row("name", NAMES)
+def test_every_recorded_machine_is_read_judged_and_written(name: str) -> None:
+    """No probe fails, findings are whole and have codes that `explain` knows, and outcomes come back from JSON."""
+    assert len(load(path_of(name)).content["source"]) > 40, "each file says where its facts come from"
+    for finding in findings(snapshot(name)):
+        assert finding.code in BY_NAME[finding.code.partition(".")[0]].codes, finding
+        assert finding.message and finding.evidence, finding
+        assert finding.remedy or finding.status is Status.INFO, finding
+    for probe, outcome in snapshot(name).outcomes.items():
+        assert not isinstance(outcome, Failed), (probe, outcome)
+        plain = outcome_to_json(outcome)
+        assert outcome_from_json(BY_NAME[probe], json.loads(json.dumps(plain))) == outcome
         if isinstance(outcome, Ok):
-            assert type(outcome.facts) is BY_NAME[name].facts
-
-
-def test_findings_use_declared_codes_only() -> None:
-    """What `explain` knows is what the checks return."""
-    for path in RECORDINGS:
-        snapshot = scan(load(path))
-        for finding in findings(snapshot):
-            probe = BY_NAME[finding.code.partition(".")[0]]
-            assert finding.code in probe.codes, (path.name, finding)
-            assert finding.message
-            assert finding.evidence, (path.name, finding)
-            assert finding.remedy or finding.status is Status.INFO, (path.name, finding)
+            assert json.dumps(plain["facts"]) == json.dumps(cattrs.unstructure(outcome.facts))
 
 
 def test_a_failed_probe_is_an_unknown_finding() -> None:
     """The gate can require a probe."""
-    snapshot = with_outcomes(scan(load(RECORDINGS[0])), limits=Failed(error="ZeroDivisionError"))
-    assert [(f.code, f.status) for f in failures(snapshot)] == [("limits.probe.failed", Status.UNKNOWN)]
+    failed = with_outcomes(snapshot(), limits=Failed(error="ZeroDivisionError"))
+    assert [(f.code, f.status) for f in failures(failed)] == [("limits.probe.failed", Status.UNKNOWN)]
 
 
 # The child ---------------------------------------------------------------------------------------------------------
@@ -222,9 +211,9 @@ def test_recordings_are_replayed_in_a_child_that_is_kept(tmp_path: Path, monkeyp
         return scanning._replayers[os.getpid()].process.pid
 
     (tmp_path / "none.json").write_text("{}")
-    monkeypatch.chdir(RECORDINGS[0].parent)
-    (found,) = scanning.replay(Path(RECORDINGS[0].name), ALL)
-    expected = scan(load(RECORDINGS[0]))
+    monkeypatch.chdir(PATHS[0].parent)
+    (found,) = scanning.replay(Path(PATHS[0].name), ALL)
+    expected = scan(load(PATHS[0]))
     assert (found.hostname, found.taken_at_seconds) == (expected.hostname, expected.taken_at_seconds)
     assert facts(found) == facts(expected)
     first = child()
@@ -232,28 +221,28 @@ def test_recordings_are_replayed_in_a_child_that_is_kept(tmp_path: Path, monkeyp
     for name in ("none.json", "absent.json"):
         with pytest.raises(RecordingError, match=name):
             scanning.replay(Path(name), ALL)
-    (found,) = scanning.replay(RECORDINGS[0], (BY_NAME["limits"],))
+    (found,) = scanning.replay(PATHS[0], (BY_NAME["limits"],))
     assert list(found.outcomes) == ["limits"]
     assert child() == first
     os.kill(first, signal.SIGKILL)
     scanning._replayers[os.getpid()].process.wait()
     stop = threading.Event()
-    assert len(scanning.replay(RECORDINGS[1], ALL, stop)) == 1
+    assert len(scanning.replay(PATHS[1], ALL, stop)) == 1
     assert child() != first
     for name in ("/dev/fd", "/proc/self/fd"):  # of this process, as `--host /dev/stdin` is
-        with RECORDINGS[1].open() as stream:
+        with PATHS[1].open() as stream:
             assert len(scanning.replay(Path(f"{name}/{stream.fileno()}"), ALL)) == 1
     psutil.Process(child()).suspend()
     monkeypatch.setattr(scanning, "REPLAY_SECONDS", 60.0)
     threading.Timer(0.2, stop.set).start()
-    assert scanning.replay(RECORDINGS[1], ALL, stop) == ()  # also from a child that does not answer
+    assert scanning.replay(PATHS[1], ALL, stop) == ()  # also from a child that does not answer
     with os.fdopen(os.pipe()[0]) as pipe, pytest.raises(RecordingError, match=f"^/dev/fd/{pipe.fileno()}: a pipe"):
         scanning.replay(Path(f"/dev/fd/{pipe.fileno()}"), ALL)
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert len(scanning.replay(RECORDINGS[1], ALL)) == 1  # a whole path needs no current folder
+    assert len(scanning.replay(PATHS[1], ALL)) == 1  # a whole path needs no current folder
 
 
 def test_threads_may_share_a_scanner() -> None:
@@ -272,16 +261,6 @@ def test_threads_may_share_a_scanner() -> None:
 # Outcomes as JSON -------------------------------------------------------------------------------------------------
 
 
-@each_row("path", RECORDINGS, ids=lambda path: path.stem)
-def test_the_same_as_the_converter_and_back(path: Path) -> None:
-    snapshot = scan(load(path))
-    for name, outcome in snapshot.outcomes.items():
-        plain = outcome_to_json(outcome)
-        assert outcome_from_json(BY_NAME[name], json.loads(json.dumps(plain))) == outcome
-        if isinstance(outcome, Ok):
-            assert json.dumps(plain["facts"]) == json.dumps(cattrs.unstructure(outcome.facts))
-
-
 def test_a_fact_without_a_plain_form_is_named() -> None:
     """Nothing is lost silently."""
     with pytest.raises(TypeError, match="bytes"):
@@ -290,7 +269,7 @@ def test_a_fact_without_a_plain_form_is_named() -> None:
 
 def test_unknown_fields_are_left_out() -> None:
     """What a newer child says more does no harm."""
-    data = outcome_to_json(scan(load(RECORDINGS[0])).outcomes["limits"])
+    data = outcome_to_json(snapshot().outcomes["limits"])
     data["facts"]["field_of_next_year"] = 1
     assert isinstance(outcome_from_json(BY_NAME["limits"], data), Ok)
 

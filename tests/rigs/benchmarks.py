@@ -12,6 +12,16 @@ import pytest
 from collectives.bench import run as bench
 from collectives.bench.results import BenchResult
 
+# `python -c SCRIPT SETTINGS`: a benchmark that prints each event and its result; SIGTERM stops it.
+SCRIPT = """
+import json, signal, sys, threading
+from collectives.bench import run as bench
+from contracts import plain
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+result = bench.run(bench.BenchSpec(**json.loads(sys.argv[1])), lambda event: print(event["event"], flush=True), stop)
+print(json.dumps(plain.write(result)), flush=True)
+"""
 # A command behind these words has a /run/lock of its own, and meets no other benchmark of this host.
 OWN_LOCK = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none /run/lock && exec "$@"', "sh")
 

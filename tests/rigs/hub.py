@@ -23,7 +23,6 @@ LARGE = 4096  # from here on files are "LFS": their place answers with a redirec
 class Repository:
     """One repository at one commit; `folder` holds its files."""
 
-    kind: str  # models or datasets
     folder: Path
     sha: str
     branches: dict[str, Path] = field(default_factory=dict)  # other branches, with folders of their own
@@ -31,15 +30,13 @@ class Repository:
     listed: tuple[str, ...] = ()  # paths that its trees name besides
 
     def at(self, revision: str) -> tuple[str, Path] | None:
-        """Commit and folder of a branch or commit."""
-        known = {"main": self.folder, self.sha: self.folder}
+        """Commit and folder of a branch or commit; `main` is at the commit of the branch that has its folder."""
+        commits = {folder: _sha1(name.encode()) for name, folder in self.branches.items()}
+        main = commits.get(self.folder, self.sha), self.folder
+        known = {"main": main, self.sha: main}
         for name, folder in self.branches.items():
-            known |= {name: folder, hashlib.sha1(name.encode()).hexdigest(): folder}  # noqa: S324  looks like git's
-        if revision not in known:
-            return None
-        folder = known[revision]
-        shas = {self.folder: self.sha} | {f: hashlib.sha1(n.encode()).hexdigest() for n, f in self.branches.items()}  # noqa: S324
-        return shas[folder], folder
+            known[name] = known[commits[folder]] = commits[folder], folder
+        return known.get(revision)
 
 
 class Hub:
@@ -72,8 +69,7 @@ class Hub:
 
     def add(self, kind: str, name: str, folder: Path, **more: Any) -> Repository:
         """A repository from a folder."""
-        sha = hashlib.sha1(f"{kind} {name}".encode()).hexdigest()  # noqa: S324
-        made = Repository(kind=kind, folder=folder, sha=sha, **more)
+        made = Repository(folder=folder, sha=_sha1(f"{kind} {name}".encode()), **more)
         self.repositories[kind, name] = made
         return made
 
@@ -89,35 +85,29 @@ class Hub:
         self.asked.append(f"{request.command} {path}")
         if self.failing is not None:
             return _send(request, self.failing, {"error": "failing"})
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        token = _token(request)
         if token in self.refused:
             return _send(request, self.refused[token], {"error": "Invalid credentials in Authorization header"})
         if path.startswith("/cdn/"):
             return _send_file(request, Path(path.removeprefix("/cdn")), {})
-        for (kind, old), new in self.moved.items():
+        for kind, name in (*self.moved, *self.repositories):
             prefix = "" if kind == "models" else f"/{kind}"
-            for start in (f"/api/{kind}/{old}", f"{prefix}/{old}/resolve"):
-                if path == start or path.startswith(f"{start}/"):
-                    return _send(request, 307, {}, {"Location": request.path.replace(f"/{old}", f"/{new}", 1)})
-        for (kind, name), repository in self.repositories.items():
-            prefix = "" if kind == "models" else f"/{kind}"
-            for start, tell in ((f"/api/{kind}/{name}", self._api), (f"{prefix}/{name}/resolve", self._file)):
-                if path == start or path.startswith(f"{start}/"):
-                    return tell(request, name, repository, path.removeprefix(start).strip("/"), parse_qs(url.query))
+            for start, respond in ((f"/api/{kind}/{name}", self._api), (f"{prefix}/{name}/resolve", self._file)):
+                if path != start and not path.startswith(f"{start}/"):
+                    continue
+                if new := self.moved.get((kind, name)):
+                    return _send(request, 307, {}, {"Location": request.path.replace(f"/{name}", f"/{new}", 1)})
+                rest, repository = path.removeprefix(start).strip("/"), self.repositories[kind, name]
+                return respond(request, name, repository, rest, parse_qs(url.query))
         # without a token the real one does not tell the absent from the private
-        status = 404 if request.headers.get("Authorization") else 401
-        return _send(request, status, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        return _refuse(request, 404 if token else 401, "RepoNotFound")
 
     def _api(self, request: Any, name: str, repository: Repository, rest: str, query: dict[str, list[str]]) -> None:
         what, _, where = rest.partition("/")
-        revision, inside = (where or "main"), ""
-        if what == "tree":
-            at = next((r for r in ("main", repository.sha, *repository.branches) if where.startswith(r)), where)
-            at = at if repository.at(where.split("/")[0]) is None else where.split("/")[0]
-            revision, inside = at, where.removeprefix(at).strip("/")
-        found = repository.at(revision)
+        revision, _, inside = where.partition("/")
+        found = repository.at(revision or "main")
         if found is None:
-            return _send(request, 404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+            return _refuse(request, 404, "RevisionNotFound")
         sha, folder = found
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         if what in ("", "revision"):
@@ -126,10 +116,8 @@ class Hub:
                 "id": name, "sha": sha, "private": False, "gated": "manual" if repository.tokens else False,
                 "siblings": siblings, "tags": [], "downloads": 0,
             })  # fmt: skip
-        if what != "tree":
-            return _send(request, 404, {"error": "not here"})
-        if inside and not (folder / inside).is_dir():
-            return _send(request, 404, {"error": "no such folder"}, {"X-Error-Code": "EntryNotFound"})
+        if what != "tree" or not (folder / inside).is_dir():
+            return _refuse(request, 404, "EntryNotFound")
         entries = [_entry(p, folder) for p in files if p.relative_to(folder).as_posix().startswith(inside)]
         entries += [{"type": "file", "path": path, "size": 1, "oid": "0" * 40} for path in repository.listed]
         first = int(query.get("cursor", ["0"])[0])
@@ -139,21 +127,17 @@ class Hub:
         return _send(request, 200, entries[first : first + PAGE], more)
 
     def _file(self, request: Any, _name: str, repository: Repository, rest: str, _query: Any) -> None:
-        known = [r for r in ("main", repository.sha, *repository.branches) if rest.startswith(f"{r}/")]
-        revision = known[0] if known else rest.split("/")[0]
+        revision, _, inside = rest.partition("/")
         found = repository.at(revision)
         if found is None:
-            return _send(request, 404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+            return _refuse(request, 404, "RevisionNotFound")
         sha, folder = found
-        if repository.tokens is not None:
-            token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if token not in repository.tokens:
-                status = 403 if token else 401
-                return _send(request, status, {"error": "restricted"}, {"X-Error-Code": "GatedRepo"})
-        path = folder / rest.removeprefix(f"{revision}/")
+        token = _token(request)
+        if repository.tokens is not None and token not in repository.tokens:
+            return _refuse(request, 403 if token else 401, "GatedRepo")
+        path = folder / inside
         if not path.is_file():
-            told = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha}
-            return _send(request, 404, {"error": "Entry not found"}, told)
+            return _refuse(request, 404, "EntryNotFound", {"X-Repo-Commit": sha})
         oid = _entry(path, folder)["oid"]
         if path.stat().st_size < LARGE:
             return _send_file(request, path, {"ETag": f'"{oid}"', "X-Repo-Commit": sha})
@@ -174,11 +158,24 @@ def silent() -> tuple[Any, str]:
 
 def _entry(path: Path, folder: Path) -> dict[str, Any]:
     content = path.read_bytes()
-    oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324  git's own
+    oid = _sha1(b"blob %d\0" % len(content) + content)
     entry = {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(content), "oid": oid}
     if len(content) >= LARGE:
         entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return entry
+
+
+def _sha1(content: bytes) -> str:
+    """As git names commits and files."""
+    return hashlib.sha1(content).hexdigest()  # noqa: S324
+
+
+def _token(request: Any) -> str:
+    return str(request.headers.get("Authorization", "")).removeprefix("Bearer ")
+
+
+def _refuse(request: Any, status: int, code: str, headers: dict[str, str] | None = None) -> None:
+    _send(request, status, {"error": code}, {"X-Error-Code": code, **(headers or {})})
 
 
 def _send(request: Any, status: int, body: Any, headers: dict[str, str] | None = None) -> None:

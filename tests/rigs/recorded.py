@@ -13,7 +13,7 @@ from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
-from probes.registry import ALL
+from probes.registry import ALL, BY_NAME, failures, findings_of
 from probes.worker import scan
 
 FOLDER = Path(__file__).parent.parent / "machines"
@@ -75,6 +75,13 @@ def with_ports(found: Snapshot, device: str = "", **changes: Any) -> Snapshot:
     devices = facts(RdmaFacts, found).devices
     made = (replace(d, ports=each(d.ports, **changes)) if device in ("", d.name) else d for d in devices)
     return changed(found, RdmaFacts, devices=tuple(made))
+
+
+def findings(found: Snapshot) -> tuple[Finding, ...]:
+    """The findings of every probe, without the passes and the unknowns that a gate adds; a failed probe is one too."""
+    answered = [(name, each.facts) for name, each in found.outcomes.items() if isinstance(each, Ok)]
+    said = (finding for name, facts in answered for finding in findings_of(found, BY_NAME[name], facts))
+    return (*failures(found), *said)
 
 
 def of_code(seen: View, code: str) -> list[Finding]:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,17 +80,11 @@ def test_slurm_reads_the_topology_that_is_written(cluster: Slurm) -> None:
 
 def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluster: Slurm) -> None:
     """The finding is the reason; a pass resumes the node, but not one that an administrator has drained."""
-    words = [str(cluster.folder / "scripts" / "health-check.sh")]
-
-    def run() -> str:
-        subprocess.run(words, env={**cluster.environment, "SLURMD_NODENAME": "node02"}, check=True, timeout=120)
-        return cluster.node("node02")
-
+    run = partial(check_health, cluster, "node02")
     expect(cluster.folder, "--expect gpus=8")
     every(cluster, 10)  # by slurmd itself, each time a preflight on each of three nodes
-    eventually(
-        lambda: cluster.node("node02").startswith("drained|topoflight: node02: expect."), "slurmd has it drained"
-    )
+    drained = "drained|topoflight: node02: expect."
+    eventually(lambda: cluster.node("node02").startswith(drained), "slurmd has it drained")
     expect(cluster.folder, "")
     eventually(lambda: [cluster.node(name) for name in ("node01", "node02")] == ["idle|none"] * 2, "and resumed")
     every(cluster, 0)
@@ -104,6 +99,13 @@ def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluste
     assert run() == drained and "node not checked (exit code 5)" in (cluster.folder / "log").read_text()
     expect(cluster.folder, "")
     assert run() == "idle|none"
+
+
+def check_health(cluster: Slurm, node: str) -> str:
+    """Run the health check as slurmd does; the node's state and reason after it."""
+    environment = {**cluster.environment, "SLURMD_NODENAME": node}
+    subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=environment, check=True, timeout=300)
+    return cluster.node(node)
 
 
 def every(cluster: Slurm, seconds: int) -> None:
@@ -122,24 +124,19 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
     log = (cluster.folder / "log").read_text()
     assert f"prolog: job {number} is not started: node01: expect." in log
     expect(cluster.folder, "")
-    health = {**cluster.environment, "SLURMD_NODENAME": "node01"}
-    subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
-    assert cluster.node("node01") == "drained|Prolog error"  # not its own: it saw no failure since
+    assert check_health(cluster, "node01") == "drained|Prolog error"  # not its own: it saw no failure since
     cluster.run("scancel", number)
     for options, state in (("--expect gpus=8", "drained|topoflight: node01: expect."), ("", "idle|none")):
         expect(cluster.folder, options)
-        subprocess.run([str(cluster.folder / "scripts" / "health-check.sh")], env=health, check=True, timeout=120)
-        assert cluster.node("node01").startswith(state)
+        assert check_health(cluster, "node01").startswith(state)
     left = Path(f"/dev/shm/nccl-{os.getpid()}")
     leave = f"echo left > {left}; setsid sleep 600 > /dev/null 2>&1 & true"
     number = cluster.run("sbatch", "--parsable", "-W", "-o", "/dev/null", "-w", "node01", "--wrap", leave).strip()
     noted = re.compile(rf"epilog: job {number} left process (\d+) \(sleep\) of user root")
     try:
         eventually(lambda: noted.search((cluster.folder / "log").read_text()), "the epilog notes the process")
-        eventually(
-            lambda: f"after job {number} this node has shared memory {left}" in (cluster.folder / "log").read_text(),
-            "and the memory",
-        )
+        memory = f"after job {number} this node has shared memory {left}"
+        eventually(lambda: memory in (cluster.folder / "log").read_text(), "and the memory")
     finally:
         left.unlink(missing_ok=True)
         for pid in noted.findall((cluster.folder / "log").read_text()):
@@ -212,10 +209,8 @@ def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> 
         path.write_text(script)
         log = tmp_path / f"{code}.log"
         words = ("sbatch", "-W", "-o", str(log), str(path))
-        done = subprocess.run(words, env=cluster.environment, capture_output=True, timeout=120, check=False)
-        started = re.findall(
-            r"^rank \S+/finetune/autostart TOPOFLIGHT_RUN=\S+/topoflight-\d+$", log.read_text(), re.MULTILINE
-        )
+        done = subprocess.run(words, env=cluster.environment, capture_output=True, timeout=300, check=False)
+        started = re.findall(r"(?m)^rank \S+/finetune/autostart TOPOFLIGHT_RUN=\S+/topoflight-\d+$", log.read_text())
         assert (done.returncode, len(started)) == (code, count), log.read_text()
     assert all(f"{node}: expect." in log.read_text() for node in ("node01", "node02")), log.read_text()
 
@@ -260,9 +255,8 @@ def test_a_search_under_srun_names_the_bad_node_as_slurm_does(cluster: Slurm) ->
 def test_a_cancelled_benchmark_leaves_nothing(cluster: Slurm) -> None:
     """Its ranks are processes of their own, which end with the job, too."""
     task = "srun --ntasks-per-node=1 " + load("bench", cluster.folder, "--budget", "500")
-    number = cluster.run(
-        "sbatch", "--parsable", "--nodes=2", "-o", "/dev/null", "-D", str(ROOT), "--wrap", task
-    ).strip()
+    words = ("--parsable", "--nodes=2", "-o", "/dev/null", "-D", str(ROOT), "--wrap", task)
+    number = cluster.run("sbatch", *words).strip()
     eventually(lambda: any("collectives.bench.rank" in line for line in processes_of(number)), "it runs", 300)
     cancel(cluster, number)
 

@@ -41,13 +41,8 @@ def commands(shared: Path) -> list[str]:
     The names of the nodes, of the second interface and of the folder are those of the rig.
     """
     text = PAGE.read_text(encoding="utf-8")
-    names = {
-        "node01": "host-0",
-        "node02": "host-1",
-        "eth1": "net1",
-        "/shared": str(shared),
-        "max_steps=200": "max_steps=12",
-    }
+    names = {"node01": "host-0", "node02": "host-1", "eth1": "net1", "/shared": str(shared),
+             "max_steps=200": "max_steps=12"}  # fmt: skip
     for old, new in names.items():
         text = text.replace(old, new)
     found = [line for line in re.findall(r"^\$ (.*)", text, re.MULTILINE)

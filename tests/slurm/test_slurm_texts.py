@@ -84,10 +84,8 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
     assert "export NCCL_NET=Socket\n" in over and "FI_" not in over and '"step_seconds": null' in over
     hosts = tmp_path / "hosts"
     hosts.write_bytes(b"n1\xff\n")
-    for word, line in (
-        (",".join(f"a{number}-ib" for number in range(100)), "exclude=a[0-9,10-99]-ib"),
-        (hosts, "is no host"),
-    ):
+    named = ",".join(f"a{number}-ib" for number in range(100))
+    for word, line in ((named, "exclude=a[0-9,10-99]-ib"), (hosts, "is no host")):
         assert line in topoflight(*LAUNCH, "--exclude", word).output, line
     large = ("--model", "Llama-3.1-70B", "--method", "full", "--set", "dataset_name=synthetic:arithmetic")
     noted = topoflight(*LAUNCH, *large, "--set", "max_seq_length=128").stderr
@@ -128,12 +126,8 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     )
     own = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "no second check of the nodes" in own.stderr and "+srun" not in own.stdout and "+export" in own.stdout
-    for option, gpus in (
-        ("--gres=gpu:1", 2),
-        ("--gres=gpu:h100:4,tmpdisk:9", 8),
-        ("--gpus-per-node=2", 4),
-        ("-c 4", 16),
-    ):
+    for option, gpus in (("--gres=gpu:1", 2), ("--gres=gpu:h100:4,tmpdisk:9", 8), ("--gpus-per-node=2", 4),
+                         ("-c 4", 16)):  # fmt: skip
         path.write_text(f"#!/bin/bash\n#SBATCH -N2\n#SBATCH {option}\nsrun train\n")
         done = topoflight("wrap", path, "--machine", "h100")
         assert f"({gpus} CUDA GPUs" in done.stdout, (option, done.output)
@@ -149,7 +143,13 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_gate_comes_before_the_first_start_of_ranks() -> None:
-    """A launcher is seen behind another program, in the text of a shell and in a variable, not where it is a name."""
+    """A launcher is seen behind another program, in the text of a shell and in a variable, not where it is a name.
+
+    No statement is split: the lines go before the whole `if`.
+    """
+    split = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
+    made, _ = wrap_script(split, (), python="python", has_log=True)
+    assert made.startswith("#!/bin/bash\n# Added by") and made.endswith(split.partition("\n")[2])
     for line in rows("starts")():
         made, notes = wrap_script(f"#!/bin/bash\n{line}\nsrun last\n", (), python="python", has_log=True)
         assert made.splitlines()[1].startswith("# Added by") and not notes, (line, notes)
@@ -161,7 +161,6 @@ def test_the_gate_comes_before_the_first_start_of_ranks() -> None:
 
 
 OF_TASK = "topoflight-1239/node01-7.log"
-SPLIT = "#!/bin/bash\nif true; then\n  echo one\nfi; srun train\n"
 
 
 def commands(folder: Path, **scripts: str) -> dict[str, str]:
@@ -169,7 +168,8 @@ def commands(folder: Path, **scripts: str) -> dict[str, str]:
     for name, text in scripts.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
+    usual = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    return {**usual, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
             "SLURM_SUBMIT_DIR": str(folder)}  # fmt: skip
 
 
@@ -235,18 +235,6 @@ def test_two_recordings_of_a_node_are_one_name(tmp_path: Path) -> None:
     assert "from 1 scanned node(s)" in topoflight("topo", *both, "-o", "slurm").stdout
 
 
-def test_a_script_without_a_shell_is_no_manifest(tmp_path: Path) -> None:
-    (tmp_path / "own.sbatch").write_text("srun train\n")
-    done = topoflight("wrap", tmp_path / "own.sbatch", "--machine", "p5.48xlarge")
-    assert done.exit_code == 2 and "line 1: sbatch takes only a script that begins with #!" in done.output, done.output
-
-
-def test_a_statement_is_not_split() -> None:
-    """The lines go before the whole `if`."""
-    made, _ = wrap_script(SPLIT, (), python="python", has_log=True)
-    assert made.startswith("#!/bin/bash\n# Added by") and made.endswith(SPLIT.partition("\n")[2])
-
-
 @each_row(("job", "shown", "here", "wanted", "where", "awaited", "again"), rows("jobs"))
 def test_the_logs_of_a_job_are_found(
     job: str, shown: str, here: str, wanted: list[str], where: str, awaited: str, again: str, tmp_path: Path,
@@ -260,11 +248,9 @@ def test_the_logs_of_a_job_are_found(
     for name in ("a.out", OF_TASK, "run/slurm-1234.log", "run/job.sbatch"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("x\n")
-    path = tmp_path / "scontrol"
-    is_error = " error: " in shown
-    path.write_text(f"#!/bin/sh\ncat <<'END'{' >&2; exit 1' * is_error}\n{shown.format(folder=folder)}\nEND\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    fails = " >&2; exit 1" * (" error: " in shown)
+    answer = f"cat <<'END'{fails}\n{shown.format(folder=folder)}\nEND"
+    monkeypatch.setenv("PATH", commands(tmp_path, scontrol=answer)["PATH"])
     monkeypatch.chdir(folder / here)
     try:
         run, logs, text, does = job_files(job)
@@ -290,10 +276,8 @@ def test_an_interface_that_a_recorded_node_lacks_is_refused(
 def test_the_record_of_a_later_job_in_the_same_folder_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    monkeypatch.setenv("PATH", commands(tmp_path, scontrol=forgotten)["PATH"])
     (tmp_path / "run" / "ranks").mkdir(parents=True)
     for name in ("slurm-7.log", "slurm-9.log", "slurm-9.0.log"):
         (tmp_path / "run" / name).write_text("x\n")
@@ -321,10 +305,8 @@ def test_a_job_that_saved_and_was_queued_again_has_not_failed(
         (tmp_path / "run.json").write_text(json.dumps(record))
     words = [log, "--run", tmp_path]
     if says:
-        path = tmp_path / "scontrol"
-        path.write_text(f"#!/bin/sh\necho 'JobId=7\n   JobState={says} Reboot=0\n   StdOut={log}'\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        answer = f"echo 'JobId=7\n   JobState={says} Reboot=0\n   StdOut={log}'"
+        monkeypatch.setenv("PATH", commands(tmp_path, scontrol=answer)["PATH"])
         words = ["--job", "7"]
     done = topoflight("why", *words, "-o", "json")
     found = json.loads(done.stdout)
@@ -436,11 +418,9 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(
 
 def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path: Path, monkeypatch: Any) -> None:
     """scontrol of Slurm 22.05 prints these words in one line among others."""
-    script = tmp_path / "scontrol"
-    script.write_text('#!/bin/sh\necho "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=10.0.0.11 NodeHostName=$3"\n')
-    script.chmod(0o755)
+    answer = 'echo "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=10.0.0.11 NodeHostName=$3"'
     assert resolvable_address("nowhere.invalid:29407") == "nowhere.invalid:29407"
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", commands(tmp_path, scontrol=answer)["PATH"])
     assert resolvable_address("nowhere.invalid:29407") == "10.0.0.11:29407"
     assert resolvable_address("localhost:29407") == "localhost:29407"
 
@@ -486,12 +466,10 @@ def test_a_script_of_slurmd_ends_whatever_hangs(
 ) -> None:
     """The check, the controller, or a process in a driver that no signal ends and that keeps the output open."""
     shutil.copytree(ROOT / "deploy" / "slurm", tmp_path, dirs_exist_ok=True)
-    for name, text in (("topoflight", f"setsid sleep 600 & echo $! > {tmp_path}/pid\n{check}"), ("sinfo", sinfo)):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    hangs = f"setsid sleep 600 & echo $! > {tmp_path}/pid\n{check}"
+    environment = commands(tmp_path, topoflight=hangs, sinfo=sinfo)
     with (tmp_path / "settings").open("a") as settings:
         settings.write(f'topoflight={tmp_path}/topoflight\nseconds=4\nlog() {{ echo "$1: $2" >> {tmp_path}/log; }}\n')
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run([tmp_path / script], env=environment, capture_output=True, timeout=300, check=False)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # raises where the script has waited for its end
     assert done.returncode == ("is not started" in logged) and logged in (tmp_path / "log").read_text()
@@ -503,10 +481,8 @@ def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: 
     (tmp_path / "settings").unlink()
     if text is not None:
         (tmp_path / "settings").write_text(text)
-    for name, does in (("logger", f'echo "$@" >> {tmp_path}/log'), ("sinfo", "echo 'idle|none'")):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(os.getuid())}
+    environment = commands(tmp_path, logger=f'echo "$@" >> {tmp_path}/log', sinfo="echo 'idle|none'")
+    environment["SLURM_JOB_UID"] = str(os.getuid())
     for script in ("prolog", "health-check", "epilog"):
         done = subprocess.run(
             [tmp_path / f"{script}.sh"], env=environment, capture_output=True, timeout=60, check=False

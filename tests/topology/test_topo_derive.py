@@ -7,14 +7,12 @@ from itertools import combinations
 
 import pytest
 from rigs.tables import each_row, rows_of
-from topo_machines import topology
 
 from hardware.machines import recognised
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
 from topology.check import check, departures
 from topology.derive import complete, reference_of
-from topology.formats.text import parse
 from topology.graph import (
     GpuNode,
     NicNode,
@@ -141,17 +139,6 @@ def test_constants_of_nccl():
     assert {key: cpu_bytes_per_second(*key) for key in cpus} == {k: in_gigabytes(v) for k, v in cpus.items()}
 
 
-def test_every_operation_and_scope_is_derived_with_steps():
-    made = topology("hgx-h100-8xH100-8hca")
-    assert {(e.scope, e.op) for e in with_expectations(made).expectations} >= {
-        (scope, op) for scope in ("island", "node", "rail") for op in ("all_gather", "reduce_scatter", "all_reduce")
-    }
-    assert all(e.derivation for e in with_expectations(made).expectations)
-    assert any("NVLS" in step for step in plan(made, op="all_reduce").derivation)
-    assert not any("NVLS" in step for step in plan(made, op="all_gather").derivation)
-    assert any("64 MiB" in step for step in plan(made).derivation)
-
-
 def device(bus_id, parent=None, root="pci0000:00", numa=0, **fields):
     return PciDevice(
         bus_id=bus_id, class_code=0x060400, vendor_id=1, device_id=1, parent=parent, root=root, numa_node=numa, **fields
@@ -219,17 +206,6 @@ def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, produc
     made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
     assert complete(made).sku == sku
     assert [words for words in departures(made) if sku is None] == []
-
-
-def test_text_of_an_hgx_without_nvlink_warns_and_mp_does_not():
-    rows = ["\t" + "\t".join([f"GPU{i}" for i in range(8)] + [f"NIC{i}" for i in range(8)])]
-    for i in range(8):
-        gpus = [" X " if i == j else "SYS" for j in range(8)]
-        rows.append("\t".join([f"GPU{i}", *gpus, *("PIX" if i == j else "SYS" for j in range(8))]))
-    text = "\n".join(rows) + "\n"
-    assert "topology.nvlink.down_hgx" in {finding.code for finding in check(parse(text))}
-    mp = parse("$ nvidia-smi topo -mp\n" + text)
-    assert "topology.nvlink.down_hgx" not in {finding.code for finding in check(mp)}
 
 
 @each_row(("running", "severity"), [(None, None), (48e9, None), (24e9, "fail"), (12e9, "fail"), (37e9, "warn")])

@@ -7,10 +7,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
-from rigs.recorded import with_facts, with_outcomes
+from rigs.recorded import NAMES, snapshot, with_facts, with_outcomes
 from rigs.tables import each_row
-from topo_machines import NAMES, snapshot, topology
-from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC
+from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC, topology
 
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
@@ -60,16 +59,6 @@ def test_rails_islands_and_files_of_recorded_machines():
     with_file = replace(flat, topology_files=("/opt/microsoft/ndv4-topo.xml",))
     (told,) = [finding for finding in check(with_file) if finding.code == "topology.virtual"]
     assert "/opt/microsoft/ndv4-topo.xml" in told.remedy
-
-
-def test_a_gpu_at_x4_lowers_the_plan_of_the_ring():
-    """NCCL plans by the slot; the ring crosses four lanes, and says so (the rates: metrics.txt of the machine)."""
-    node = topology("sick-l40s-x4")
-    (plan,) = [e for e in with_expectations(node).expectations if (e.scope, e.op) == ("node", "all_gather")]
-    assert any("GPU2 runs at Gen4 x4 of x16" in step for step in plan.derivation)
-    assert Pairs(node.pairs).get("GPU2", "GPU3").bytes_per_second == pytest.approx(24e9)  # as NCCL reads the slot
-    links = {gpu.name: gpu.pcie_link for gpu in node.gpus}
-    assert links == {"GPU0": "Gen4 x16", "GPU1": "Gen4 x16", "GPU2": "Gen4 x4 of x16", "GPU3": "Gen4 x16"}
 
 
 def with_link(name, bus_id, **link):

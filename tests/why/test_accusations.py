@@ -31,7 +31,7 @@ from collectives.traces.watchdog import LogFacts
 from contracts import plain, run_record
 from contracts.run_record import RunRecord
 from finetune import rank_monitor
-from planner.why import RunFacts, judge
+from planner.why import RunFacts, Verdict, judge
 from planner.why.facts import STALE_SECONDS
 
 START = 1_000_000.0
@@ -629,3 +629,58 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     assert topoflight("why", "--run", tmp_path, "-o", "slurm").stdout == "trainer-2\n"
     assert run_record.read(tmp_path / "run.json").notes == [f"why: {kept['line']}"]
     assert "hunter22" not in ended.output + "".join(path.read_text() for path in tmp_path.glob("*.json"))
+
+
+def test_watch_continues_while_torchrun_may_restart_the_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / RANKS_FOLDER
+    folder.mkdir()
+
+    def write(**values: Any) -> None:
+        for rank in range(2):
+            error = values["error"] if rank == 1 else None
+            state = RankState(**{**values, "rank": rank, "error": error}, world_size=2, written=time.time(), ended=True)
+            (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
+
+    reported: list[str] = []
+    warned: list[str] = []
+
+    def report(verdict: Verdict) -> None:
+        reported.append(verdict.state)
+        if verdict.state == "failed" and len(reported) == 1:  # the next start succeeds
+            write(restarts_left=0, error=None)
+
+    write(restarts_left=1, error="ValueError: bad row")
+    assert ranks.watch(tmp_path, report, warned.append).state == "fine"
+    assert reported == ["failed", "fine"] and "may start the ranks again" in warned[0]
+    write(restarts_left=1, error="ValueError: bad row")
+    assert ranks.watch(tmp_path, lambda _: None, warned.append, limit=0.1).state == "failed"
+
+
+def test_a_failed_mesh_of_gloo_names_the_peer() -> None:
+    error = ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: "
+             "Connection refused, remote=[10.0.0.2]:13229$1")  # fmt: skip
+    state = RankState(rank=1, world_size=2, written=START, asked="10.0.0.1:29500", answer="connected", ended=True,
+                      error=error)  # fmt: skip
+    found = judge(RunFacts(states={1: state}, world=2, now=START))
+    assert found.state == "failed" and "rank 1 could not connect to another rank at 10.0.0.2:13229" in found.line
+    assert found.causes[0].code == "socket_connect_failed" and "GLOO_SOCKET_IFNAME" in found.causes[0].action
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: needs root")
+def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], check=True)
+    try:
+        folder = tmp_path / RANKS_FOLDER
+        folder.mkdir()
+        for rank in range(2):
+            state = RankState(rank=rank, world_size=2, host=f"host-{rank}", written=time.time() - 600, phase="compute")
+            path = folder / NAME.format(rank=rank)
+            path.write_text(json.dumps(plain.write(state)))
+            os.utime(path, (time.time() - 600,) * 2)
+        assert diagnosis.answer(diagnosis.WhySources(run=tmp_path)).state == "failed"
+        with contextlib.suppress(OSError):
+            (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
+        found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
+        assert found.state == "unknown" and f"{tmp_path} is full" in found.line
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

@@ -19,20 +19,8 @@ LIBRARY = "libnvidia-ml.so.1"  # the name that pynvml loads
 def build(folder: Path) -> Path:
     """Compile the fake; its folder goes into LD_LIBRARY_PATH."""
     library = folder / LIBRARY
-    command = [
-        "cc",
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-        f"-Wl,-soname,{LIBRARY}",
-        "-o",
-        str(library),
-        str(SOURCE),
-    ]
-    subprocess.run(command, check=True)
+    words = f"cc -O1 -Wall -Wextra -Werror -shared -fPIC -Wl,-soname,{LIBRARY} -o".split()
+    subprocess.run([*words, str(library), str(SOURCE)], check=True)
     return library
 
 

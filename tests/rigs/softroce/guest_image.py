@@ -24,18 +24,9 @@ CACHE = Path(os.environ.get("TOPOFLIGHT_SOFTROCE_CACHE", OF_ALL / "softroce"))
 # The disk's modules go into the initramfs, the others onto the disk; each brings its dependencies along.
 DISK_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "crc32c_generic", "ext4")
 GUEST_MODULES = (
-    *DISK_MODULES,
-    "virtio_net",
-    "virtio_rng",
-    "crc32_generic",
-    "rdma_rxe",
-    "ib_uverbs",
-    "rdma_ucm",
-    "macvlan",
-    "bonding",
-    "dummy",
-    "sch_tbf",
-)
+    *DISK_MODULES, "virtio_net", "virtio_rng", "crc32_generic", "rdma_rxe", "ib_uverbs", "rdma_ucm", "macvlan",
+    "bonding", "dummy", "sch_tbf",
+)  # fmt: skip
 IMAGE_MIB = 700
 
 

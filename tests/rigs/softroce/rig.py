@@ -45,15 +45,8 @@ class Guest:
     results: Path  # what the job left in /out
 
 
-def run(
-    job: str | Path,
-    paths: Sequence[Path] = (),
-    *,
-    mtu: int = 1500,
-    memory_mib: int = 768,
-    timeout_seconds: float = 240.0,
-) -> list[Guest]:
-    """Boot the guests, run the bash script in each (text, or a file), end them, return what came back.
+def run(job: Path, paths: Sequence[Path], *, timeout_seconds: float) -> list[Guest]:
+    """Boot the guests, run the bash script in each, end them, return what came back.
 
     The job finds RANK, WORLD, PEER (the other guest on the RoCE network) and MANAGEMENT_PEER in its environment.
     The caller owns the folders of results; they lie in the system's temporary folder.
@@ -62,7 +55,7 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="softroce-"))
     try:
         _pack(folder / "job.tar", job, paths)
-        machines = [_start(cache, folder, rank, mtu, memory_mib) for rank in range(GUESTS)]
+        machines = [_start(cache, folder, rank) for rank in range(GUESTS)]
         try:
             outputs = _wait(machines, folder, time.monotonic() + timeout_seconds)
         finally:
@@ -74,12 +67,9 @@ def run(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _pack(archive: Path, job: str | Path, paths: Sequence[Path]) -> None:
+def _pack(archive: Path, job: Path, paths: Sequence[Path]) -> None:
     with tarfile.open(archive, "w", format=tarfile.GNU_FORMAT) as tar:
-        script = job if isinstance(job, Path) else archive.with_name("job.sh")
-        if isinstance(job, str):
-            script.write_text(job)
-        tar.add(script, "job.sh")
+        tar.add(job, "job.sh")
         for path in paths:
             for each, name in _compiled(path):
                 tar.add(each, name, filter=_owned_by_root)
@@ -105,7 +95,7 @@ def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
-def _start(cache: Path, folder: Path, rank: int, mtu: int, memory_mib: int) -> subprocess.Popen[bytes]:
+def _start(cache: Path, folder: Path, rank: int) -> subprocess.Popen[bytes]:
     results = folder / f"results{rank}"
     with results.open("wb") as handle:
         handle.truncate(RESULTS_BYTES)
@@ -116,9 +106,9 @@ def _start(cache: Path, folder: Path, rank: int, mtu: int, memory_mib: int) -> s
         *("nice", "-n", "-10"),
         "qemu-system-x86_64",
         *("-accel", accelerator, "-cpu", "max", "-M", "q35,hpet=off", "-smp", "1"),
-        *("-m", str(memory_mib), "-nodefaults", "-display", "none", "-no-reboot", "-monitor", "none"),
+        *("-m", "768", "-nodefaults", "-display", "none", "-no-reboot", "-monitor", "none"),
         *("-kernel", f"{cache}/vmlinuz", "-initrd", f"{cache}/initramfs"),
-        *("-append", f"{KERNEL_WORDS} rank={rank} world={GUESTS} mtu={mtu}"),
+        *("-append", f"{KERNEL_WORDS} rank={rank} world={GUESTS} mtu=1500"),
         *("-serial", f"file:{folder}/console{rank}"),
         *("-device", "virtio-serial-pci", "-chardev", f"file,id=words,path={folder}/output{rank}"),
         *("-device", "virtconsole,chardev=words"),
@@ -175,19 +165,13 @@ def _collect(folder: Path, rank: int, output: bytes) -> Guest:
     )
 
 
-def probe_paths() -> list[Path]:
-    """What the guest's Python needs to run our probes: the packages and the libraries they import."""
-    return [guest_image.ROOT / name for name in ("contracts", "hardware", "probes", "topology")] + _libraries(
-        "attr", "attrs", "cattr", "cattrs", "psutil", "pyroute2", "typing_extensions"
-    )
+PACKAGES = ("contracts", "hardware", "probes", "topology", "agent", "collectives", "planner")
+LIBRARIES = ("attr", "attrs", "cattr", "cattrs", "psutil", "pyroute2", "typing_extensions", "click", "rich", "yaml",
+             "markupsafe", "jinja2")  # fmt: skip
 
 
 def command_paths() -> list[Path]:
-    """What the guest's Python needs to run `python3 -m agent.cli`."""
-    packages = [guest_image.ROOT / name for name in ("agent", "collectives", "planner")]
-    return [*probe_paths(), *packages, *_libraries("click", "rich", "yaml", "markupsafe", "jinja2")]
-
-
-def _libraries(*names: str) -> list[Path]:
-    paths = [Path(str(importlib.import_module(name).__file__)) for name in names]
-    return [path.parent if path.name == "__init__.py" else path for path in paths]
+    """What the guest's Python needs to run our probes and `python3 -m agent.cli`: packages and libraries."""
+    paths = [Path(str(importlib.import_module(name).__file__)) for name in LIBRARIES]
+    libraries = (path.parent if path.name == "__init__.py" else path for path in paths)
+    return [*(guest_image.ROOT / name for name in PACKAGES), *libraries]

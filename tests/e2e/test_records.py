@@ -1,19 +1,23 @@
-"""A node's record shows what changed on the node, and since when each finding holds."""
+"""A node's record shows what changed and since when; thousands of agents come back spread after an outage."""
 
 from __future__ import annotations
 
+import heapq
 import json
+import random
 import time
+from collections import Counter
 from dataclasses import replace
 
-from rigs.recorded import changed, snapshot
+from rigs.recorded import snapshot, with_ports
+from rigs.tables import each_row
 
 from agent.checks.history import Event, History
 from agent.checks.verdict import build_view
+from agent.cluster.client import LONGEST_WAIT_SECONDS, backoff_seconds
 from agent.cluster.publish import MOST_CHANGES, record_of_view, to_resource
-from probes.rdma.facts import RdmaFacts
 
-CODE, PORT = "rdma.port.down", "mlx5_2:1"
+CODE = "rdma.port.down"
 START = float(int(time.time()) - 7200)
 
 
@@ -23,15 +27,7 @@ def _time(at: float) -> str:
 
 def test_a_raised_finding_has_its_start_in_the_record() -> None:
     """It is raised by the second scan and keeps the time of the first; one that no history has raised has no time."""
-    tray = snapshot("gb200-nvl72-tray")
-    rdma = tray.facts(RdmaFacts)
-    assert rdma is not None
-    devices = tuple(
-        replace(each, ports=tuple(replace(port, state="DOWN") for port in each.ports))
-        if each.name == PORT.partition(":")[0] else each
-        for each in rdma.devices
-    )  # fmt: skip
-    down, history = changed(tray, RdmaFacts, devices=devices), History()
+    down, history = with_ports(snapshot("gb200-nvl72-tray"), "mlx5_2", state="DOWN"), History()
     for scan in range(3):
         view = history.seen(build_view((replace(down, taken_at_seconds=START + 30 * scan),)))
         found = [one.get("since") for one in record_of_view(view, name="n1").findings if one["code"] == CODE]
@@ -49,3 +45,23 @@ def test_the_record_holds_the_newest_and_says_so_by_its_schema() -> None:
     assert [one["at"] for one in made.changes] == [_time(START + i) for i in range(100)][-MOST_CHANGES:]
     assert len(json.dumps(made.changes)) < 24 << 10
     assert len(json.dumps(to_resource(made)[1])) < 64 << 10
+
+
+AGENTS = 5000
+
+
+@each_row("down_seconds", [60.0, 600.0])
+def test_after_an_outage_no_second_sees_more_than_its_share(down_seconds: float) -> None:
+    """All fail first at the same moment, the worst case; then the server is asked evenly over the longest pause."""
+    random.seed(7)
+    asked: Counter[int] = Counter()
+    due = [(0.0, agent, 0) for agent in range(AGENTS)]
+    while due:
+        at, agent, failures = heapq.heappop(due)
+        if at < down_seconds:
+            heapq.heappush(due, (at + backoff_seconds(failures), agent, failures + 1))
+        else:
+            asked[int(at)] += 1
+    assert asked.total() == AGENTS
+    assert max(asked.values()) < 2 * AGENTS / LONGEST_WAIT_SECONDS, "a burst"
+    assert max(asked) - down_seconds <= 1.5 * LONGEST_WAIT_SECONDS

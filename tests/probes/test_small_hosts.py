@@ -1,0 +1,116 @@
+"""The hostinfo and limits probes on small hosts; whole hosts of every probe are lines of tests/golden/probes.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from dicthost import DictHost
+from rigs.tables import each_row, golden_rows
+
+from probes.api import UnavailableError
+from probes.hostinfo import probe as hostinfo
+from probes.hostinfo.read import container, of_agent
+from probes.hostinfo.read import read as read_hostinfo
+from probes.limits import probe as limits
+from probes.limits.read import read as read_limits
+from probes.registry import BY_NAME
+from probes.worker import reader
+
+
+def said(row: dict[str, Any]) -> Any:
+    """The facts, the findings, and the codes that these facts cannot decide."""
+    probe = BY_NAME[row["probe"]]
+    try:
+        facts = reader(probe.name)(DictHost(**row["host"]))
+    except UnavailableError as error:
+        return {"absent": str(error)}
+    found = [[each.code, each.status, each.subject, each.message] for each in probe.check(facts)]
+    return {"facts": facts, "findings": found, "unjudged": dict(probe.unjudged(facts))}
+
+
+def test_golden_hosts() -> None:
+    """A row says what it shows: two that differ in one fact stand beside each other."""
+    golden_rows("probes.jsonl", "says", said)
+
+
+XEON = Path(__file__).with_name("cpuinfo_xeon.txt").read_text(encoding="utf-8")
+GRACE = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
+DMI = "/sys/class/dmi/id/"
+ID = "5de52e359e15c1016d1777924320aef87fc439d8be297303af47b7d2f1e82164"
+POD = "0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c"
+TEXT = Path(__file__).with_name("container_kinds.yaml").read_text(encoding="utf-8")
+ROWS = yaml.safe_load(TEXT.replace("{ID}", ID).replace("{POD}", POD))
+
+
+@each_row(("grace", "flag", "vendor", "product", "name"), ROWS["hypervisors"])
+def test_hypervisor(grace: bool, flag: str, vendor: str, product: str, name: str | None) -> None:
+    cpuinfo = GRACE if grace else XEON.format(flag=flag)
+    files = {"/proc/cpuinfo": cpuinfo, DMI + "sys_vendor": vendor + "\n", DMI + "product_name": product + "\n"}
+    assert read_hostinfo(DictHost(files)).virtual_machine == name
+
+
+@each_row(("kind", "files", "environment"), ROWS["kinds"])
+def test_container_is_known_by_its_engines_traces(
+    kind: str | None, files: dict[str, str], environment: dict[str, str]
+) -> None:
+    """One trace is enough; a pod's stands above its engine's."""
+    assert container(DictHost(dict(files), environment=environment)) == kind
+
+
+def test_the_agents_container_is_one_that_says_so() -> None:
+    """On a host without container `serve` shares what jobs get: its limits are judged."""
+    role = {hostinfo.ROLE: "agent"}
+    assert of_agent(DictHost({"/.dockerenv": ""}, environment=role))
+    assert not of_agent(DictHost({"/.dockerenv": ""}))
+    assert not of_agent(DictHost({}, environment=role))
+
+
+MIB = 1 << 20
+UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"
+TABLES = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(encoding="utf-8"))
+
+
+def host(
+    status: str = UNPRIVILEGED, memlock: Any = (65536, 65536), files: Any = None, rdma: bool = True, **more: Any
+) -> DictHost:
+    """A pod with an RDMA device and Docker's defaults."""
+    device = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA"} if rdma else {}
+    bounds = {"MEMLOCK": memlock, "NOFILE": (1024, 524288), "NPROC": (None, None)}
+    shm = {"shm": (64 * MIB, 60 * MIB)}
+    return DictHost({"/proc/self/status": status, **device, **(files or {})}, limits=bounds, **{**shm, **more})
+
+
+@each_row(("machine", "code", "severity", "words"), TABLES["wrong"])
+def test_what_is_wrong_with_the_limits(
+    machine: dict[str, Any] | str, code: str, severity: str | None, words: str
+) -> None:
+    read = read_limits(DictHost() if machine == "bare" else host(**machine))
+    found = next((finding for finding in limits.check(read) if finding.code == f"limits.{code}"), None)
+    assert (found.status if found else None) == severity
+    assert not found or words in f"{found.message} {found.evidence} {found.remedy}"
+
+
+def test_unlimited_is_exported_as_infinity_and_unknown_not_at_all() -> None:
+    exported = {(s.metric, s.labels): s.value for s in limits.samples(read_limits(host(memlock=(65536, None))))}
+    assert exported["limits_memlock_bytes", ("soft",)] == 65536
+    assert exported["limits_memlock_bytes", ("hard",)] == float("inf")
+    assert not [s for s in limits.samples(read_limits(DictHost())) if s.metric == "limits_memlock_bytes"]
+
+
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    "slurmd": {"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"}, "a shell": {},
+    "a step": {"SLURMD_NODENAME": "n1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+}  # fmt: skip
+
+
+@each_row(("conf", "of", "reason"), TABLES["slurm"])
+def test_the_memlock_limit_is_the_jobs_or_is_not_judged(conf: str | None, of: str, reason: str | None) -> None:
+    """Slurm gives a job the limit of the shell that submits it, or slurmd's; the other one says nothing."""
+    files = {} if conf is None else {"/etc/slurm/slurm.conf": f"ClusterName=c\n{conf}\n"}
+    facts = read_limits(host(files=files, environment=ENVIRONMENTS[of]))
+    raised = any(found.code == "limits.memlock.low" for found in limits.check(facts))
+    why = limits.unjudged(facts).get("limits.memlock.low")
+    assert (raised, why is None) == (reason is None, reason is None) and (reason or "") in (why or "")
+    assert ("Slurm job 7" in facts.whose) == (of == "a step")
