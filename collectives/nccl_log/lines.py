@@ -216,10 +216,9 @@ class LineReader:
         facts = ledger.facts.take(message, host)
         for fact in facts:
             ledger.prove(fact, shown)
-        if START in facts:
-            ledger.began.keep(self.file, ledger.lines)
-        if END in facts:
-            ledger.ended.keep(self.file, ledger.lines)
+        for fact, kept in ((START, ledger.began), (END, ledger.ended)):
+            if fact in facts:
+                kept.keep(self.file, ledger.lines)
         step = _TEXTS["step"].search(message) if STEP in facts else None
         if step is not None and step[0] != self._step:  # every rank or node may report the same step
             self._step = step[0]
