@@ -53,15 +53,22 @@ def sound() -> Recommendation:
 
 
 def test_a_sound_node_has_nothing_beside_it() -> None:
-    assert sound().slowed == ()
+    assert sound().slowed == () and sound().healthy is None
 
 
 @each_row(("machine", "words", "least"), rows("sick"))
 def test_each_sick_node_forecasts_what_it_does(machine: str, words: str, least: float) -> None:
-    """The best layout takes longer than on sound nodes, by at least so much."""
+    """The best layout takes longer than on sound nodes, by at least so much.
+
+    A fault that the topology shows has no forecast beside it. Where RDMA is off, the rate of the cards is assumed.
+    """
     advice = ask(host(machine))
     assert any(re.search(words, line) for line in advice.slowed), advice.slowed
     assert seconds(advice) >= max(0.999, least) * seconds(sound())
+    assert bool(advice.healthy) == bool(least)
+    if advice.healthy is not None:
+        off = 0.08 if machine == "sick-h100-rdma-off" else 1e-6
+        assert advice.healthy.forecast.step_seconds.mid == pytest.approx(seconds(sound()), rel=off)
 
 
 def with_clock(snapshot: Snapshot, megahertz: float, *reasons: str) -> Snapshot:
@@ -217,6 +224,6 @@ def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
         return ask(changed(host(H100), GpuFacts, gpus=gpus), global_batch=256)
 
     usual, fewer = board(700.0), board(500.0)
-    assert fewer.slowed == ()
+    assert fewer.healthy is None and fewer.slowed == ()
     assert 1.1 < seconds(fewer) / seconds(usual) < (700 / 500) ** 0.5 + 1e-6
     assert "a board of 500 W, the data sheet's has 700: 85% of its rate" in network(fewer)
