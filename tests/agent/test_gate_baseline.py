@@ -30,15 +30,8 @@ rows = rows_of(__file__)
 GOOD, SICK = path_of(), path_of("sick-h100-dead-hca")
 NODES = "/apis/topoflight.io/v1alpha1/nodetopologies"
 
-TABLE: list[tuple[Status | None, Status, Status]] = [
-    # baseline, now -> judged as
-    ("pass", "fail", "fail"), ("fail", "fail", "info"), ("warn", "fail", "fail"), ("fail", "warn", "info"),
-    ("unknown", "fail", "fail"), (None, "fail", "fail"), ("pass", "unknown", "fail"), ("unknown", "unknown", "unknown"),
-    ("warn", "warn", "info"), ("pass", "pass", "pass"), ("fail", "pass", "pass"), ("info", "warn", "warn"),
-]  # fmt: skip
 
-
-@each_row(("before", "now", "judged"), TABLE)
+@each_row(("before", "now", "judged"), rows("regressions"))
 def test_the_table_of_regressions(before: Status | None, now: Status, judged: Status) -> None:
     """What got worse fails, what stood there already is told, what cannot be measured any more fails."""
     baseline = {("a.b.c", "n", ""): before} if before else {}
@@ -112,14 +105,6 @@ def test_the_gate_over_nodes(api: ApiServer, words: list[str], code: int) -> Non
     """What agents published decides; a node nobody hears of is a failure."""
     done = preflight(*words)
     assert done.exit_code == code, done.output
-
-
-@each_row("form", ["table", "json", "yaml", "junit", "github"])
-def test_every_format_tells_of_the_silent_node(api: ApiServer, form: str, tmp_path: Path) -> None:
-    """On stdout, and in a file."""
-    done = preflight("--nodes", "good,old", "-o", form, "-o", f"{form}={tmp_path / 'r'}")
-    assert done.exit_code == 3 and "cluster.node.silent" in done.output
-    assert "cluster.node.silent" in (tmp_path / "r").read_text()
 
 
 def test_nodes_are_read_and_printed_as_host_lists_of_slurm(api: ApiServer) -> None:

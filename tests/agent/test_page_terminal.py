@@ -16,7 +16,7 @@ from rich.console import Console
 from rigs.command import on_a_terminal, topoflight
 from rigs.recorded import H100, NAMES, path_of, view
 from rigs.results import benchmark, measurement
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -128,36 +128,24 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
-ENVIRONMENT, LOG = "job.env", "nccl.log"  # written by the test
+LOG = "nccl.log"  # written by the test
 LOG_LINES = [
     "gpu-a:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",
     "gpu-a:100:130 [0] NCCL INFO GPU Direct RDMA Disabled for HCA 0 'mlx5_1'",
     "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0",
     "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
 ]
-SICK, POD = path_of("sick-h100-dead-hca"), path_of("r760xa-2xA40-bf3")
-SHOWN = (
-    ("scan", "--host", SICK),
-    ("scan", "--all", "--host", POD),
-    ("preflight", "-q", "--host", SICK, "--model", "Llama-3.1-8B"),
-    ("recommend", "--host", POD, "--model", "Llama-3.1-8B", "--explain"),
-    ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2"),
-    ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--compare", "dp_shard=8", "tp=8"),
-    ("diff", path_of(), SICK),
-    ("diff", "--fleet", SICK.parent),
-    ("lint-env", "--host", POD, ENVIRONMENT),
-    ("evidence", LOG),
-    ("explain", "limits.memlock.low"),
-    ("explain", "TopoflightMemlockTooSmall"),
-)
+SICK = path_of("sick-h100-dead-hca")
 
 
-@each_row("words", SHOWN)
-def test_every_verb_is_plain_and_fits_a_pipe(words: tuple[object, ...], tmp_path: Path) -> None:
+@each_row("words", rows_of(__file__)("shown"))
+def test_every_verb_is_plain_and_fits_a_pipe(words: str, tmp_path: Path) -> None:
     """Lines of 80 characters at most, no blanks at their ends, no escape codes, and counts that agree with nouns."""
-    (tmp_path / ENVIRONMENT).write_text("NCCL_IB_HCA=mlx5_9\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_DISABLE=1\n")
-    (tmp_path / LOG).write_text("\n".join(LOG_LINES))
-    result = topoflight(*(tmp_path / word if word in (ENVIRONMENT, LOG) else word for word in words))
+    places = {"ENVIRONMENT": tmp_path / "job.env", "LOG": tmp_path / "nccl.log", "HEALTHY": path_of(), "SICK": SICK,
+              "POD": path_of("r760xa-2xA40-bf3"), "MACHINES": SICK.parent}  # fmt: skip
+    places["ENVIRONMENT"].write_text("NCCL_IB_HCA=mlx5_9\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_DISABLE=1\n")
+    places["LOG"].write_text("\n".join(LOG_LINES))
+    result = topoflight(*(places.get(word, word) for word in words.split()))
     assert result.exit_code in (0, 3), result.output
     lines = result.output.splitlines()
     assert lines and max(map(len, lines)) <= 80
@@ -327,14 +315,3 @@ def test_the_wheel_has_a_completion_file_for_each_shell(shell: str, shipped: str
     assert f"{shell}_complete" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
-
-
-@each_row("columns", [80, 100, 140])
-def test_a_table_breaks_lines_between_words(columns: int) -> None:
-    """No heading and no name of a machine is cut from 80 columns on."""
-    asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
-    lines = lines_of(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
-    words = {word for line in lines for word in line.split()}
-    assert "steps of 64 sequences (assumed: give --global-batch" in " ".join(" ".join(lines).split())
-    assert {"machine", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
-    assert max(len(line) for line in lines) <= columns
