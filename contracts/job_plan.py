@@ -32,21 +32,11 @@ PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedValue:
-    """One component of a forecast: "gemm" in seconds, "activations" in bytes."""
-
-    name: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunForecast:
     """Forecast of the run. None means not forecast."""
 
     step_seconds: Interval | None = None
     memory_bytes: Interval | None = None
-    time_parts: list[NamedValue] = field(default_factory=list)
-    memory_parts: list[NamedValue] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

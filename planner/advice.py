@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,8 +75,7 @@ class Recommendation:
     helps_most: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()  # missing facts, and their effect on the answer
     slowed: tuple[str, ...] = ()  # faults of these nodes that the forecast includes
-    sound: RankedLayout | None = None  # best layout without the faults; None without faults, or if the graph shows them
-    sound_here: RankedLayout | None = None  # that layout on the nodes in their current state
+    healthy: RankedLayout | None = None  # best layout without these faults, if they are not part of the topology
     total_steps: int | None = None  # of the whole run, if steps or tokens are limited
     total_seconds: Interval | None = None  # of the whole run
     total_cost: Interval | None = None  # of the whole run, in the currency of the price
@@ -126,9 +124,6 @@ class ExportRequest:
         return max(1, self.layout.world_size // self.ranks_per_node)
 
 
-Formats = Mapping[str, Callable[[ExportRequest], str]]  # format -> exporter
-
-
 def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> ExportRequest:
     """Extract the input of `export` from a recommendation. Raises ExportError if it has no layout."""
     if recommendation.chosen is None or recommendation.model is None or recommendation.train is None:
@@ -143,12 +138,6 @@ def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> Export
     )
 
 
-def refuse(framework: str, refusals: Mapping[str, object]) -> None:
-    """Raise ExportError with all reasons that apply, if there are any."""
-    if reasons := [reason for reason, holds in refusals.items() if holds]:
-        raise ExportError(f"{framework} cannot run this layout: {'; '.join(reasons)}")
-
-
 def render(template: str, /, **values: Any) -> str:
     """Render a template of planner/stacks/templates."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -160,15 +149,3 @@ def render(template: str, /, **values: Any) -> str:
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
     return environment.get_template(f"{template}.j2").render(**values)
-
-
-def from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """Render a template with the request's layout, model and train."""
-    return render(name, request=request, layout=request.layout, model=request.model, train=request.train, **values)
-
-
-def yaml_from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """Render a YAML template, and format the result with PyYAML."""
-    import yaml
-
-    return yaml.safe_dump(yaml.safe_load(from_template(name, request, **values)), sort_keys=False)

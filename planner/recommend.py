@@ -385,16 +385,14 @@ def recommend(
     )  # fmt: skip
     if measured_step:
         planned = scaled(planned, measured_step)
-    sound = sound_here = None
+    healthy = None
     if planned.slowed:
         known = links or links_of(cluster, ranks_per_node=ranks_per_node)
-        if healthy := find_healthy_links(cluster, known, against, snapshots):
-            again = replace(
-                plan(cluster, snapshots, model, train, calibration=calibration, links=healthy),
-                scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch,
-            )  # fmt: skip
-            sound = best_layout(again)
-            sound_here = forecast_layout(planned, sound.layout) if sound is not None else None
+        if without := find_healthy_links(cluster, known, against, snapshots):
+            again = plan(cluster, snapshots, model, train, calibration=calibration, links=without)
+            healthy = best_layout(replace(
+                again, scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch,
+            ))  # fmt: skip
     found = search(planned)
     for other in _list_other_batches(planned):
         if found.best:
@@ -433,7 +431,7 @@ def recommend(
         answer, notes=(*env.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
         runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(found.rejected),
         helps_most=helps, unknowns=tuple(unknowns),
-        slowed=planned.slowed, sound=sound, sound_here=sound_here,
+        slowed=planned.slowed, healthy=healthy,
     )  # fmt: skip
 
 

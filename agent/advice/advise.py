@@ -35,6 +35,7 @@ from planner.forecast.specs import TrainSpec, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
 from planner.recommend import best_layout, frontier, plan, recommend
+from planner.stacks import exports
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology
@@ -45,7 +46,7 @@ if TYPE_CHECKING:  # the gate and the view are imported only if a host was scann
     from collectives.bench.results import Measurement
 
 ENVIRONMENTS = nccl_env.FORMATS  # formats that do not need a layout
-EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
+EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *exports.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 texts = read_texts(__file__, "texts.toml")
 _MOST_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
@@ -290,7 +291,7 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
         raise RequestError(f"format {form}: requires a model, because it exports a layout")
     world = advice.chosen.layout.world_size if advice.chosen else nodes
     try:
-        return stacks.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
+        return exports.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
     except ExportError as error:
         raise RequestError(str(error)) from None
 

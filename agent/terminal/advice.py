@@ -190,23 +190,18 @@ def batch_words(shape: Layout) -> str:
 
 def as_it_is(advice: Recommendation) -> tuple[str, ...]:
     """Return the time these nodes lose compared with healthy ones, and the findings that cause it; empty if healthy."""
-    chosen, sound = advice.chosen, advice.sound
+    chosen, healthy = advice.chosen, advice.healthy
     if chosen is None or not advice.slowed:
         return ()
-    if sound is None:
-        return (
-            "The forecast is for these nodes with their faults. `topoflight scan` says what they cost.",
-            *advice.slowed,
-        )
-    rate = sound.forecast.tokens_per_second
-    times = rate / chosen.forecast.tokens_per_second
+    if healthy is None:
+        text = "The forecast is for these nodes with their faults. `topoflight scan` says what they cost."
+        return (text, *advice.slowed)
+    times = healthy.forecast.tokens_per_second / chosen.forecast.tokens_per_second
     words = f"With their faults these nodes are {slower(times)} than healthy nodes"
     if advice.total_seconds is not None and times >= _SAME:
         words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
-    words += f". On healthy nodes {sound.layout.family} takes {units.seconds(sound.forecast.step_seconds.mid)} a step"
-    if advice.sound_here is not None and advice.sound_here.layout != chosen.layout:
-        words += f"; that layout is {slower(rate / advice.sound_here.forecast.tokens_per_second)} on these nodes"
-    return (f"{words}.", *advice.slowed)
+    step = units.seconds(healthy.forecast.step_seconds.mid)
+    return (f"{words}. On healthy nodes {healthy.layout.family} takes {step} a step.", *advice.slowed)
 
 
 _SAME = 1.01

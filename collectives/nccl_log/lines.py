@@ -16,7 +16,7 @@ from typing import Final
 
 from collectives.nccl_log.codes import DULL_STARTS, HARMLESS, codes_of
 from collectives.nccl_log.ledger import Channel, Ledger, Runs, Writer, host_name
-from collectives.nccl_log.messages import END, STEP, Firsts, Place
+from collectives.nccl_log.messages import END, START, STEP, Firsts, Place
 from contracts.tables import read_patterns
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; the time of the patterns must be limited
@@ -179,7 +179,7 @@ class LineReader:
             if index + 1 < len(marks):
                 message = _TEXTS["next_prefix"].sub(b"", line[mark.end() : marks[index + 1].start()])
             warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 prints harmless warnings as ATTN
-            if b" failure " in message or message.startswith(b"hip"):  # only the source file's name says of what
+            if b" failure " in message or message.startswith((b"hip", b"Call to bind")):  # the file's name says of what
                 message = b" ".join([*line[: mark.start()].split()[-2:], message])
             self._message(message, warn=warn, host=host, shown=line)
 
@@ -216,8 +216,9 @@ class LineReader:
         facts = ledger.facts.take(message, host)
         for fact in facts:
             ledger.prove(fact, shown)
-        if END in facts:
-            ledger.ended.keep(self.file, ledger.lines)
+        for fact, kept in ((START, ledger.began), (END, ledger.ended)):
+            if fact in facts:
+                kept.keep(self.file, ledger.lines)
         step = _TEXTS["step"].search(message) if STEP in facts else None
         if step is not None and step[0] != self._step:  # every rank or node may report the same step
             self._step = step[0]
@@ -244,10 +245,10 @@ def _writer_in(prefix: bytes) -> Writer:
 
 def _writer_of(line: bytes) -> Writer:
     """Return the rank or host that a line without a header of NCCL names."""
-    match = _TEXTS["writer"].search(line[:400])
+    match = _TEXTS["writer"].search(line[:600])
     if match is None:
         return Writer()
-    rank, host = (next(filter(None, groups), None) for groups in (match.groups()[:4], match.groups()[4:]))
+    rank, host = (next(filter(None, groups), None) for groups in (match.groups()[:5], match.groups()[5:]))
     return Writer(host=(host or b"").decode(), rank=int(rank) if rank else None)
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger
-from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
+from collectives.nccl_log.messages import MAX_PLACES, START, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 
+_FAILED = ("job_failed", "call_failed", "remote_failed")  # a process said so itself, or its launcher did
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -237,6 +238,9 @@ class _Findings:
             for code in self.problems.keys() & codes_with("alone"):
                 action = self._action(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
                 self.problems[code] = replace(self.problems[code], severity="fail", action=action)
+        for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
+            if code in self.problems and self._follows_a_failure(code):
+                self.demote(code)
         for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
             if code in self.problems and self.has_failure(code):
                 self.demote(code)
@@ -245,6 +249,12 @@ class _Findings:
             self.problems.pop("shm_not_registered" if full else "shm_too_small", None)
         if "gid_index_invalid" in self.problems and layers_in_use(self.ledger) == {"IB"}:
             self.demote("gid_index_invalid")
+
+    def _follows_a_failure(self, code: str) -> bool:
+        """Return whether each file with the code shows a failure before it that no step of training outlived."""
+        lines, steps = self.ledger.code_lines, self.ledger.steps
+        failed = [row for each in _FAILED for row in lines.get(each, ()) if row.line >= steps.get(row.file, (0,))[0]]
+        return all(any(row.file == other.file and row.line > other.line for other in failed) for row in lines[code])
 
     def _holds(self, condition: str, code: str) -> bool:
         """Return whether a condition of codes.toml (`note`) holds."""
@@ -256,7 +266,8 @@ class _Findings:
             return self.has_failure("remote_failed")
         if condition == "retried":  # what failed was tried again
             rows = [(file, row) for (other, file), row in self.ledger.last_lines.items() if other == code]
-            return bool(self.inter) and all(row < self.ledger.began.get(file, 0) for file, row in rows)
+            began = bool(self.inter) or START in self.ledger.proof
+            return began and all(row < self.ledger.began.get(file, 0) for file, row in rows)
         return condition == "always" or self.evidence.inter_node_transport is None
 
     # --- the network

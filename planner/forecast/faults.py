@@ -4,9 +4,8 @@ The forecast is for the nodes in their current state. faults.toml has one rule p
 transfers or the compute rate of the slowest rank. Some faults are invisible to the scan's graph (no GPUDirect, locked
 memory, low clock), and their rules slow the nodes. The cost of these faults, and of RDMA that is off, is the difference
 to a forecast of the same nodes without them. The graph already shows other faults (a dead HCA, a link with fewer
-lanes), and their rules only add a note; the finding says how much of the link is lost. With the codes in `ENDS` a job
-cannot run. The cost of any other failure is unknown, and the advice says so. docs/decisions/0020 gives the cost of each
-code.
+lanes), and their rules only add a note. With the codes in `ENDS` a job cannot run. The cost of any other failure is
+unknown, and the advice says so. docs/decisions/0020 gives the cost of each code.
 """
 
 from __future__ import annotations

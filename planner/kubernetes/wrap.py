@@ -1,8 +1,8 @@
 """Add the preflight check, the recommended environment and the needs of the pods to a user's training manifest.
 
 Kinds: PyTorchJob, TrainJob with its runtime, JobSet, Job of batch and of Volcano; specifications as in
-planner.kubernetes.manifests. A value that the user has set is not changed, and a note names the recommended one. The
-reason of each addition is an annotation of the pod.
+planner.kubernetes.manifests. A TrainJob and its runtime are wrapped separately. A value that the user has set is not
+changed, and a note names the recommended one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,7 +38,6 @@ _OF_A_NETWORK = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_GID_INDEX$")  # values th
 _GPU = re.compile(r"(nvidia|amd)\.com/(p?gpu|mig-.*)|gpu\.intel\.com/.*")
 _LIKE_GPU = re.compile(r"gpu|cuda|/mig-", re.IGNORECASE)  # also other vendors' names of GPUs and of shared GPUs
 _text = read_texts(__file__, "notes.toml")
-_REASON_LIMIT = 1000  # characters per annotation; Kubernetes allows 256 KiB for all annotations
 
 
 class WrapError(ValueError):
@@ -120,14 +118,13 @@ class Job:
     nodes: int | None
     ranks_per_node: int | None
     files: dict[str, str] = field(default_factory=dict)  # path in the container -> text
-    shares_runtime: bool = False  # a TrainJob whose runtime may also be used by other TrainJobs
 
     @property
     def without_gpus(self) -> bool:
         """Whether certainly no pod gets a GPU; False if a runtime outside the manifest may request one."""
         if self.kind.endswith("Runtime"):
             return False
-        if self.kind == "TrainJob" and len(self.parts) == 1 and not self.parts[0].resources:
+        if self.kind == "TrainJob" and not self.parts[0].resources:
             return False
         return all(part.without_gpus for part in self.parts)
 
@@ -159,20 +156,16 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
     }
     jobs = [job for each in objects if (job := _parse_job(each, configs)) is not None]
     runtimes = {(job.kind, job.name): job for job in jobs if job.kind.endswith("Runtime")}
-    users = Counter(_runtime_of(job) for job in jobs if job.kind == "TrainJob")
     for at, job in enumerate(jobs):
         if job.kind == "TrainJob" and (runtime := runtimes.get(_runtime_of(job))) is not None:
-            shared = runtime.kind == "ClusterTrainingRuntime" or users[_runtime_of(job)] > 1
-            jobs[at] = replace(job, parts=(*job.parts, *runtime.parts), files={**job.files, **runtime.files},
-                               nodes=job.nodes or runtime.nodes, shares_runtime=shared,
+            jobs[at] = replace(job, nodes=job.nodes or runtime.nodes,
                                ranks_per_node=job.ranks_per_node or runtime.ranks_per_node)  # fmt: skip
-    found = tuple(job for job in jobs if not (job.kind.endswith("Runtime") and (job.kind, job.name) in users))
-    if not found:
+    if not jobs:
         kinds = dict.fromkeys(str(each.get("kind")) for each in objects)
         hint = next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), _BY_HAND)
         raise WrapError(f"no training job: holds {', '.join(kinds) or 'no Kubernetes object and no line with #!'}; "
                         f"one of {', '.join(_KINDS)} is wrapped, also in an AppWrapper or a List; {hint}")  # fmt: skip
-    return found
+    return tuple(jobs)
 
 
 def _runtime_of(job: Job) -> tuple[str, str]:
@@ -216,20 +209,16 @@ class _Wrapper:
         self._job, self._part, self._wanted, self._notes = job, part, wanted, notes
         self._container, self._security = part.container, _get(part.container, "securityContext")
         self._body = _get(part.pod, "spec")
-        self._reasons: dict[str, str] = {}
 
     def run(self) -> None:
         """Make all additions."""
         part, wanted = self._part, self._wanted
-        if part.kind == self._job.kind:  # values of a TrainJob override those of its runtime
-            self._add_variables()
-            if empty := ", ".join(name for name, count in part.limits.items() if count is None):
-                self._note("no_number", names=empty)
-            self._add_resources()
+        self._add_variables()
+        if empty := ", ".join(name for name, count in part.limits.items() if count is None):
+            self._note("no_number", names=empty)
+        self._add_resources()
         if part.pod is None:
-            self._annotate(self._job.document)
-            if len(self._job.parts) == 1:
-                self._note("of_runtime")
+            self._note("of_runtime")
             return
         for need in wanted.needs:
             self._add_need(part.pod, need)
@@ -238,24 +227,6 @@ class _Wrapper:
             self._add_monitor_files()
         if part.restart == "Never":
             self._note("never")
-        self._annotate(part.pod)
-
-    @property
-    def _trainer(self) -> Part:
-        """The part whose resources apply to the training container.
-
-        Limits or requests of a TrainJob replace all resources of its runtime's container (Kubeflow Trainer,
-        pkg/runtime/framework/plugins/jobset/builder.go).
-        """
-        of_job, of_runtime = (self._job.parts[0], self._part if self._part.pod is not None else self._job.parts[-1])
-        return of_job if of_job.kind == "TrainJob" and of_job.requested else of_runtime
-
-    def _annotate(self, document: Document) -> None:
-        """Add the reasons of the additions as annotations of the pod, or of the TrainJob."""
-        if self._reasons:
-            made = _ensure(_ensure(document, "metadata", {}), "annotations", {})
-            for name, value in self._reasons.items():
-                made.setdefault(f"{PREFIX}/{name}", value[:_REASON_LIMIT])
 
     def _note(self, key: str, **fields: object) -> None:
         """Add a note of notes.toml."""
@@ -271,9 +242,12 @@ class _Wrapper:
                 self._note("other_network", name=setting.name, value=setting.value)
             else:
                 self._add_variable(setting.name, setting.value, f"{setting.reason.rule}: {setting.reason.evidence}")
-        folder, job = self._find_lasting_folder(), self._job
         if self._wanted.log:
             self._add_variable("NCCL_DEBUG", "INFO", "what `topoflight evidence` reads")
+        if self._part.pod is None:  # the volumes, and so the log and the monitor, are those of the runtime
+            return
+        folder, job = self._find_lasting_folder(), self._job
+        if self._wanted.log:
             log = f"{folder}/nccl-{job.name}."
             if folder is None:
                 self._note("log")
@@ -284,8 +258,6 @@ class _Wrapper:
         written = str((self._container.get("env"), self._part.command))
         if folder is None:
             self._note("monitor_claim")
-        elif all(part.pod is None for part in job.parts):
-            self._note("monitor_runtime")
         elif "TOPOFLIGHT_RUN" not in written and "PYTHONPATH" in written:
             self._note("monitor_path")
         elif "TOPOFLIGHT_RUN" not in written:
@@ -318,16 +290,12 @@ class _Wrapper:
                 self._note("present", present=present, value=value, reason=reason)
                 return
         _ensure(self._container, "env", []).append({"name": name, "value": value})
-        self._reasons[name] = f"{value}: {reason}"
 
     def _find_lasting_folder(self) -> str | None:
-        """Return the mount path of a writable volume that outlives the pod; for a TrainJob, that of its runtime."""
-        part = self._part
-        if part.kind == "TrainJob":
-            part = next((each for each in self._job.parts if each.pod is not None), part)
-        lasting = [each.get("name") for each in _get(part.pod, "spec", "volumes")
+        """Return the mount path of a writable volume that outlives the pod."""
+        lasting = [each.get("name") for each in _get(self._body, "volumes")
                    if isinstance(each, dict) and {"persistentVolumeClaim", "ephemeral"} & set(each)]  # fmt: skip
-        mounts = [each for each in _get(part.container, "volumeMounts") if isinstance(each, dict)]
+        mounts = [each for each in _get(self._container, "volumeMounts") if isinstance(each, dict)]
         return next((str(each.get("mountPath")).rstrip("/") for each in mounts
                      if each.get("name") in lasting and not each.get("readOnly")), None)  # fmt: skip
 
@@ -339,12 +307,12 @@ class _Wrapper:
             name, _, count = need.value.partition(": ")
             if need.name == "resource" and not _GPU.fullmatch(name) and not family(name, list(wanted)):
                 wanted[name] = count
-        trainer = self._trainer
-        if trainer.resources.get("claims"):
+        part = self._part
+        if part.resources.get("claims"):
             self._note("claims", names=", ".join(wanted) or "none")
             return
-        has = trainer.requested
-        if trainer.kind == "TrainJob" and not has and wanted and not asks_for_gpus(wanted):
+        has = part.requested
+        if part.kind == "TrainJob" and not has and wanted and not asks_for_gpus(wanted):
             self._note("resources_of_runtime", names=", ".join(wanted))
             return
         for name, count in wanted.items():
@@ -362,12 +330,7 @@ class _Wrapper:
 
     def _add_limit(self, name: str, count: str, has: Document) -> None:
         """Add a limit; Kubernetes sets the request of an extended resource to its limit."""
-        resources = _ensure(self._container, self._part.resources_key, {})
-        if self._trainer is not self._part:  # copy the runtime's resources, which a limit in the TrainJob replaces
-            for kind in ("limits", "requests"):
-                if given := self._trainer.resources.get(kind):
-                    _ensure(resources, kind, {}).update(copy.deepcopy(given))
-        limits = _ensure(resources, "limits", {})
+        limits = _ensure(_ensure(self._container, self._part.resources_key, {}), "limits", {})
         if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *limits}:
             self._note("huge_pages", name=name, value=count)
         else:
@@ -397,18 +360,17 @@ class _Wrapper:
             there = made.get(NETWORKS_ANNOTATION)
             if there is None:
                 made[NETWORKS_ANNOTATION] = need.value
-                self._reasons["network"] = f"{need.value}: {reason}"
             elif need.value not in str(there):
                 present = f"network {there} is set in the manifest"
                 self._note("present", present=present, value=need.value, reason=reason)
         elif need.name == "capability":
-            self._add_capability(need.value, reason)
+            self._add_capability(need.value)
         elif need.name == "compute_domain" and not self._body.get("resourceClaims"):
             self._note("compute_domain", reason=reason)
 
     def _add_shared_memory(self, wanted_bytes: int, reason: str) -> None:
         size = f"{-(-wanted_bytes // 2**20)}Mi"
-        memory = quantity(str(self._trainer.limits.get("memory", "")))
+        memory = quantity(str(self._part.limits.get("memory", "")))
         volumes = _get(self._body, "volumes")
         if mounts := self._list_shm_mounts():
             volume = next((each for each in volumes if each.get("name") == mounts[0].get("name")), None)
@@ -428,29 +390,30 @@ class _Wrapper:
             size = half
         name = "topoflight-shm" if any(each.get("name") == "shm" for each in volumes) else "shm"
         self._mount({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}}, mountPath=_SHM)
-        self._reasons["shm"] = f"{size}: {reason}"
 
     def _mount(self, volume: Document, **mount: Any) -> None:
         """Add a volume to the pod, and mount it in the training container."""
         _ensure(self._body, "volumes", []).append(volume)
         _ensure(self._container, "volumeMounts", []).append({"name": volume["name"], **mount})
 
-    def _add_capability(self, name: str, reason: str) -> None:
+    def _add_capability(self, name: str) -> None:
         added = _get(self._security, "capabilities", "add")
         if self._security.get("privileged") or {name, "ALL", f"CAP_{name}"} & set(added):
             return
         made = _ensure(self._container, "securityContext", {})
         _ensure(_ensure(made, "capabilities", {}), "add", []).append(name)
-        self._reasons[f"capability-{name}"] = reason
         if self._security.get("runAsNonRoot"):
             self._note("not_root", name=name)
 
     # -- init containers
 
     def _add_gate(self) -> None:
-        image, job, body = self._wanted.gate_image, self._job, self._body
+        image, part, body = self._wanted.gate_image, self._part, self._body
         if image is None:
             self._note("no_gate")
+            return
+        if self._job.kind.endswith("Runtime") and part.without_gpus:
+            self._note("gate_of_runtime")
             return
         inits = _get(body, "initContainers")
         for each in inits:
@@ -459,25 +422,21 @@ class _Wrapper:
                     self._note("gate", name=each.get("name"), image=each.get("image"))
                 return
         is_taken = any(each.get("name") == GATE for each in (*_get(body, "containers"), *inits))
-        # Requests of an init container apply to the whole pod, and so to the other TrainJobs of the runtime.
-        of_pod = job.kind != "TrainJob" or job.shares_runtime
-        trainer = self._container if of_pod else job.parts[0].container
-        resources = (self._part if job.shares_runtime else self._trainer).resources
         # The check gets the job's variables, and the node's name, because every pod has another host name.
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-        sources = [each for each in _get(trainer, "envFrom") if isinstance(each, dict) and "configMapRef" in each]
+        sources = [
+            each for each in _get(self._container, "envFrom") if isinstance(each, dict) and "configMapRef" in each
+        ]
         self._add_init_container(
             name=f"topoflight-{GATE}" if is_taken else GATE, image=image,
             command=["topoflight", "preflight", "-o", "table",
                      *(word for check in self._wanted.require for word in ("--require", check))],
-            env=[node, *_list_plain_variables(trainer)],
+            env=[node, *_list_plain_variables(self._container)],
             envFrom=sources,  # without Secrets, which the check does not need
-            resources={key: resources[key] for key in resources if key in ("limits", "requests", "claims")},
+            resources={k: part.resources[k] for k in part.resources if k in ("limits", "requests", "claims")},
             securityContext=self._container.get("securityContext"), volumeMounts=self._list_shm_mounts(),
         )  # fmt: skip
-        if job.shares_runtime:
-            self._note("gate_of_runtime", job=f"{job.kind}/{job.name}")
-        if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
+        if part.kind == "PyTorchJob" and part.restart != "Never":
             self._note("gate_repeats")
 
     def _add_init_container(self, **members: Any) -> None:
@@ -491,8 +450,7 @@ class _Wrapper:
 
     def _add_monitor_files(self) -> None:
         """Add an init container that copies the rank monitor from its image into a volume of the training container."""
-        holder = self._job.parts[0].container if self._job.kind == "TrainJob" else self._container
-        starts = {"name": "PYTHONPATH", "value": _MONITOR_START} in [*_get(holder, "env")]
+        starts = {"name": "PYTHONPATH", "value": _MONITOR_START} in [*_get(self._container, "env")]
         if not starts or MONITOR in [each.get("name") for each in _get(self._body, "volumes")]:
             return
         self._add_init_container(

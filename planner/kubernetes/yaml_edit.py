@@ -42,11 +42,10 @@ def documents(text: str) -> list[Any]:
 def extended(text: str, target: list[Any]) -> str:
     """Return the text with the additions in `target`: new keys of mappings, new items at the end of lists.
 
-    The text must end with a newline. Raises EditError if `target` differs from the text in another way, or if an
+    The text must end with a newline. Raises EditError if a value in `target` is another one than in the text, or if an
     addition cannot be inserted.
     """
     before = documents(text)
-    _check_only_added(before, target, "")
     edits, nodes = _Edits(text), list(yaml.compose_all(text, yaml.SafeLoader))  # a list keeps the ids of all nodes
     for node, old, new in zip(nodes, before, target, strict=True):
         edits.compare(node, old, new)
@@ -64,18 +63,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_is_same, one, other))
     return type(one) is type(other) and bool(one == other)
-
-
-def _check_only_added(old: Any, new: Any, way: str) -> None:
-    """Raise EditError where `new` changes or drops a value of `old`; `way` is the path for the message."""
-    if isinstance(old, dict) and isinstance(new, dict) and old.keys() <= new.keys():
-        for key, value in old.items():
-            _check_only_added(value, new[key], f"{way}.{key}")
-    elif isinstance(old, list) and isinstance(new, list) and len(old) <= len(new):
-        for number, value in enumerate(old):
-            _check_only_added(value, new[number], f"{way}[{number}]")
-    elif old != new and not (old is None and isinstance(new, dict | list)):
-        raise EditError(f"{way or 'document'}: {old!r} is the user's, and would become {new!r}")
 
 
 class _Edits:

@@ -65,35 +65,26 @@ def parse(text: str, kind: str) -> list[list[Any]]:
 def _without_templates(text: str) -> list[str]:
     """Remove Helm and Jinja templates: lines with only a template are dropped, values become unknown (OPEN).
 
-    Returns one text for the first branches of all conditions, one for all second branches, and so on.
+    Returns a text with the first branch of each condition, one with the second (or last) branches, and so on.
     """
-    lines = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL).splitlines()
-    blocks: tuple[tuple[int, int], ...] = ()  # enclosing blocks: first line, and number of the current branch
-    inside, branched, most = list[tuple[tuple[int, int], ...]](), set[int](), 0
-    for number, row in enumerate(lines):
+    plain = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL)
+    blocks: list[list[int]] = []  # last branch of each enclosing block
+    rows: list[tuple[str, list[tuple[int, list[int]]]]] = []  # with the branch in each of them
+    for row in plain.splitlines():
         step = pattern("template_step").match(row.strip())
         if step and step[1].startswith("end"):
             blocks = blocks[:-1]
         elif step and step[1] in ("else", "elif") and blocks:
-            begin, branch = blocks[-1]
-            blocks, most = (*blocks[:-1], (begin, branch + 1)), max(most, branch + 1)
-            branched.add(begin)
+            blocks[-1][0] += 1
         elif step and len(blocks) < _LIMIT_DEPTH and not pattern("closed_template").search(step[2]):
-            blocks = (*blocks, (number, 0))
-        inside.append(blocks)
-    plain = [
-        pattern("template").sub(OPEN, row)
-        if not pattern("only_template").fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
-        else ""
-        for row in lines
-    ]
-    return [
-        "\n".join(
-            row if all(own == branch or begin not in branched for begin, own in here) else ""
-            for row, here in zip(plain, inside, strict=True)
-        )
-        for branch in range(min(most + 1, _MOST_BRANCHES))
-    ]
+            blocks = [*blocks, [0]]
+        drops = pattern("only_template").fullmatch(row.strip()) and not re.match(r".*:\s*\{\{", row)
+        row = "" if drops else pattern("template").sub(OPEN, row)
+        rows.append((row, [(block[0], block) for block in blocks]))
+    return list(dict.fromkeys(
+        "\n".join(row if all(own == min(number, last) for own, (last,) in inside) else "" for row, inside in rows)
+        for number in range(_MOST_BRANCHES)
+    ))  # fmt: skip
 
 
 def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
@@ -187,10 +178,9 @@ class _Walk:
         here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
             if key == "environment" and self._compose:
-                refusal = "Compose refuses the file: it takes a string or a number"
-                self._check_type(source, str(name), value, "compose_truth", refusal=refusal)
+                self._check_type(source, str(name), value, compose=True)
             elif key == "data" and source in self.config_of:
-                self._want_text(source, str(name), value)
+                self._check_type(source, str(name), value)
             word = name if isinstance(name, str) else ""
             own = pattern("own").match(word) is not None
             if own and isinstance(value, dict):
@@ -225,7 +215,7 @@ class _Walk:
         before: dict[str, str] = {}
         for entry in entries:
             name, value = entry["name"], entry.get("value")
-            self._want_text(source, name, value)
+            self._check_type(source, name, value)
             text = "valueFrom" if "valueFrom" in entry else scalar(value)
             if not is_judged(name):
                 before[name] = text
@@ -240,19 +230,17 @@ class _Walk:
                 notes.append(finding("env.pair.shadowed/twice", name, before[name], status=status, last=text))
             before[name] = text
 
-    def _check_type(self, source: str, name: str, value: Any, *forms: str, refusal: str) -> None:
-        """Report an unquoted value that a parser does not read as a string."""
-        text = scalar(value)
-        plain = isinstance(value, Plain | bool | int | float)
-        if plain and any(pattern(form).fullmatch(text) for form in forms):
+    def _check_type(self, source: str, name: str, value: Any, *, compose: bool = False) -> None:
+        """Report an unquoted value that Kubernetes or Compose does not read as a string."""
+        text, refusal = scalar(value), "Kubernetes refuses the object: the value must be a string"
+        if compose:
+            refusal = "Compose refuses the file: it takes a string or a number"
+        forms = ("compose_truth",) if compose else ("truth", "number")
+        if isinstance(value, Plain | bool | int | float) and any(pattern(form).fullmatch(text) for form in forms):
             what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
             text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
             note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
             self._at(source).findings.append(note)
-
-    def _want_text(self, source: str, name: str, value: Any) -> None:
-        refusal = "Kubernetes refuses the object: the value must be a string"
-        self._check_type(source, name, value, "truth", "number", refusal=refusal)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
         """Take an entry of a container's `env`. A ConfigMap's value is used if the ConfigMap is in the documents."""
@@ -280,7 +268,7 @@ class _Walk:
             self.taken.setdefault(source, set()).add(name)
             for key, value in self._configs[name].items():
                 if NAME.match(str(key)):
-                    self._want_text(source, str(key), value)
+                    self._check_type(source, str(key), value)
                     self._add(source, f"{entry.get('prefix', '')}{key}", value)
 
     def _words(self, words: list[str], source: str) -> None:
@@ -366,54 +354,47 @@ class _Instruction(NamedTuple):
     rest: str  # arguments, with continued lines joined and without here-documents
 
 
-class _Stage(NamedTuple):
-    known: dict[str, str]  # ENV and ARG
-    assigned: list[Assigned]
+_Stage = dict[str, Assigned]  # ENV (exported) and ARG
 
 
 def read_dockerfile(text: str) -> Script:
     """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
-    script, stage, named = Script(), _Stage({}, []), dict[str, _Stage]()
-    arguments = stage.known  # of ARG instructions before the first stage
+    script, stage, named = Script(), _Stage(), dict[str, _Stage]()
+    arguments = stage  # of ARG instructions before the first stage
     for each in _instructions(text, script):
         if each.name == "FROM":
-            rest = re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match[1]) or match[0], each.rest)
+            rest = re.sub(r"\$\{?(\w+)\}?", lambda m: arguments[m[1]].value if m[1] in arguments else m[0], each.rest)
             words = [word.lower() for word in rest.split() if not word.startswith("--")]
-            base = named.get(words[0], _Stage({}, [])) if words else stage
             name = words[2] if len(words) > 2 else str(len(named))
-            stage = named[name] = _Stage(dict(base.known), list(base.assigned))
+            stage = named[name] = dict(named.get(words[0], {}) if words else stage)
         elif each.name in ("ENV", "ARG"):
             _variables(each, stage)
         elif each.name in ("CMD", "ENTRYPOINT") and NAMED.search(each.rest):
             script.unread.append(Unread(line=each.line, why=f"a variable in {each.name}"))
         elif each.name == "RUN":
-            _run(each, stage.known, script)
-    script.always.update({each.name: each for each in stage.assigned})
+            _run(each, stage, script)
+    script.always = {name: each for name, each in stage.items() if each.exported}
     return script
 
 
 def _variables(each: _Instruction, stage: _Stage) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
-    before = dict(stage.known)
+    before = [one._replace(exported=False) for one in stage.values()]
     words = _WORD.findall(each.rest)
     if each.name == "ENV" and words and "=" not in words[0]:
         name, _, value = each.rest.partition(" ")
         words = [f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"']
     for word in words:
-        name, equals, _ = word.partition("=")
-        if not equals:
-            stage.known.setdefault(name, OPEN)
-            continue
-        for found in read_assignment(word, before, each.line):
-            stage.known[found.name] = found.value
-            if each.name == "ENV":
-                stage.assigned.append(found)
+        found = read_assignment(word, before, each.line) if "=" in word else [Assigned(word, OPEN)]
+        for one in found:
+            if each.name == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
+                stage[one.name] = one._replace(exported=each.name == "ENV")
 
 
-def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:
+def _run(each: _Instruction, stage: _Stage, script: Script) -> None:
     """Take the files that RUN writes. Variables that it exports do not outlive the instruction."""
     rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
-    found = read_shell(rest + "\n", known=known, line=each.line)
+    found = read_shell(rest + "\n", before=stage.values(), line=each.line)
     script.inner += [one for one in found.inner if one.target != "python" or one.text not in rest]
     if NAMED.search(rest):
         script.unread += found.unread

@@ -5,7 +5,6 @@ The grammar is tree-sitter-bash's. Specification: POSIX shell (XCU 2.2 quoting, 
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 import time
@@ -132,13 +131,6 @@ class Expander:
         """Return the line number of a node in the whole text; 0 if unknown."""
         return self.first + node.start_point.row if self.first else 0
 
-    def look_up(self, name: str) -> str | None:
-        """Return the value of a variable; None if unset, OPEN if unknown."""
-        found = self.scope.variables.get(name)
-        if found is None:
-            return OPEN
-        return None if found.unset else found.value
-
     def items(self, name: str) -> tuple[Word, ...] | None:
         """Return the items of an array; None if unknown."""
         found = self.scope.variables.get(name)
@@ -174,15 +166,14 @@ class Expander:
                 self.capture(node.named_children)
                 return OPEN
         found = self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
-        is_assigned = node.parent is not None and node.parent.type == "variable_assignment"
-        if re.match(r"~(?:/|$)" if is_assigned else r"\w+=~(?:/|$)", self.text(node)):  # bash expands it to $HOME
-            return found.replace("~", OPEN, 1)
-        return found
+        is_home = re.match(r"(?:\w+=)?~(?:/|$)", self.text(node)) is not None  # bash replaces it with $HOME
+        return found.replace("~", OPEN, 1) if is_home else found
 
     def parameter(self, name: str) -> str:
-        """Return the value of `$NAME`; OPEN for positional parameters."""
+        """Return the value of `$NAME`, "" if it is unset, OPEN if it is unknown as `$1` is."""
         self.spend(64)
-        return self.look_up(name) or ("" if name in self.scope.variables else OPEN)
+        found = self.scope.variables.get(name)
+        return OPEN if found is None else found.value
 
     def _mixed(self, node: Node, start: int, end: int, escape: str) -> str:
         """Expand text between two offsets. Text outside child nodes is literal, as the grammar omits some blanks."""
@@ -214,13 +205,13 @@ class Expander:
             return " ".join(each.text for each in items) if items and short and not separated else OPEN
         if sign == "}":
             return self.parameter(name)
-        known, got = name in self.scope.variables, self.look_up(name)
-        missing = not got if sign[0] == ":" else got is None
-        if known and not missing and got != OPEN:
-            if sign[-1] != "+":
-                return got or ""
-        elif sign[-1] in "+?":
-            return "" if known and missing else OPEN
+        found, value = self.scope.variables.get(name), self.parameter(name)
+        is_missing = found is not None and (found.unset or (sign[0] == ":" and not value))
+        if is_missing or value == OPEN:
+            if sign[-1] in "+?":
+                return "" if is_missing else OPEN
+        elif sign[-1] != "+":
+            return value
         start = node.start_byte + len(match[0].encode())
         other = self._mixed(node, start, node.end_byte - 1, r"\\([\"\\`$}])|\\\n")
         if sign[-1] == "=":
@@ -235,17 +226,15 @@ class Expander:
         inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
 
         def put(match: re.Match[str]) -> str:
-            number = OPEN if self.loops else self.parameter(match[1]) or "0"
-            return number if match[0][0] == "$" else f"({number})"
+            number = self.parameter(match[1]) or "0"
+            return number if number.isdecimal() and not self.loops else OPEN
 
         if not self.spend(len(text)):
             return None
-        filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside).strip()
-        if not re.fullmatch(r"[\d\s+*/%()<>-]{1,80}", filled):
-            return None
+        filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside)
         try:
-            return _number(ast.parse(re.sub(r"\s+", " ", filled).replace("/", "//"), mode="eval").body)
-        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+            return _number(filled) if re.fullmatch(r"[\d\s+*/%<>-]{1,80}", filled) else None
+        except (ValueError, ZeroDivisionError):
             return None
 
     def words(self, node: Node) -> list[Word]:
@@ -292,19 +281,22 @@ class Expander:
         return Assigned(name, value, self.raw(given) if given else "", self.line(node), items=items)
 
 
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
-}  # fmt: skip
+# In the order of their precedence, the lowest first
+_OPERATORS: Sequence[Mapping[str, Callable[[int, int], int]]] = (
+    {"<<": operator.lshift, ">>": operator.rshift},
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": operator.floordiv, "%": operator.mod},
+)
 
 
-def _number(node: ast.expr) -> int:
+def _number(text: str) -> int:
     """Evaluate an expression whose intermediate results are in 0 to 2^63 - 1. Raises ValueError otherwise."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _number(node.left), _number(node.right)
-        shifts_far = isinstance(node.op, ast.LShift | ast.RShift) and right > 62
-        if not shifts_far and 0 <= (found := _OPERATORS[type(node.op)](left, right)) < 1 << 63:
-            return found
-    raise ValueError("no number that bash has too")
+    for group in _OPERATORS:
+        for match in reversed(list(re.finditer("|".join(map(re.escape, group)), text))):
+            left, right = _number(text[: match.start()]), _number(text[match.end() :])
+            if (group is _OPERATORS[0] and right > 62) or not 0 <= (result := group[match[0]](left, right)) < 1 << 63:
+                raise ValueError("no number that bash has too")
+            return result
+    if not re.fullmatch(r"\s*(?:0|[1-9]\d{0,18})\s*", text):
+        raise ValueError("no decimal number")
+    return int(text)

@@ -1,22 +1,19 @@
-"""Recognise programs in the words of a command, and collect the settings of each program start.
+"""Recognise the programs and the settings in the words of a command.
 
-Specification: mpirun(1), srun(1), env(1), sudo(8), docker-run(1), apptainer.
+Specification: mpirun(1) -x, Hydra -genv, srun(1) and sbatch(1) --export, docker-run(1) -e, env(1), sudo(8), apptainer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from contracts.tables import read_table
-from planner.lint.script import JOB_SIZE, Assigned, Script, Settings, Word, is_judged, pattern, words
+from planner.lint.script import CHECKED, NAMED, Word, pattern, words
 
 MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
-_MOST_LAUNCHES = 1000  # launches or execution paths with different settings
 _NAMES = words()["shell"]
-# Label of the environment at the end of a script. It counts if the script starts nothing that may train.
-END = "the end"
 
 
 def name_of(word: Word) -> str:
@@ -56,26 +53,6 @@ def is_idle(words: Sequence[Word]) -> bool:
     return program in _NAMES["utilities"] and not starts
 
 
-def script_of(words: Sequence[Word]) -> int:
-    """Return the index of the training script after its launcher; the following words are its arguments."""
-    starts = next((at for at, each in enumerate(words) if name_of(each) in _NAMES["takes_script"]), len(words))
-    after = range(starts + 1, len(words))
-    return next((at for at in after if re.fullmatch(r"[^-:=][^:=]*\.(?:py|sh)", words[at].text)), len(words))
-
-
-def runner_of(words: Sequence[Word], at: int) -> str:
-    """Return the program that runs this word as a command (option -c); empty if there is none."""
-    if at == 0 or not re.fullmatch(r"-\w*c", words[at - 1].text):
-        return ""
-    program = name_of(words[0])
-    near = next((name_of(each) for each in reversed(words[max(0, at - 8) : at]) if each.text[:1] != "-"), program)
-    own, shells = _NAMES["own_c"], _NAMES["shells"]
-    if "python" in (program, near):
-        return "python"
-    is_text = re.search(r"\s", words[at].text) is not None
-    return "" if near in own or (near not in shells and (program in own or not is_text)) else near
-
-
 def removed_names(words: Sequence[Word], names: Iterable[str]) -> list[str]:
     """Return the variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
     command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
@@ -84,63 +61,72 @@ def removed_names(words: Sequence[Word], names: Iterable[str]) -> list[str]:
     return [name for name in names if name in named or (everything and name not in command)]
 
 
-class Launch(NamedTuple):
-    """A program start, with its settings on one way through the script."""
+class Part(NamedTuple):
+    """What a word of a command means for the program."""
 
-    label: str  # "the launch of line 3"
-    sure: bool  # the program is a launcher; False: it may be one
-    settings: Settings
-    way: tuple[str, ...]  # unlikely outcomes that lead to it
-
-
-class Launches:
-    """The program starts of a script."""
-
-    def __init__(self) -> None:
-        self._found: dict[object, Launch] = {}
-
-    @property
-    def has_launcher(self) -> bool:
-        """Whether a program is certainly a launcher."""
-        return any(each.sure for each in self._found.values())
-
-    def add(self, label: str, variables: Iterable[Assigned], way: tuple[str, ...], *, sure: bool) -> int | None:
-        """Add a start with its checked exported variables. Returns their number; None if there are too many starts."""
-        settings = {
-            each.name: each for each in variables
-            if each.exported and not each.unset and each.items is None
-            and (is_judged(each.name) or each.name in JOB_SIZE)
-        }  # fmt: skip
-        if len(self._found) >= _MOST_LAUNCHES:
-            return None
-        self._found[label, sure, _content(settings), way] = Launch(label, sure, settings, way)
-        return len(settings)
-
-    def merge_into(self, script: Script) -> None:
-        """Store the settings of each launch and way. A launch with a subset of another launch's settings is dropped.
-
-        A variable that no launcher gets counts if a program gets it that may be a launcher.
-        """
-        some = self.has_launcher
-        named = {name for each in self._found.values() if each.sure for name in each.settings}
-        ways: dict[tuple[str, ...], dict[frozenset[tuple[str, str]], Launch]] = {}
-        for each in sorted(self._found.values(), key=lambda launch: not launch.sure):
-            settings = {name: one for name, one in each.settings.items() if each.sure or name not in named}
-            if not (some and each.label == END):
-                ways.setdefault(each.way, {}).setdefault(_content(settings), each._replace(settings=settings))
-        found: dict[frozenset[tuple[str, str]], Launch] = {}
-        for _, launches in sorted(ways.items(), key=lambda way: len(way[0])):
-            for contents, each in launches.items():
-                if not any(contents < other for other in launches):
-                    found.setdefault(contents, each)
-        several = len([each for each in found.values() if not each.way]) > 1
-        for each in found.values():
-            label = "; ".join(filter(None, [each.label if several else "", *each.way]))
-            script.ways.append((label, each.settings))
-        if len(found) == 1:
-            script.always = script.ways.pop()[1]
+    does: Literal["set", "run", "prose", "python", "option.json", "file"]  # "prose": it may be a script or not
+    text: str  # the value, script or file
+    line: int
+    name: str = ""  # the variable
+    raw: str = ""  # source text of the value
 
 
-def _content(settings: Settings) -> frozenset[tuple[str, str]]:
-    """Return the pairs of name and value."""
-    return frozenset((name, each.value) for name, each in settings.items())
+def parts_of(words: Sequence[Word]) -> Iterator[Part]:
+    """Yield the settings that the words of a command give to its program, and the texts that it runs or reads."""
+    may_set = False  # NAME=VALUE may follow, as after env(1)
+    is_argument = False  # it is an argument of a Python script
+    for at, word in enumerate(words):
+        text, before = word.text, words[at - 1].text if at else ""
+        if at > 1 and (words[at - 2].text in _NAMES["takes_pair"] or words[at - 2].text == "-env"):
+            yield Part("set", text, word.line, before, word.raw)
+        option, equals, tail = text.partition("=") if text[:1] == "-" else (before, "", text)
+        given = tail if equals else text
+        takes_list = option in _NAMES["takes_list"]
+        is_setting = re.match(r"[A-Za-z_]\w*=", text, re.ASCII) is not None
+        is_argument = is_argument or (at > 0 and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
+        if option in _NAMES["takes_file"] and given != option:
+            yield Part("file", given, word.line)
+        elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):
+            # srun(1): a value ends at each comma
+            for part in re.split("," if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", given):
+                name, sign, value = part.partition("=")
+                if sign:
+                    yield Part("set", value, word.line, name, word.raw.partition(f"{name}=")[2])
+        elif at and (not is_argument or pattern("dotted").match(text)):
+            yield from _text_of_word(words, at)
+        is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting
+        may_set = name_of(word) in {"env", *_NAMES["wrappers"]} or (may_set and is_value)
+
+
+def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
+    """Yield what a word is that sets no variable by an option: a script, JSON, a key path of Hydra or Helm."""
+    text, before, line = words[at].text, words[at - 1].text, words[at].line
+    if before in ("-S", "--split-string"):
+        yield Part("run", f"env {text}", line)
+    elif runs := _runner_of(words, at):
+        yield Part("python" if runs == "python" else "run", text, line)
+    elif dotted := pattern("dotted").match(text):
+        yield Part("set", text[dotted.end() :].strip("\"'"), line, dotted[1], words[at].raw)
+    elif before[:1] == "-" and CHECKED.match(text):
+        name, _, value = text.partition("=")
+        yield Part("set", value, line, name, words[at].raw.partition("=")[2])
+    elif name_of(words[0]) in _NAMES["remote"] and re.search(r"\s", text):
+        yield Part("run", text, line)
+    elif NAMED.search(text):
+        text = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=", text) else text
+        if text.lstrip().startswith(("{", "[")) and '"' in text:
+            yield Part("option.json", text, line)
+        elif pattern("commands").search(text):
+            yield Part("prose", text, line)
+
+
+def _runner_of(words: Sequence[Word], at: int) -> str:
+    """Return the program that runs this word as a command (option -c); empty if there is none."""
+    if not re.fullmatch(r"-\w*c", words[at - 1].text):
+        return ""
+    program = name_of(words[0])
+    near = next((name_of(each) for each in reversed(words[max(0, at - 8) : at]) if each.text[:1] != "-"), program)
+    if "python" in (program, near):
+        return "python"
+    own, is_text = {program, near} & _NAMES["own_c"], re.search(r"\s", words[at].text) is not None
+    return near if near in _NAMES["shells"] - _NAMES["own_c"] or (is_text and not own) else ""

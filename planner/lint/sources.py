@@ -202,16 +202,9 @@ def _script(text: str, kind: str, first: int) -> Script:
         return Script()
     if kind in ("env", "conf"):
         return _lines(text, kind, first)
-    from planner.lint.shell import directives, read_shell
+    from planner.lint.shell import read_shell
 
-    before, files = list[Assigned](), list[str]()
-    for number, words in directives(text):
-        found = read_shell("sbatch " + words, line=first and first + number - 1)
-        before += [each for settings in found.settings() for each in settings.values()]
-        files += found.files
-    script = read_shell(text, line=first, before=before)
-    script.files[:0] = files
-    return script
+    return read_shell(text, line=first)
 
 
 def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
@@ -230,20 +223,18 @@ def _lines(text: str, kind: str, first: int) -> Script:
     docker uses the last of duplicate entries. NCCL keeps all blanks, accepts `#` only in the first column, and uses the
     first of duplicate entries.
     """
-    rows, unread = list[tuple[int, str]](), list[Unread]()
+    script = Script()
     for at, row in enumerate(text.splitlines()):
         number, bare = first and first + at, row.lstrip()
-        if not bare or (bare.startswith("#") and (kind == "env" or row.startswith("#"))):
+        name, equals, value = (bare if kind == "env" else row).partition("=")
+        if not bare or (bare[0] == "#" and (kind == "env" or row[0] == "#")):
             continue
-        name = bare.partition("=")[0]
-        if kind == "env" and ((" " in name.strip() and not name.startswith("export ")) or "=" not in bare):
+        if kind == "env" and (not equals or (" " in name.strip() and not name.startswith("export "))):
             if not re.fullmatch(r"\w+", bare.strip()):  # NAME alone: docker takes the value from its own environment
-                unread.append(Unread(line=number, why="no NAME=VALUE"))
-            continue
-        rows.append((number, bare if kind == "env" else row))
-    script = _plain(rows if kind == "env" else reversed(rows))
-    script.always = dict(sorted(script.always.items(), key=lambda each: each[1].line))
-    script.unread = unread
+                script.unread.append(Unread(line=number, why="no NAME=VALUE"))
+        elif name and equals and (kind == "env" or name not in script.always):
+            script.always.pop(name, None)  # variables are in the order of their lines
+            script.always[name] = Assigned(name, value, value, number)
     return script
 
 

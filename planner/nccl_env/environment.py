@@ -2,10 +2,9 @@
 
 The rules here are about GPUs, their links and CPU cores. Most variables have correct defaults, and a note says not to
 set them. Specification: NCCL docs/userguide/source/{env,troubleshooting}.rst (shared memory, memlock),
-src/graph/{topo,paths}.cc, src/transport/nvls.cc, src/mnnvl.cc; PyTorch docs notes/cuda (allocator),
-ProcessGroupNCCL.hpp (TORCH_NCCL_*), torch/distributed/run.py; Kubernetes EnvVar and extended resources; Multus
-annotation k8s.v1.cni.cncf.io/networks; AWS EKS user guide, EFA; docker run --env-file (one NAME=value per line, no
-quoting); POSIX shell.
+src/graph/{topo,paths}.cc, src/mnnvl.cc; PyTorch docs notes/cuda (allocator), torch/distributed/run.py; Kubernetes
+EnvVar and extended resources; Multus annotation k8s.v1.cni.cncf.io/networks; AWS EKS user guide, EFA; docker run
+--env-file (one NAME=value per line, no quoting); POSIX shell.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from planner.nccl_env.situation import (
     Note,
     Setting,
     Situation,
-    all_nvlink,
     note,
     p2p_level_effect,
     setting,
 )
 from probes.limits.probe import LimitsFacts
-from topology.graph import PathClass
 
 
 class RenderError(ValueError):
@@ -96,18 +93,6 @@ def mnnvl(case: Situation) -> Note | None:
     return note("mnnvl", evidence) if evidence else None
 
 
-def nvls(case: Situation) -> Note | None:
-    """NCCL_NVLS_ENABLE: enabled automatically if the switches support reductions."""
-    for node in case.nodes:
-        gpus, facts = node.topology.gpus if node.topology else (), node.gpu()
-        known = [gpu.compute_capability for gpu in gpus if gpu.compute_capability]
-        if not known and facts:
-            known = [gpu.compute_capability for gpu in facts.gpus if gpu.compute_capability]
-        if min(known, default=(0, 0)) >= (9, 0) and node.gpu_count() > 2 and all_nvlink(node):
-            return note("nvls", f"{node.hostname}: NVSwitch, compute capability 9.0 or later")
-    return None
-
-
 def topo_file(case: Situation) -> Setting | Note | None:
     """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
     topic = "NCCL_TOPO_FILE"
@@ -152,31 +137,12 @@ def p2p_level(case: Situation) -> Note | None:
     return None
 
 
-def pcie_pairs(case: Situation) -> Note | None:
-    """Explain NCCL's default behaviour for GPUs connected by PCIe only."""
-    for node in case.nodes if case.backend == "nccl" else ():
-        info = node.hostinfo()
-        # With at most two GPUs and AMD CPUs, NCCL 2.23 and later allows any P2P (ncclTopoCheckP2p).
-        is_two_on_amd = info is not None and info.cpu_vendor == "AuthenticAMD" and node.gpu_count() <= 2
-        if node.topology is None or node.gpu_count() < 2 or all_nvlink(node) or is_two_on_amd:
-            continue
-        for pair in node.topology.pairs:
-            if pair.a.startswith("GPU") and pair.b.startswith("GPU") and pair.path and pair.path > PathClass.PXB:
-                return note("p2p_level.pcie", f"{node.hostname}: {pair.a}-{pair.b} {pair.label}")
-    return None
-
-
 def allocator(case: Situation) -> Setting | None:
     """PYTORCH_CUDA_ALLOC_CONF: expandable segments, so that varying sequence lengths do not fragment the memory."""
     if not case.gpus:
         return None
     evidence = f"{case.gpus} CUDA GPUs; newer PyTorch also reads it as PYTORCH_ALLOC_CONF"
     return setting("allocator", "expandable_segments:True", evidence)
-
-
-def watchdog(case: Situation) -> Note | None:
-    """TORCH_NCCL_*: by default, a hung collective is already aborted."""
-    return note("watchdog") if case.backend == "nccl" else None
 
 
 def omp_threads(case: Situation) -> Setting | Note | None:
@@ -322,18 +288,13 @@ class EnvAdvice:
 
 _FIRST = (unread, platforms.amd, devices.gloo_socket_ifname)
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
-    platforms.vendor_script, platforms.unknown_platform, devices.socket_ifname, rdma.ib_hca, rdma.silent_ports,
+    platforms.vendor_script, platforms.unknown_platform, devices.socket_ifname, rdma.ib_hca,
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
-    rdma.cross_nic, rdma.net_plugin, platforms.slingshot_protocol, platforms.slingshot_tuning, platforms.collnet,
+    rdma.cross_nic, rdma.net_plugin, platforms.slingshot_protocol, platforms.slingshot_tuning,
 )  # fmt: skip
-_LAST = (
-    topo_file, p2p_level, pcie_pairs, nvls, mnnvl,
-    platforms.gdr_prerequisites, allocator, watchdog, omp_threads, cpu_binding,
-)  # fmt: skip
+_LAST = (topo_file, p2p_level, mnnvl, allocator, omp_threads, cpu_binding)
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (*_FIRST, *_BETWEEN_NODES, *_LAST)
 """Rules, in the order of their answers."""
-
-_NEEDED = ("NCCL_MNNVL_ENABLE", "NCCL_NET_GDR_LEVEL", "NCCL_NVLS_ENABLE")  # these notes stay with a vendor's script
 
 
 def settings(case: Situation) -> EnvAdvice:
@@ -351,7 +312,7 @@ def settings(case: Situation) -> EnvAdvice:
     if platforms.has_vendor_script(case):  # the vendor's script or plugin sets NCCL's variables
         chosen = [each for each in chosen if not each.name.startswith("NCCL_")]
         if between:
-            notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic in _NEEDED]
+            notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic == "NCCL_MNNVL_ENABLE"]
     unknown = any(each.text.startswith("Unknown") or each.topic == "platform" for each in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
         notes = [note("nccl.nothing"), *notes]

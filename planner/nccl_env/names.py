@@ -218,15 +218,8 @@ class Platform:
         return {name: (value, recipe) for recipe in self.recipes for name, value in recipe.values.items()}
 
 
-class Platforms(NamedTuple):
-    """The whole table."""
-
-    rows: tuple[Platform, ...]
-    why: Mapping[str, str]  # variable -> why our value may differ from the published one
-
-
 @cache
-def platforms() -> Platforms:
+def platforms() -> tuple[Platform, ...]:
     """Read the table of platforms."""
     data = read_table(__file__, "data/platforms.toml")
     sources = {name: Source(**row) for name, row in data["source"].items()}
@@ -241,7 +234,7 @@ def platforms() -> Platforms:
     for row in data["platform"]:
         lists = {key: tuple(row.get(key, ())) for key in ("script", "catalogue")}
         rows.append(Platform(**{**row, **lists, "recipes": tuple(recipes[name] for name in row["recipes"])}))
-    return Platforms(rows=tuple(rows), why=data["why"])
+    return tuple(rows)
 
 
 def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
@@ -254,7 +247,7 @@ def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
         return {each.plugin for name in names if (each := plugin_of(name)) is not None and each.prefix}
 
     configured, net = families(environment), environment.get("NCCL_NET")
-    rows = [row for row in platforms().rows if row.plugin and (
+    rows = [row for row in platforms() if row.plugin and (
         configured & families(row.values()) or (net and net == row.values().get("NCCL_NET", ("",))[0]))]  # fmt: skip
     return max(
         rows, key=lambda row: sum(environment.get(n) == value[0] for n, value in row.values().items()), default=None

@@ -90,45 +90,6 @@ def _list_cxi(case: Situation) -> tuple[str, ...]:
     return next((found for node in case.nodes if (found := node.cxi())), ())
 
 
-def collnet(case: Situation) -> Note | None:
-    """NCCL_COLLNET_ENABLE: SHARP in InfiniBand switches, through nccl-rdma-sharp-plugins."""
-    if published(case, "NCCL_COLLNET_ENABLE") is not None:
-        return None
-    plugin = {}
-    for node in case.nodes:
-        info = node.hostinfo()
-        path = next((path for path in info.vendor_files if "sharp" in path), None) if info else None
-        if path and any(view.port.link_layer == "InfiniBand" for view in node.default_ports()):
-            plugin[node.hostname] = path
-    if not plugin or len(plugin) < len([node for node in case.nodes if node.snapshot]):
-        return None
-    return note("collnet.plugin", by_host(plugin.items()))
-
-
-def gdr_prerequisites(case: Situation) -> Note | None:
-    """Report what prevents NICs from accessing GPU memory on these hosts, before a run shows it."""
-    if case.one_node or case.backend != "nccl" or not (case.rdma_ports or case.efa or case.cxi):
-        return None
-    found = [(node.hostname, each) for node in case.nodes for each in _list_gdr_obstacles(node)]
-    return note("gdrdma.prerequisites", by_host(found)) if found else None
-
-
-def _list_gdr_obstacles(node: NodeView) -> list[str]:
-    facts = node.pci()
-    if facts is None or not node.gpu_count():
-        return []
-    found = []
-    if facts.peermem_loaded is False and facts.dmabuf_possible is False:
-        found.append("neither nvidia_peermem nor DMA-BUF")
-    if facts.hypervisor is None:
-        on = sum(device.acs_source_validation is True for device in facts.devices)
-        if on:
-            found.append(f"ACS on at {on} bridge{'' if on == 1 else 's'}")
-        if facts.iommu_mode == "translated":
-            found.append("the IOMMU translates")
-    return found
-
-
 # Chassis asset tags of clouds in DMI: cloud-init, tools/ds-identify (Azure), DataSourceOracle (OCI, also bare metal).
 _ASSET_TAGS = {"OracleCloud.com": "oci", "7783-7084-3265-9085-8269-3286-77": "azure"}
 _CLOUD_IDS = {"aws": "aws", "azure": "azure", "gce": "gcp", "oracle": "oci"}  # names used by cloud-init
@@ -171,11 +132,11 @@ def recognise(node: NodeView) -> Platform | None:
     info = node.hostinfo()
     if info is None:
         sku = node.topology.sku if node.topology and not node.snapshot else None
-        return next((row for row in platforms().rows if sku in row.catalogue), None)
+        return next((row for row in platforms() if sku in row.catalogue), None)
     cloud = cloud_of(info)
     names = " ".join(node.gpu_names())
     there = fabrics(node)
-    for row in platforms().rows:
+    for row in platforms():
         if not row.recognised or (row.cloud and (cloud is None or cloud[0] != row.cloud)):
             continue
         if row.product and re.search(row.product, info.product or "") is None:
@@ -229,9 +190,7 @@ def published(case: Situation, name: str) -> Setting | None:
 
 def settings_as_published(case: Situation) -> Iterator[Setting]:
     """Yield every variable that the nodes' platform publishes and that is recommended without change."""
-    for name in dict.fromkeys(
-        name for row in platforms().rows for recipe in row.recipes for name in sorted(recipe.set)
-    ):
+    for name in dict.fromkeys(name for row in platforms() for recipe in row.recipes for name in sorted(recipe.set)):
         if (found := published(case, name)) is not None:
             yield found
 

@@ -215,12 +215,6 @@ def _list_returning(node: NodeView, choice: PortChoice) -> list[PortView]:
     return [view for view in _missing_ports(node) if view.device.model in models]
 
 
-def silent_ports(case: Situation) -> Note | None:
-    """Report a port that is down: NCCL loses a rail without a message."""
-    down = [(node.hostname, f"{view.name} {view.port.state}") for node in case.nodes for view in _missing_ports(node)]
-    return note("hca.silent", by_host(down)) if down and case.rdma_ports else None
-
-
 def cross_nic(case: Situation) -> Setting | Note | None:
     """NCCL_CROSS_NIC=0, if every rail is a separate network."""
     if not case.rdma_ports:

@@ -1,20 +1,237 @@
-"""Training stacks: supported features (one TOML file each), terms of the forecast, and configuration formats.
-
-This module lists the known stacks: engines by name, and export formats for a layout.
-"""
+"""Training stacks: supported features (one TOML file each), terms of the forecast, and engines by name."""
 
 from __future__ import annotations
 
-from contracts.tables import read_table
-from planner.advice import ExportError, ExportRequest
-from planner.forecast.engine import Engine, make_engine
-from planner.stacks import deepspeed, megatron, topoflight, torchtitan, trl
+from dataclasses import dataclass, replace
 
-_STACKS = (topoflight, trl, deepspeed, torchtitan, megatron)
-ENGINES: dict[str, Engine] = {stack.ENGINE.name: stack.ENGINE for stack in _STACKS}
-ENGINES["automodel"] = make_engine(torchtitan.ENGINE, read_table(__file__, "automodel.toml"))
-_STACK_OF = {name: stack for stack in _STACKS for name in stack.FORMATS}
-FORMATS = tuple(_STACK_OF)
+from contracts.layout import ROPE_TYPES, TRAINED, Layout
+from contracts.tables import read_table
+from planner.forecast.engine import IN_HALF, Engine, Fsdp, Share, StateBytes, make_engine
+from planner.forecast.specs import ModelSpec, TrainSpec, attention_columns, mlp_width, weights
+
+LOSS_TOKENS = 1024.0  # whose logits exist at a time (finetune/model.py, LOSS_CHUNK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topoflight(Fsdp):
+    """The built-in fine-tune job: fully_shard, torch's tensor-parallel plans and torch.distributed.pipelining."""
+
+    def splits_sequence(self, train: TrainSpec) -> bool:
+        """Whether tensor-parallel ranks split the sequence; adapters and the mask of eager attention need it whole."""
+        return train.method == "full" and train.attention != "eager"
+
+    def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+        """Return why a layout is unsupported: models it cannot train, or parts its plans and schedules cannot split."""
+        if model.family not in TRAINED:
+            return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
+        if unknown := set(model.rope_types) - set(ROPE_TYPES):
+            return f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not {min(unknown)!r}"
+        if layout.pp > 1 and model.tied_embeddings:
+            return "topoflight does not support PP with tied embeddings: two stages would each train a copy"
+        if layout.sequence_parallel and not self.splits_sequence(train):
+            return "topoflight does not support sequence parallelism with adapters or with eager attention"
+        return "topoflight does not support fp16" if layout.precision == "fp16" else None
+
+    def stored_tensors(self, share: Share) -> tuple[float, float]:
+        """Count what transformers' Llama layer saves in bf16: two fp32 copies for the norms, and their outputs.
+
+        A trained norm also saves the value that its weight multiplies. Under autocast the hidden states are fp32, and
+        each product of a full model casts its own input. Counted with torch.autograd.graph.saved_tensors_hooks.
+        """
+        hidden, inner = super().stored_tensors(share)
+        if share.in_fp32 or share.layout.compile or not share.model.gated_mlp:
+            return hidden, inner
+        if share.adapters:
+            return hidden - 3.0, inner
+        return (8.0 if self.in_units(share) else 13.0), inner
+
+    def logits(self, share: Share) -> float:
+        """The loss of a part of the tokens needs the same memory however few micro-batches have."""
+        if share.in_fp32 or not share.layout.fused_cross_entropy:
+            return super().logits(share)
+        return min(share.tokens, LOSS_TOKENS) * share.model.vocab / share.layout.tp * self.logits_bytes
+
+    def shards_gradients(self, share: Share) -> bool:
+        """Whether gradients are sharded; gradients of adapters are not during accumulation."""
+        accumulates = share.adapters and share.layout.gradient_accumulation > 1
+        return not accumulates and super().shards_gradients(share)
+
+    def in_units(self, share: Share) -> bool:
+        """Whether weights are gathered by unit; with TP and PP, replicas are FSDP units over one rank."""
+        return share.sharded or share.layout.tp * share.layout.pp > 1
+
+    def casts(self, share: Share) -> float:
+        """Full recomputation disables autocast's cache, so casts exist only for one layer, or for the head.
+
+        Measured on a CPU: 2.0 bytes per weight less than with the cache.
+        """
+        whole = super().casts(share)
+        if whole and share.layout.checkpointing == "full":
+            return 2.0 * max(share.largest, weights(share.model).head / share.layout.tp)
+        return whole
+
+    def selective_activations(self, share: Share, boundary: float) -> float:
+        """Count the layer's input, and the output of every product and of attention (finetune/parallel.py, KEPT)."""
+        model = share.model
+        products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
+        stored = products + model.hidden
+        return boundary + share.tokens * share.element * stored / share.layout.tp
+
+    def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
+        """With selective checkpointing, recompute only what is between the kept products."""
+        return (0.0, 0.0, 1.0) if checkpointing == "selective" else super().recomputed(checkpointing)
+
+    def tensor_parallel_rounds(self, layout: Layout) -> float:
+        """Each column-split projection reduces its own input gradient; recomputation repeats its traffic."""
+        again = layout.checkpointing != "none"
+        if layout.sequence_parallel:
+            return 5.5 if again else 4.0
+        return 9.0 if again else 7.0
+
+    def tensor_parallel_ends(self, train: TrainSpec, layout: Layout, *, last: bool) -> float:
+        """The head gets the full sequence, so its gradient needs an all-reduce.
+
+        With a frozen embedding, the three projections at the start of the first layer send no input gradient.
+        """
+        rounds = super().tensor_parallel_ends(train, layout, last=last)
+        if layout.sequence_parallel and (last or layout.pp == 1):
+            rounds += 0.5
+        return rounds - (3.0 if train.method != "full" and not (last and layout.pp > 1) else 0.0)
+
+    def gathers(self, layout: Layout) -> int:
+        """Weights that stay gathered remain so until the end of the step."""
+        return layout.gradient_accumulation if layout.reshard_after_forward else 1
+
+    def scatters(self, train: TrainSpec, layout: Layout) -> int:
+        """Reduce a full model after each micro-batch; adapters, and pipelines, after the last one."""
+        return 1 if train.method != "full" else super().scatters(train, layout)
+
+
+def is_sharded(layout: Layout) -> bool:
+    """Whether FSDP shards the weights under accelerate."""
+    return layout.dp_shard > 1 and layout.sharding == "zero3"
+
+
+def is_wrapped(layout: Layout) -> bool:
+    """Whether accelerate wraps the model: FSDP, tensor or context parallelism."""
+    return is_sharded(layout) or layout.tp > 1 or layout.cp > 1
+
+
+def _is_loaded_in_half(train: TrainSpec, layout: Layout) -> bool:
+    """Whether trained weights, gradients and AdamW's states use the two-byte type in which the model was loaded.
+
+    FSDP converts trainable weights to fp32 (accelerate's fsdp2_prepare_model); nothing else changes their type. For
+    fp16 the model must be loaded in fp32, because torch's GradScaler rejects fp16 gradients.
+    """
+    full = train.method == "full" and train.dtype != "float32"
+    return full and layout.precision == "bf16" and not is_wrapped(layout)
+
+
+TILE = (4096.0, 32768.0)  # tokens and vocabulary entries whose logits exist at a time (TRL 1.16, kernels and utils.py)
+
+
+class Trl(Fsdp):
+    """accelerate's FSDP with fsdp_cpu_ram_efficient_loading: one rank reads the model and sends it to the others.
+
+    Without FSDP, weights keep the type in which they were loaded.
+    """
+
+    def state_bytes(self, share: Share) -> StateBytes:
+        """Return the bytes of the loaded type, or those of FSDP."""
+        half = not share.in_fp32 and _is_loaded_in_half(share.train, share.layout)
+        return Fsdp.state_bytes(replace(self, states=IN_HALF) if half else self, share)
+
+    def loaded_bytes(self, share: Share) -> float:
+        """Frozen weights keep the loaded type, even with FSDP."""
+        return 4.0 if share.train.dtype == "float32" else super().loaded_bytes(share)
+
+    def casts(self, share: Share) -> float:
+        """Half-precision weights need no casts; of frozen weights of layers, autocast keeps those a product saved."""
+        if share.adapters and share.train.dtype == "float32" and not (share.in_fp32 or self.in_units(share)):
+            return 2.0 * (share.largest if share.layout.checkpointing == "full" else share.local - share.ends)
+        return 0.0 if _is_loaded_in_half(share.train, share.layout) else super().casts(share)
+
+    def stored_tensors(self, share: Share) -> tuple[float, float]:
+        """Each adapter keeps an own half-precision input and its dropout's mask; each norm keeps an fp32 input.
+
+        Counted with torch.autograd.graph.saved_tensors_hooks (TRL's lora_dropout is 0.05; masks as on a GPU, one byte).
+        """
+        targets, model = share.train.lora_targets, share.model
+        if not share.adapters or share.in_fp32 or share.layout.compile or model.experts or not model.gated_mlp:
+            return super().stored_tensors(share)
+        down = "down_proj" in targets
+        return 4.0 + 1.5 * (len(targets) - down), 3.0 + 1.5 * down
+
+    def logits(self, share: Share) -> float:
+        """One tile of logits and its weights; fp32 gradients of the head and its input (kernels/chunked_logprob.py).
+
+        On a CPU torch folds the tile, with 29 more bytes per logit (fp32 on a GPU is counted likewise).
+        """
+        if not self.chunks_loss:
+            return super().logits(share)
+        rows, columns, model = min(share.tokens, TILE[0]), min(float(share.model.vocab), TILE[1]), share.model
+        tile = rows * (share.element * TILE[1] + (29.0 * columns if share.in_fp32 else 0.0))
+        trained = 0.0 if share.adapters and not share.whole else 4.0 * model.vocab * model.hidden
+        return tile + 2.0 * columns * model.hidden + trained + 8.0 * share.tokens * model.hidden
+
+    def reduced_bytes(self, train: TrainSpec, layout: Layout) -> float:
+        """DDP's gradients have the type of their weights."""
+        return 2.0 if _is_loaded_in_half(train, layout) else super().reduced_bytes(train, layout)
+
+    def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
+        """The full model is in the memory of one rank; without FSDP, of every rank."""
+        return file_bytes if is_sharded(layout) else file_bytes * ranks
+
+
+# sub_group_size: ZeRO-3 updates this many weights at a time, each with an fp32 gradient (zero/config.py)
+_SUB_GROUP = 1e9
+
+
+class DeepSpeed(Engine):
+    """In a step, ZeRO-1 and 2 cast all gradients of a rank to fp32, ZeRO-3 those of one group of weights."""
+
+    def state_bytes(self, share: Share) -> StateBytes:
+        """Add the optimizer's fp32 gradients, as many as exist at the same time."""
+        stored = super().state_bytes(share)
+        if share.zero < 3 or share.in_fp32 or share.train.optimizer != "adamw":
+            return stored
+        here = share.part(share.trained, share.routed_trained, sharded=True)
+        return stored._replace(optimizer=12.0 + 4.0 * min(1.0, _SUB_GROUP / here))
+
+    def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
+        """Each rank reads the model; with zero.Init, one of its files at a time (transformers writes 5 GB each)."""
+        return ranks * (min(file_bytes, 5e9) if layout.sharding == "zero3" else file_bytes)
+
+
+class Torchtitan(Fsdp):
+    """Selective checkpointing keeps every second product of a layer, and the attention output.
+
+    Only the compiler's async TP hides tensor-parallel traffic (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
+    """
+
+    def hides_tensor_parallel(self, layout: Layout) -> bool:
+        """Whether the layout is compiled; the export then enables async TP."""
+        return layout.compile and super().hides_tensor_parallel(layout)
+
+    def selective_activations(self, share: Share, boundary: float) -> float:
+        """Count the layer's input, and the outputs of the first, third, fifth and seventh of q, k, v, o, w1, w3, w2."""
+        model = share.model
+        if model.experts or model.kv_rank or not model.gated_mlp:
+            return super().selective_activations(share, boundary)
+        q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        stored = 2.0 * q + kv + model.ffn + model.hidden
+        return boundary + share.tokens * share.element * stored / share.layout.tp
+
+
+_PLAIN = (
+    Topoflight(name="topoflight"), Trl(name="trl"), DeepSpeed(name="deepspeed"), Torchtitan(name="torchtitan"),
+    Engine(name="megatron"),
+)  # fmt: skip
+ENGINES: dict[str, Engine] = {
+    each.name: make_engine(each, read_table(__file__, f"{each.name}.toml")) for each in _PLAIN
+}
+TOPOFLIGHT = ENGINES["topoflight"]
+ENGINES["automodel"] = make_engine(ENGINES["torchtitan"], read_table(__file__, "automodel.toml"))
 
 
 def engine_named(name: str) -> Engine:
@@ -22,19 +239,3 @@ def engine_named(name: str) -> Engine:
     if name not in ENGINES:
         raise ValueError(f"engine={name!r}: allowed are {', '.join(ENGINES)}")
     return ENGINES[name]
-
-
-def export(name: str, request: ExportRequest) -> str:
-    """Export the layout in one format."""
-    if name not in FORMATS:
-        raise ExportError(f"format={name!r}: allowed are {', '.join(FORMATS)}")
-    try:
-        text: str = _STACK_OF[name].FORMATS[name](request)
-    except ExportError as error:
-        engine, train = _STACK_OF[name].ENGINE, request.train
-        if engine.name == train.engine:
-            raise
-        can = train.method in engine.methods and f"{train.method}:" not in str(error)
-        method = "" if can else " --method full"
-        raise ExportError(f"{error}. Add --engine {engine.name}{method} to get a layout that it can run") from None
-    return text

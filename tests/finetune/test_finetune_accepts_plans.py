@@ -25,7 +25,7 @@ from planner.forecast.specs import TrainSpec
 from planner.recommend import plan
 from planner.rules import first_broken
 from planner.search import search
-from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+from planner.stacks import TOPOFLIGHT
 from topology.build import build
 from topology.graph import ClusterTopology
 

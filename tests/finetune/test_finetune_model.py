@@ -28,7 +28,7 @@ from planner.forecast.engine import share_of
 from planner.forecast.memory import checkpoint_bytes
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import TrainSpec
-from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+from planner.stacks import TOPOFLIGHT
 
 pytestmark = pytest.mark.long
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())

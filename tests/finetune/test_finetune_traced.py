@@ -30,7 +30,7 @@ from planner.forecast.specs import TrainSpec, lora_weights
 from planner.forecast.step_time import sent
 from planner.recommend import plan
 from planner.search import search
-from planner.stacks.topoflight import ENGINE
+from planner.stacks import TOPOFLIGHT as ENGINE
 
 WHOLE = os.environ.get("TOPOFLIGHT_TRACE") == "all"
 LIMIT = 14400 if WHOLE else 1800

@@ -23,7 +23,8 @@ from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.stacks import ENGINES, FORMATS, export
+from planner.stacks import ENGINES
+from planner.stacks.exports import FORMATS, export
 
 rows = rows_of(__file__)
 

@@ -18,8 +18,7 @@ from planner.forecast.engine import share_of
 from planner.forecast.models import model_from_config, model_named
 from planner.forecast.specs import Method, TrainSpec, weights
 from planner.recommend import forecast_layout, plan
-from planner.stacks import engine_named
-from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+from planner.stacks import TOPOFLIGHT, engine_named
 from topology.graph import ClusterTopology, NodeTopology
 
 ROOT = Path(__file__).resolve().parents[2]

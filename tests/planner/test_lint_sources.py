@@ -16,7 +16,6 @@ from planner.lint.sources import guess_kind, read_text
 from topology.build import build
 
 rows = rows_of(__file__)
-JOB, MPIJOB = Path(__file__).with_name("lint_jobs.yaml").read_text(encoding="utf-8").split("---\n")[1:]
 
 
 def read_environment(text: str, kind: str | None = None) -> tuple[NamedEnvironment, ...]:
@@ -40,9 +39,9 @@ def test_the_environment_of_a_text(text: str, kind: str | None, environment: dic
 
 def test_where_an_environment_stands() -> None:
     """The way to a container, and mpirun -x and exports in a command line."""
-    assert one(JOB).source == "PyTorchJob/sft-roce Master pytorch"
+    assert one(rows("environments")()[0][0]).source == "PyTorchJob/sft-roce Master pytorch"
     assert one("h:1:1 [0] NCCL INFO NCCL_NET set by environment to IB\n").source == "log"
-    launcher, other = read_environment(MPIJOB)
+    launcher, other = read_environment(rows("texts")()["mpijob"])
     assert launcher.environment == {"NCCL_DEBUG": "INFO", "NCCL_ALGO": '"Ring"'}  # no shell strips the quotes
     assert other.environment == {"NCCL_IB_HCA": "mlx5_0", "NCCL_PROTO": "Simple"}
 
@@ -68,11 +67,15 @@ def test_kinds_are_recognised(text: str, kind: str) -> None:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    """Unknown kind, broken YAML."""
-    with pytest.raises(EnvironmentTextError, match="perl"):
-        read_environment("", "perl")
-    with pytest.raises(EnvironmentTextError, match="not YAML"):
-        read_environment("kind: [", "yaml")
+    """Unknown kind; TOML, JSON and YAML that end in the midst."""
+    for text, kind, said in (
+        ("", "perl", "perl"),
+        ("[a\n", "toml", "line 1"),
+        ('{"a": ', "json", "line 1"),
+        ("a: [", "yaml", "not YAML"),
+    ):
+        with pytest.raises(EnvironmentTextError, match=said):
+            read_environment(text, kind)
 
 
 def test_yaml_bombs_end() -> None:

@@ -78,11 +78,6 @@ def test_branches_of_a_template_do_not_shadow_each_other() -> None:
         assert [each.environment for each in found.environments] == [{"NCCL_IB_TC": "106"}, {"NCCL_IB_TC": "300"}]
 
 
-def test_only_the_last_stage_of_an_image_holds_for_its_containers() -> None:
-    found = read_text("FROM a AS b\nENV NCCL_NET=IB\nFROM c\nENV NCCL_ALGO=Ring\n", None, "Dockerfile")
-    assert [(each.source, each.environment) for each in found.environments] == [("Dockerfile", {"NCCL_ALGO": "Ring"})]
-
-
 def test_secrets_are_not_repeated() -> None:
     text = 'export NCCL_DEBUG=INFO NCCL_TOKEN=hf_abcdefghijklmnopqrstuvwxyz012345 NCCL_X="password=hunter2secret"\n'
     answer = lint_text(text, "auto", nccl_version=None, machine=None)

@@ -17,8 +17,8 @@ from planner.advice import ExportError, ExportRequest
 from planner.forecast.compute import cpu_rates, layer_cost
 from planner.forecast.models import ModelError, model_from_config, model_from_file, model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
-from planner.stacks import export
-from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+from planner.stacks import TOPOFLIGHT
+from planner.stacks.exports import export
 
 rows = rows_of(__file__)
 

@@ -22,6 +22,7 @@ from agent.advice.advise import of_cluster
 from agent.advice.request import Request, cluster_of
 from agent.checks.host_checks import checks_of_snapshot, covered
 from agent.checks.verdict import judge
+from contracts.tables import read_table
 from planner.forecast import machines
 from planner.nccl_env.environment import EnvAdvice
 from planner.nccl_env.names import Platform, names, platforms
@@ -32,6 +33,7 @@ from topology.build import build
 from topology.cluster import join
 
 ROOT = Path(__file__).parents[2]
+WHY = read_table(f"{ROOT}/planner/nccl_env/names.py", "data/platforms.toml")["why"]  # why our value differs
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
 
 
@@ -78,8 +80,8 @@ def test_settings_of_the_built_machine(machine: str) -> None:
 def test_every_machine_and_every_platform_is_covered() -> None:
     """A row without its machine says so by having none; a machine without its expectation is none."""
     assert set(EXPECTED) == set(built.MACHINES)
-    assert {row.machine for row in platforms().rows if row.machine} <= set(EXPECTED)
-    assert [row.name for row in platforms().rows if row.machine is None] == [
+    assert {row.machine for row in platforms() if row.machine} <= set(EXPECTED)
+    assert [row.name for row in platforms() if row.machine is None] == [
         "Azure NC RTX PRO 6000 v6",
         "Azure ND40rs v2",
     ]
@@ -162,13 +164,13 @@ def test_recipes_are_whole() -> None:
     Every name of the catalogue is one that --machine answers to.
     """
     table = platforms()
-    assert {name for row in table.rows for name in row.catalogue} <= set(machines.names())
-    for row in table.rows:
+    assert {name for row in table for name in row.catalogue} <= set(machines.names())
+    for row in table:
         for recipe in row.recipes:
             assert recipe.set <= set(recipe.values), row.name
             assert recipe.source.name, row.name
             assert recipe.source.date.startswith("2026-"), row.name
-    known = {name for row in table.rows for name in row.values()}
+    known = {name for row in table for name in row.values()}
     plugins = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "FI_", "NCCL_IB_NET_LATENCY")  # the last: no NCCL reads it
     assert not [name for name in known if not name.startswith(plugins) and name not in names()]
 
@@ -191,7 +193,7 @@ def compared(row: Platform) -> list[tuple[str, str, str, str]]:
         elif row.plugin:
             reason = "the vendor's script or manifest sets it, and is never overwritten"
         else:
-            reason = recipe.by or platforms().why[name]
+            reason = recipe.by or WHY[name]
         lines.append((name, value, mine or "not set", reason))
     for each in found.settings:
         if each.name in ours and each.name not in row.values():
@@ -205,7 +207,7 @@ def pages() -> dict[str, str]:
     why: dict[str, list[str]] = {}
     shown: dict[str, dict[str, list[str]]] = {}
     lines = []
-    for row in platforms().rows:
+    for row in platforms():
         named = {recipe.source.name: recipe.source.date for recipe in row.recipes}
         named |= {source.name: source.date for recipe in row.recipes for source in recipe.more}
         sources |= named

@@ -136,9 +136,8 @@ def test_an_edit_adds_and_never_changes() -> None:
     assert extended(text.replace("\n", "\r\n"), found).count("\n") == extended(text.replace("\n", "\r\n"), found).count(
         "\r\n"
     )
-    for changed in ({**found[0], "a": 2}, {"b": ["x"]}):
-        with pytest.raises(EditError):
-            extended(text, [changed])
+    with pytest.raises(EditError):
+        extended(text, [{**found[0], "a": 2}])
 
 
 @each_row(("text", "made"), rows("brackets"))

@@ -331,6 +331,14 @@ def read_tree(text: str, source: str) -> Element:
     """Parse the XML and return the root element. Raises TopologyFileError."""
     if len(text) > MOST_CHARACTERS:
         raise TopologyFileError(source, 1, _text("characters", count=len(text), most=MOST_CHARACTERS))
+    text = text.removeprefix("\ufeff")
+    whole, end, _ = text.partition("</system>")
+    if (copies := text.count("</system>")) > 1:
+        raise TopologyFileError(source, 1, _text("several", count=copies))
+    if end:  # a page or a script may surround it
+        before, tag, rest = whole.partition("<system")
+        lines = "\n" * before.count("\n")  # within the tag, so that a line keeps its number
+        text = (before + tag if before.lstrip().startswith("<") else tag + lines) + rest + end
     parser = expat.ParserCreate(encoding="utf-8")
     document = Element("", {}, 1)
     above, count = [document], 0
@@ -352,8 +360,8 @@ def read_tree(text: str, source: str) -> Element:
     parser.StartDoctypeDeclHandler = parser.EntityDeclHandler = refuse
     try:
         # The text is already decoded, so an encoding declaration is ignored.
-        parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
+        parser.Parse(text.lstrip().encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
-        skipped = text.removeprefix("\ufeff")[: len(text) - len(text.lstrip())].count("\n")
+        skipped = text[: len(text) - len(text.lstrip())].count("\n")
         raise TopologyFileError(source, error.lineno + skipped, _text("malformed", error=error)) from None
     return document.children[0]
