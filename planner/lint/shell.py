@@ -535,8 +535,10 @@ class _Reader(Expander):
         return UNLIKELY
 
     def _assignments(self, node: Node) -> Outcome:
-        for each in [node] if node.type == "variable_assignment" else node.named_children:
-            self.set(self.evaluate(each))
+        if node.type == "variable_assignment":
+            self.set(self.evaluate(node))
+        else:
+            self._follow(node.named_children)  # invalid syntax among them, too
         return LIKELY if "$(" in self.text(node) or "`" in self.text(node) else SUCCESS
 
     def _declaration(self, node: Node) -> Outcome:
