@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -13,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from rigs.command import on_a_terminal, topoflight
+from rigs.command import drawn, on_a_terminal, topoflight
 from rigs.recorded import H100, NAMES, path_of, view
 from rigs.results import benchmark, measurement
 from rigs.tables import each_row, rows_of
@@ -31,31 +29,13 @@ from agent.terminal.measured import bench
 from contracts.finding import Finding, Status
 
 
-def console(**options: bool) -> Console:
-    return Console(file=io.StringIO(), width=80, highlight=False, **options)
-
-
-def text_of(out: Console) -> str:
-    assert isinstance(out.file, io.StringIO)
-    return out.file.getvalue()
-
-
-def drawn(draw: Callable[..., None], what: object, **options: bool) -> str:
-    """What one function draws of a thing in a pipe of 80 columns."""
-    out = console()
-    draw(out, what, **options)
-    return text_of(out)
-
-
 @each_row("name", NAMES)
 def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
-    seen, out = view(name), console()
-    hosts.host(out, seen.snapshots[0])
-    topology.brief(out, seen.topologies[0], ())
-    findings_view.findings(out, seen.checks)
-    advice_view.recommendation(out, advise.for_view(seen, Request.of(model="Llama-3.1-8B")))
-    text = text_of(out)
+    seen = view(name)
+    advice = advise.for_view(seen, Request.of(model="Llama-3.1-8B"))
+    text = drawn(hosts.host, seen.snapshots[0]) + drawn(topology.brief, seen.topologies[0], ())
+    text += drawn(findings_view.findings, seen.checks) + drawn(advice_view.recommendation, advice)
     assert max(len(line) for line in text.splitlines() if not line.startswith("  topoflight ")) <= 80
     assert "\x1b" not in text
     if not seen.topologies[0].gpus:
@@ -64,14 +44,13 @@ def test_every_machine_fits_80_columns(name: str) -> None:
 
 def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
     """Unknown is no pass, neither beside a failed node nor beside a good one."""
-    out = console()
     checks = [
         Finding(code="a.b", node="n2", status=Status.UNKNOWN, required=True, message="silent"),
         Finding(code="a.c", node="n3", status=Status.UNKNOWN, message="not measured"),
         Finding(code="a.b", node="n4", status=Status.FAIL, message="lost"),
     ]
-    hosts.sound_nodes(out, [(f"n{n}", "8 x H100; RDMA 8/8 active") for n in range(1, 5)], checks)
-    assert "2 nodes, 8 x H100; RDMA 8/8 active: n1, n3" in text_of(out)
+    text = drawn(hosts.sound_nodes, [(f"n{n}", "8 x H100; RDMA 8/8 active") for n in range(1, 5)], checks)
+    assert "2 nodes, 8 x H100; RDMA 8/8 active: n1, n3" in text
 
 
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
