@@ -11,14 +11,12 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from api_server import write_kubeconfig
 from click.testing import Result
-from rich.console import Console
-from rigs.command import topoflight
+from rigs.command import drawn, topoflight
 from rigs.recorded import path_of
 from rigs.results import benchmark, measurement
 from rigs.tables import each_row
@@ -29,7 +27,7 @@ from agent.base.output import unwritable, write_atomic
 from agent.cli.bench import _bench_exit
 from agent.cluster.client import connect
 from agent.terminal import measured
-from collectives.bench.results import Bar, BenchResult
+from collectives.bench.results import Bar
 
 SICK = str(path_of("sick-h100-dead-hca"))
 BAD_LOG = "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n" * 20
@@ -132,16 +130,10 @@ ONE = measurement(
 RESULT = benchmark(ONE)
 
 
-def drawn(result: BenchResult, width: int) -> str:
-    out = Console(file=StringIO(), width=width, highlight=False, emoji=False)
-    measured.bench(out, result, verbose=True)
-    return out.file.getvalue()  # type: ignore[attr-defined, no-any-return]
-
-
 def test_no_value_is_parted_from_its_unit_or_cut() -> None:
     """From 80 columns on; in a narrower terminal a value may be broken, and no character of it is lost."""
     values = ("256.0 MiB", "1.23 ms", "12.3 %", "178 GB/s")
-    shown = {width: drawn(RESULT, width) for width in range(40, 161)}
+    shown = {width: drawn(measured.bench, RESULT, width=width, verbose=True) for width in range(40, 161)}
     assert not [
         (width, value) for width, text in shown.items() for value in values if width >= 80 and value not in text
     ]
@@ -156,7 +148,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
             (None, 3, "✗ FAIL Measured: the run ended early; 1 result verified")]  # fmt: skip
     for stopped, code, first in rows:
         cut = replace(RESULT, complete=False, stopped_by=stopped, problems=("ended",))
-        assert drawn(cut, 120).startswith(first)
+        assert drawn(measured.bench, cut, width=120, verbose=True).startswith(first)
         assert _bench_exit(cut, well=True) == code
 
 
