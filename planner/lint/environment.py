@@ -256,9 +256,13 @@ def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) ->
 
 
 def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Set[str]) -> Iterator[Finding]:
-    """Apply the rules of data/settings.toml. `named` are all names set, with any value; `places` are values of `where`."""
+    """Apply the rules of data/settings.toml.
+
+    `named` are all names that are set, with any value; `places` are the values of `where` whose rules apply.
+    """
     for row in settings()["rule"]:
-        if row.get("where", "") not in places or any(re.fullmatch(row.get("without", ""), each) for each in named):
+        is_acting = "without" in row and any(re.fullmatch(row["without"], each) for each in named)
+        if row.get("where", "") not in places or is_acting:
             continue
         for name in filter(environment.__contains__, row["names"]):
             value, fields = environment[name], dict(row.get("fields", {}))
