@@ -157,6 +157,7 @@ class _Reader(Expander):
         # Texts that commands write and read
         self._input: Inner | None = None
         self._target = ""  # the file or program that gets the output; empty: none that is known
+        self._first_text = 0  # index of the first text of this way
         # Program starts
         self._launches: dict[object, _Launch] = {}
         self._started = 0  # their number, repetitions included
@@ -167,7 +168,7 @@ class _Reader(Expander):
         """Follow every way through a script. Store the settings of its launches, and those that no launch gets."""
         first = end = self.scope
         for way in self._ways:  # conditions that are met add ways
-            self._way = way
+            self._way, self._first_text = way, len(self.script.inner)
             if self._commands > _MOST_COMMANDS or not self.spend(0):
                 break
             self.scope, self._left = (end if way.function else first).copy(), ""
@@ -322,7 +323,8 @@ class _Reader(Expander):
     def _define(self, node: Node) -> Outcome:
         name = node.child_by_field_name("name") or node
         body = node.child_by_field_name("body") or node.named_children[-1]
-        self.scope.functions[self.text(name)] = Function(body, self.source, self.first)
+        called = name_of(Word(self.text(name), ""))
+        self.scope.functions[called] = Function(body, self.source, self.first)
         return SUCCESS
 
     def _title(self, nodes: Sequence[Node]) -> str:
@@ -456,7 +458,7 @@ class _Reader(Expander):
 
     def _write_rows(self, text: str, line: int) -> None:
         """Pass on the output of echo or printf. What several of them write into the same file is one text."""
-        last = self.script.inner[-1:]
+        last = self.script.inner[self._first_text :][-1:]
         if self._target in ("", _TEXT) or not text.strip():
             return
         if last and last[0].target == self._target:
@@ -487,10 +489,11 @@ class _Reader(Expander):
             exported = self.scope.exports_all or (before is not None and before.exported)
         self.scope.variables[given.name] = given = given._replace(exported=exported)
         if given.items is None and not given.unset:
+            name = _IN_CONTAINER.sub("", given.name)
             if exported:
-                self._exported.add(given.name)
+                self._exported.add(name)
             else:
-                self._loose[given.name] = given
+                self._loose[name] = given._replace(name=name)
 
     def _export(self, name: str, line: int) -> None:
         """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
@@ -532,8 +535,10 @@ class _Reader(Expander):
         return UNLIKELY
 
     def _assignments(self, node: Node) -> Outcome:
-        for each in [node] if node.type == "variable_assignment" else node.named_children:
-            self.set(self.evaluate(each))
+        if node.type == "variable_assignment":
+            self.set(self.evaluate(node))
+        else:
+            self._follow(node.named_children)  # invalid syntax among them, too
         return LIKELY if "$(" in self.text(node) or "`" in self.text(node) else SUCCESS
 
     def _declaration(self, node: Node) -> Outcome:
@@ -682,7 +687,7 @@ class _Reader(Expander):
     def _echo(self, call: _Call) -> None:
         """Write the output of echo. It may contain Hydra overrides for a launcher."""
         text = " ".join(each for each in call.texts if each not in ("-e", "-n", "-E")).replace("\\n", "\n")
-        self._write_rows(text + "\n", call.line)
+        self._write_rows(text + "\n" * (call.texts[:1] != ["-n"]), call.line)
         if overrides := [Word(row, row) for row in text.splitlines() if pattern("dotted").match(row)]:
             with self.during(scope=self.scope.copy()):
                 self._start([Word("hydra", "hydra"), *overrides], 0, call.line, None)

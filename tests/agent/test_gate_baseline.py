@@ -47,7 +47,9 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
     """By a report of the sick machine and of the good one, and by what --save kept."""
     sick, good, saved = (tmp_path / name for name in ("sick", "good", "saved.json"))
     assert preflight("--host", SICK, "-o", f"json={sick}", "--save", saved).exit_code == 3
-    assert preflight("--host", GOOD, "-o", f"json={good}").exit_code == 0
+    table = tmp_path / "table"
+    assert preflight("--host", GOOD, "-o", f"json={good}", "-o", f"table={table}").exit_code == 0
+    assert "no problems found" in table.read_text()
     rows = [(SICK, sick, 0), (SICK, good, 3), (SICK, saved, 0), (GOOD, good, 0)]
     assert [preflight("--host", now, "--baseline", before).exit_code for now, before, _ in rows] == [
         code for *_, code in rows
