@@ -13,7 +13,6 @@ from rigs.tables import each_row, rows_of
 from agent.checks.findings import sections
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import build_view, with_environment
-from contracts.finding import Status, by_loss
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -23,11 +22,6 @@ from probes.rdma.facts import RdmaFacts
 
 ROOT = Path(__file__).parents[2]
 README_CASE = "r760xa-2xA40-bf3"
-
-
-def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
-    """The rule itself."""
-    assert [by_loss(share) for share in (0.0, 0.099, 0.1, 0.5)] == [Status.WARN] * 2 + [Status.FAIL] * 2
 
 
 def test_what_the_job_sets_is_not_held_against_the_host() -> None:
