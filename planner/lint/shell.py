@@ -196,9 +196,9 @@ class _Reader(Expander):
         some = any(each.sure for each in self._launches.values())
         found: dict[frozenset[tuple[str, str]], _Launch] = {}
         for each in sorted(self._launches.values(), key=lambda each: (len(each.way), not each.sure)):
-            kept = {name: one for name, one in each.settings.items() if each.sure or name not in named}
+            settings = {name: one for name, one in each.settings.items() if each.sure or name not in named}
             if not (some and each.label == _END):
-                found.setdefault(_content(kept), each._replace(settings=kept))
+                found.setdefault(_content(settings), each._replace(settings=settings))
         ways = {
             contents: each for contents, each in found.items()
             if not any(contents < other and theirs.way == each.way for other, theirs in found.items())
@@ -323,8 +323,7 @@ class _Reader(Expander):
     def _define(self, node: Node) -> Outcome:
         name = node.child_by_field_name("name") or node
         body = node.child_by_field_name("body") or node.named_children[-1]
-        called = name_of(Word(self.text(name), ""))
-        self.scope.functions[called] = Function(body, self.source, self.first)
+        self.scope.functions[self.text(name)] = Function(body, self.source, self.first)
         return SUCCESS
 
     def _title(self, nodes: Sequence[Node]) -> str:
@@ -600,7 +599,8 @@ class _Reader(Expander):
         builtin = _BUILTINS.get(program)
         if builtin and (of_shell or program in ("cat", "tee")):
             return builtin(self, _Call(program, words[at + 1 :], line, given)) or SUCCESS
-        if of_shell and program in self.scope.functions and program not in self._active:
+        function = words[at].text if program else ""
+        if of_shell and function in self.scope.functions and function not in self._active:
             return self._call(words[at:], line)
         if program:
             with self.during(scope=self.scope.copy()):
@@ -610,7 +610,7 @@ class _Reader(Expander):
 
     def _call(self, words: list[Word], line: int) -> Outcome:
         """Follow the call of a function. Its arguments may be a command that it runs."""
-        shell, name = self.scope, name_of(words[0])
+        shell, name = self.scope, words[0].text
         if any(NAMED.search(word.text) for word in words[1:]):
             with self.during(scope=shell.copy()):
                 self._start([Word("env", "env"), *words[1:]], 0, line, None)
