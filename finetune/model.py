@@ -318,7 +318,7 @@ def _document(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention of one document; under a window, with a mask of the document's tokens x tokens."""
+    """Causal attention of one document; under a window with a mask of tokens x tokens, stored for the backward pass."""
     how: Any = {"dropout_p": dropout, "scale": scaling, "enable_gqa": True}
     length = query.shape[2]
     if window is None or length <= window:

@@ -1,8 +1,8 @@
 """One record per node, stored in the custom resource NodeTopology, and the gate of `preflight --nodes` for records.
 
 Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record contains the machine's facts without host name,
-UUIDs and addresses. Equal nodes therefore have equal facts, and thousands of nodes have only
-a few distinct machines. agent.cluster.publish creates the record of the own node.
+UUIDs and addresses. Equal nodes therefore have equal facts, and thousands of nodes have only a few distinct machines.
+agent.cluster.publish creates the record of the own node.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ MOST_FACTS_LETTERS = 65536  # of the compressed facts; an HGX H100 needs 5,000
 MOST_FACTS_BYTES = 1 << 20  # of the JSON
 _PROBES = [probe for probe in ALL if probe.name in ("gpu", "pci", "rdma", "interfaces", "limits", "hostinfo")]
 
-# Published fields, by type name: [kept] lists the fields of a type to publish, [dropped] those to omit.
+# By type name: [published] lists the fields of a type to publish, [dropped] those to omit.
 _FIELDS = read_table(__file__, "nodes.toml")
 _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -201,9 +201,9 @@ def _bare(value: Any) -> Any:
     if not is_dataclass(value) or isinstance(value, type):
         return value
     kind, changes = type(value), {}
-    kept, dropped = _FIELDS["kept"].get(kind.__name__), _FIELDS["dropped"].get(kind.__name__, ())
+    listed, dropped = _FIELDS["published"].get(kind.__name__), _FIELDS["dropped"].get(kind.__name__, ())
     for member in fields(value):
-        if member.name not in dropped and (kept is None or member.name in kept):
+        if member.name not in dropped and (listed is None or member.name in listed):
             changes[member.name] = _bare(getattr(value, member.name))
         elif member.default_factory is not MISSING:
             changes[member.name] = member.default_factory()
@@ -313,9 +313,8 @@ class Fleet:
         if (found := _snapshot_of(record.facts)) is not None:
             return replace(found, hostname=record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
-        outcomes: dict[str, Any] = {
-            each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"
-        }  # GPUs are in the graph
+        # GPUs are in the graph
+        outcomes: dict[str, Any] = {each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"}
         return Snapshot(hostname=record.name, taken_at_seconds=0.0, outcomes=outcomes)
 
 

@@ -182,7 +182,7 @@ class Publisher:
         whole, status = to_resource(record)
         if not self._exists:
             if owner := owner_of(self._client.token(), record.name):
-                whole["metadata"]["ownerReferences"] = [owner]
+                whole["metadata"] = {**whole["metadata"], "ownerReferences": [owner]}  # `status` shares the old one
             self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
             self._exists = True
         try:

@@ -214,23 +214,32 @@ class LimitedProtocol(H11Protocol):
         self._application, self.app = self.app, self._answer_within_limits
         self._wait: tuple[str | None, object] = "", None
         self.since = 0.0  # start of the current wait
+        self.was_read = False  # whether what the client had sent with the connection has been read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection; if the limit is reached, close another one."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that a response the client does not read is detected
         self._check_wait()
-        if len(self.connections) > self.most_connections:
-            self.loop.call_later(_ROOM_SECONDS, self._make_room)  # delayed so that received data is read first
+        self.loop.call_later(_ROOM_SECONDS, self._make_room)  # delayed so that received data is read first
 
     def _make_room(self) -> None:
-        """End the connection that has waited longest for its client; where none waits, this one at most."""
+        """If the limit is exceeded, end the connection that has waited longest for its client.
+
+        If no other connection waits, this one is ended at most, and not before its request is answered.
+        """
+        self.was_read = True
         over = len(self.connections) - self.most_connections
-        waiting = [one for one in self._others() if one.awaited()] if over > 0 else []
+        if over <= 0 or self.transport.is_closing():
+            return
+        waiting = [one for one in self._others() if one.was_read and one.awaited()]
         if waiting:
             min(waiting, key=lambda one: one.since).end()
         elif over > self.most_over_limit:
-            self.end()
+            if self.awaited():
+                self.end()
+            else:
+                self.loop.call_later(_ROOM_SECONDS, self._make_room)
 
     def _others(self) -> list[LimitedProtocol]:
         return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]

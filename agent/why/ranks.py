@@ -146,7 +146,8 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
         is_running = silence < SILENT_RUN_SECONDS
     is_full = False
     with suppress(OSError):
-        is_full = bool(states) and os.statvfs(ranks).f_bavail == 0
+        disk = os.statvfs(ranks)  # of zeros where a FUSE file system has no statfs
+        is_full = bool(states) and disk.f_bavail == 0 < disk.f_blocks
     if is_full and at - last > STALE_SECONDS:  # then it means nothing that a rank has not written
         silence, ages = None, {}
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied,

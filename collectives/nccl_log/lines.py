@@ -16,7 +16,7 @@ from typing import Final
 
 from collectives.nccl_log.codes import DULL_STARTS, HARMLESS, codes_of
 from collectives.nccl_log.ledger import Channel, Ledger, Runs, Writer, host_name
-from collectives.nccl_log.messages import END, START, STEP, Firsts, Place
+from collectives.nccl_log.messages import END, STEP, Firsts, Place
 from contracts.tables import read_patterns
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; the time of the patterns must be limited
@@ -216,9 +216,8 @@ class LineReader:
         facts = ledger.facts.take(message, host)
         for fact in facts:
             ledger.prove(fact, shown)
-        for fact, kept in ((START, ledger.began), (END, ledger.ended)):
-            if fact in facts:
-                kept.keep(self.file, ledger.lines)
+        if END in facts:
+            ledger.ended.keep(self.file, ledger.lines)
         step = _TEXTS["step"].search(message) if STEP in facts else None
         if step is not None and step[0] != self._step:  # every rank or node may report the same step
             self._step = step[0]

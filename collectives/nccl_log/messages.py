@@ -21,7 +21,6 @@ MAX_PLACES = 32_768
 
 FABRIC = "fabric: "  # start of facts about NVLS and MNNVL, which prove no transport
 END = "the end of the job"
-START = "the start of a pod"
 STEP = "a step of training"
 _TEXTS = read_patterns(__file__, "facts.toml", "facts", str.encode)
 _SPARK_PORT = re.compile(r"roce(?:P2)?p1s0f[01]")

@@ -9,10 +9,13 @@ from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger
-from collectives.nccl_log.messages import MAX_PLACES, START, Facts, gpus_are, gpus_before_ampere
+from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 
-_FAILED = ("job_failed", "call_failed", "remote_failed")  # a process said so itself, or its launcher did
+_FAILED = {"job_failed", "call_failed", "remote_failed"}  # a process said so itself, or its launcher did
+_ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # launchers also print it after `scancel`
+_NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", "retried",
+          "a pod has a node", "a pod has its image")  # fmt: skip
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -230,10 +233,9 @@ class _Findings:
         mild = {"libibverbs_missing": self.inter and self._if_several()[1], "ibv_open_device_failed": others_work}
         for code in [code for code, holds in mild.items() if holds and code in self.problems]:
             self.problems[code] = replace(self.problems[code], severity="warn")
-        for kind in ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", "retried"):
-            for code in [code for code in self.problems if CODES[code].note == kind]:
-                if self._holds(kind, code):
-                    self.demote(code)
+        for code in [code for kind in _NOTES for code in self.problems if CODES[code].note == kind]:
+            if self._holds(CODES[code].note, code):
+                self.demote(code)
         if not self.has_failure("remote_failed") and not self.facts.finished:
             for code in self.problems.keys() & codes_with("alone"):
                 action = self._action(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
@@ -253,7 +255,8 @@ class _Findings:
     def _follows_a_failure(self, code: str) -> bool:
         """Return whether each file with the code shows a failure before it that no step of training outlived."""
         lines, steps = self.ledger.code_lines, self.ledger.steps
-        failed = [row for each in _FAILED for row in lines.get(each, ()) if row.line >= steps.get(row.file, (0,))[0]]
+        failed = [row for each in self.problems.keys() & _FAILED for row in lines[each]
+                  if row.line >= steps.get(row.file, (0,))[0] and not _ANY_END.search(row.text)]  # fmt: skip
         return all(any(row.file == other.file and row.line > other.line for other in failed) for row in lines[code])
 
     def _holds(self, condition: str, code: str) -> bool:
@@ -264,10 +267,11 @@ class _Findings:
             return "Libfabric" in self.inter and bool(self.evidence.transports or self.facts.provider)
         if condition == "another failure":
             return self.has_failure("remote_failed")
-        if condition == "retried":  # what failed was tried again
+        if condition in _NOTES[-3:]:  # what failed was tried again; the last two are facts, too
+            began = {row.file: row.line for row in reversed(self.proof(condition))}
+            began |= self.ledger.began if self.inter else {}
             rows = [(file, row) for (other, file), row in self.ledger.last_lines.items() if other == code]
-            began = bool(self.inter) or START in self.ledger.proof
-            return began and all(row < self.ledger.began.get(file, 0) for file, row in rows)
+            return all(row < began.get(file, 0) for file, row in rows)
         return condition == "always" or self.evidence.inter_node_transport is None
 
     # --- the network
@@ -301,9 +305,7 @@ class _Findings:
         sockets = list(self.facts.sockets)
         used = [*list(self.facts.bootstrap)[:1], *(sockets if self.inter == "Socket" else sockets[:1])]
         apart = (self.facts.nodes or self.ledger.host_count()) > 1 or self.inter != "unknown"
-        suspects = dict.fromkeys(
-            name for name in used if name.startswith(WORDS_OF["bridges"]) or (apart and name == "lo")
-        )
+        suspects = dict.fromkeys(one for one in used if one.startswith(WORDS_OF["bridges"]) or (apart and one == "lo"))
         if self.inter and suspects:
             named = ", ".join(list(suspects)[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
             others = [name for name in sockets if name not in suspects]

@@ -11,7 +11,7 @@ fi_getinfo(3) (FI_PROVIDER).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contracts.finding import Finding, Status
@@ -118,16 +118,11 @@ def lint(
             found.append(finding("env.name.unexported", name, raw))
     if one_gpu:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
-    for rule in (_torch, _shadowed, _bounds, _transports_and_sockets):
-        found += rule(environment)
-    found += _missing(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
-    if machine is None:
-        found += _harmful_anywhere(environment, nodes) if nodes != 1 else ()
-    else:
-        for name, row in settings()["efa_needless"].items() if machine.has_efa else ():
-            if name in environment and environment[name].lower() == row.get("only", environment[name].lower()):
-                found.append(finding("env.efa.needless", name, environment[name], why=row["why"]))
-        found += machine.check(environment, case.version)
+    places = {"", *["efa"] * (machine is not None and machine.has_efa), *["unknown"] * (machine is None and nodes != 1)}
+    found += _apply_rules(environment, {*environment, *(unresolved or {}), *also_set}, places)
+    found += _transports_and_sockets(environment)
+    found += machine.check(environment, case.version) if machine is not None else ()
+    found += _harmful_anywhere(environment, nodes) if "unknown" in places else ()
     general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
     judged = {each.subject for each in found if each.code != general
               and (each.status != Status.INFO or each.code.startswith("env.p2p"))}  # fmt: skip
@@ -229,19 +224,6 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
     return whole or not entry.default.lstrip("-").isdigit()
 
 
-def _torch(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check debugging switches of PyTorch and CUDA, and the allocator's True or False (c10 ConfigTokenizer)."""
-    for name, switch in settings()["torch"].items():
-        value = environment.get(name, "")
-        if value.strip().lower() in switch["when"]:
-            yield finding(switch["finding"], name, value, status=Status(switch["status"]), effect=switch["effect"])
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        value = environment.get(name, "")
-        options = dict(option.partition(":")[::2] for option in value.split(","))
-        if options.get("expandable_segments", "True").strip() not in ("True", "False"):
-            yield finding("env.torch.allocator", name, value)
-
-
 def _unknown_nccl(name: str, value: str, case: _Case, *, known: bool) -> Iterator[Finding]:
     """Check an unknown name that starts with NCCL_, or that differs from an NCCL name in case or blanks."""
     right = name.strip().removeprefix("export ").strip().upper()
@@ -273,22 +255,35 @@ def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) ->
 # -- combinations of settings, and checks without a known machine
 
 
-def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report a minimum that is larger than its maximum."""
-    for row in settings()["bounds"]:
-        low, high, effect = row["least"], row["most"], row["effect"]
-        (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
-        if known and whole and least > most > 0:
-            yield finding("env.pair.shadowed/bounds", low, environment[low], other=high, most=most, effect=effect)
+def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Set[str]) -> Iterator[Finding]:
+    """Apply the rules of data/settings.toml.
+
+    `named` are all names that are set, with any value; `places` are the values of `where` whose rules apply.
+    """
+    for row in settings()["rule"]:
+        is_acting = "without" in row and any(re.fullmatch(row["without"], each) for each in named)
+        if row.get("where", "") not in places or is_acting:
+            continue
+        for name in filter(environment.__contains__, row["names"]):
+            value, fields = environment[name], dict(row.get("fields", {}))
+            applies = _matches(row.get("value", "(?s).*"), value)
+            if "above" in row:
+                (number, known), (most, whole) = strtoll(value), strtoll(environment.get(row["above"], ""))
+                applies = known and whole and number > most > 0
+                fields |= {"other": row["above"], "most": most}
+            for other, condition in row.get("with", {}).items():
+                given = environment.get(other, "")
+                applies = applies and _matches(condition, given)
+                fields |= {"other": other, "cause": f"{other}={given}"}
+            if applies:
+                yield finding(row["finding"], name, value, status=row.get("status") and Status(row["status"]), **fields)
 
 
-def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
-    for row in settings()["shadows"]:
-        cause = row["cause"]
-        for name in row["names"] if re.fullmatch(row["set"], environment.get(cause, "")) else ():
-            if name in environment:
-                first = f"{cause}={environment[cause]}"
-                yield finding("env.pair.shadowed", name, environment[name], cause=first, other=cause)
+def _matches(condition: str | Sequence[float], value: str) -> bool:
+    """Whether the value matches a regular expression, or its number is in a range."""
+    if isinstance(condition, str):
+        return re.fullmatch(condition, value) is not None
+    return condition[0] <= strtoll(value)[0] <= condition[1]
 
 
 def _transports_and_sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -302,17 +297,6 @@ def _transports_and_sockets(environment: Mapping[str, str]) -> Iterator[Finding]
     threads, sockets = (numbers.get(name, 0) for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"))
     if (product := threads * sockets) > 64:
         yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
-
-
-def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
-    """Report settings that need another one. `named` are all names set, with any value."""
-    for name, row in settings()["needs"].items():
-        if environment.get(name) and row["other"] not in named:
-            yield finding("env.pair.missing", name, environment[name], why=row["why"], other=row["other"])
-    value = environment.get("NCCL_COLLNET_ENABLE", "")
-    helpers = any(each.startswith(("NCCL_SHARP_", "SHARP_", "NCCL_UCX_", "NCCL_IBEXT_")) for each in named)
-    if strtoll(value)[0] > 0 and not helpers and "NCCL_NET_PLUGIN" not in named:
-        yield finding("env.pair.missing/collnet", "NCCL_COLLNET_ENABLE", value)
 
 
 def nodes_of(environment: Mapping[str, str]) -> int | None:
@@ -342,9 +326,6 @@ def _harmful_anywhere(environment: Mapping[str, str], nodes: int | None) -> Iter
         elif (whole_number(size) or 0) > 1:
             status, known = Status.WARN, f"the job has {size} ranks"
         yield finding("env.interface.unfit/local", name, value, status=status, names=", ".join(local), size=known)
-    net = environment.get("NCCL_NET", "")
-    if net.lower() == "socket":
-        yield finding("env.rdma.tcp/any", "NCCL_NET", net)
     devices = environment.get("NCCL_IB_HCA", "")
     if devices.startswith("^") and not NameList.parse(devices).takes("mlx5_N") and not other_net(environment):
         yield finding("env.rdma.tcp/excluded", "NCCL_IB_HCA", devices)

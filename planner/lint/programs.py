@@ -74,6 +74,7 @@ class Part(NamedTuple):
 def parts_of(words: Sequence[Word]) -> Iterator[Part]:
     """Yield the settings that the words of a command give to its program, and the texts that it runs or reads."""
     may_set = False  # NAME=VALUE may follow, as after env(1)
+    runs_script = False  # behind torchrun, Python and others whose argument is a script
     is_argument = False  # it is an argument of a Python script
     for at, word in enumerate(words):
         text, before = word.text, words[at - 1].text if at else ""
@@ -83,7 +84,8 @@ def parts_of(words: Sequence[Word]) -> Iterator[Part]:
         given = tail if equals else text
         takes_list = option in _NAMES["takes_list"]
         is_setting = re.match(r"[A-Za-z_]\w*=", text, re.ASCII) is not None
-        is_argument = is_argument or (at > 0 and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
+        is_argument = is_argument or (runs_script and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
+        runs_script = runs_script or name_of(word) in _NAMES["takes_script"]
         if option in _NAMES["takes_file"] and given != option:
             yield Part("file", given, word.line)
         elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):

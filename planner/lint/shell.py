@@ -157,6 +157,7 @@ class _Reader(Expander):
         # Texts that commands write and read
         self._input: Inner | None = None
         self._target = ""  # the file or program that gets the output; empty: none that is known
+        self._first_text = 0  # index of the first text of this way
         # Program starts
         self._launches: dict[object, _Launch] = {}
         self._started = 0  # their number, repetitions included
@@ -167,7 +168,7 @@ class _Reader(Expander):
         """Follow every way through a script. Store the settings of its launches, and those that no launch gets."""
         first = end = self.scope
         for way in self._ways:  # conditions that are met add ways
-            self._way = way
+            self._way, self._first_text = way, len(self.script.inner)
             if self._commands > _MOST_COMMANDS or not self.spend(0):
                 break
             self.scope, self._left = (end if way.function else first).copy(), ""
@@ -195,9 +196,9 @@ class _Reader(Expander):
         some = any(each.sure for each in self._launches.values())
         found: dict[frozenset[tuple[str, str]], _Launch] = {}
         for each in sorted(self._launches.values(), key=lambda each: (len(each.way), not each.sure)):
-            kept = {name: one for name, one in each.settings.items() if each.sure or name not in named}
+            settings = {name: one for name, one in each.settings.items() if each.sure or name not in named}
             if not (some and each.label == _END):
-                found.setdefault(_content(kept), each._replace(settings=kept))
+                found.setdefault(_content(settings), each._replace(settings=settings))
         ways = {
             contents: each for contents, each in found.items()
             if not any(contents < other and theirs.way == each.way for other, theirs in found.items())
@@ -456,7 +457,7 @@ class _Reader(Expander):
 
     def _write_rows(self, text: str, line: int) -> None:
         """Pass on the output of echo or printf. What several of them write into the same file is one text."""
-        last = self.script.inner[-1:]
+        last = self.script.inner[self._first_text :][-1:]
         if self._target in ("", _TEXT) or not text.strip():
             return
         if last and last[0].target == self._target:
@@ -487,10 +488,11 @@ class _Reader(Expander):
             exported = self.scope.exports_all or (before is not None and before.exported)
         self.scope.variables[given.name] = given = given._replace(exported=exported)
         if given.items is None and not given.unset:
+            name = _IN_CONTAINER.sub("", given.name)
             if exported:
-                self._exported.add(given.name)
+                self._exported.add(name)
             else:
-                self._loose[given.name] = given
+                self._loose[name] = given._replace(name=name)
 
     def _export(self, name: str, line: int) -> None:
         """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
@@ -532,8 +534,10 @@ class _Reader(Expander):
         return UNLIKELY
 
     def _assignments(self, node: Node) -> Outcome:
-        for each in [node] if node.type == "variable_assignment" else node.named_children:
-            self.set(self.evaluate(each))
+        if node.type == "variable_assignment":
+            self.set(self.evaluate(node))
+        else:
+            self._follow(node.named_children)  # invalid syntax among them, too
         return LIKELY if "$(" in self.text(node) or "`" in self.text(node) else SUCCESS
 
     def _declaration(self, node: Node) -> Outcome:
@@ -595,7 +599,8 @@ class _Reader(Expander):
         builtin = _BUILTINS.get(program)
         if builtin and (of_shell or program in ("cat", "tee")):
             return builtin(self, _Call(program, words[at + 1 :], line, given)) or SUCCESS
-        if of_shell and program in self.scope.functions and program not in self._active:
+        function = words[at].text if program else ""
+        if of_shell and function in self.scope.functions and function not in self._active:
             return self._call(words[at:], line)
         if program:
             with self.during(scope=self.scope.copy()):
@@ -605,7 +610,7 @@ class _Reader(Expander):
 
     def _call(self, words: list[Word], line: int) -> Outcome:
         """Follow the call of a function. Its arguments may be a command that it runs."""
-        shell, name = self.scope, name_of(words[0])
+        shell, name = self.scope, words[0].text
         if any(NAMED.search(word.text) for word in words[1:]):
             with self.during(scope=shell.copy()):
                 self._start([Word("env", "env"), *words[1:]], 0, line, None)
@@ -682,7 +687,7 @@ class _Reader(Expander):
     def _echo(self, call: _Call) -> None:
         """Write the output of echo. It may contain Hydra overrides for a launcher."""
         text = " ".join(each for each in call.texts if each not in ("-e", "-n", "-E")).replace("\\n", "\n")
-        self._write_rows(text + "\n", call.line)
+        self._write_rows(text + "\n" * (call.texts[:1] != ["-n"]), call.line)
         if overrides := [Word(row, row) for row in text.splitlines() if pattern("dotted").match(row)]:
             with self.during(scope=self.scope.copy()):
                 self._start([Word("hydra", "hydra"), *overrides], 0, call.line, None)

@@ -7,6 +7,7 @@ and DeepSpeed's JSON.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -16,13 +17,14 @@ from typing import Any
 
 from contracts.job_config import ConfigError, known_settings, parse_mapping, with_overrides
 from contracts.tables import read_table
+from planner.lint.expansion import limit_parsing, parse, walk
 
 Files = Callable[[str], str | None]  # returns the text of a file named in the command; None if it cannot be read
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl")
+_SHELLS = ("bash", "sh", "ash", "dash", "zsh")
 _NODES = ("nnodes", "num_machines", "num_nodes")
 _RANKS = ("nproc_per_node", "num_gpus")
-_REDIRECTION = re.compile(r"\d*[<>]")
 # TRL trainers that use a second model, pairs of rows, or generation
 _OTHER_LOSS = re.compile(r"(?:^|[/_.-])(?:[a-z]?[dgpr]po|[os]rpo|kto|rloo|gkd|reward|distill\w*)(?=[_.-]|$)", re.I)
 # Words in a script's own options that affect memory or step time; an option with such a word leaves both unknown.
@@ -50,6 +52,7 @@ class CommandSettings:
 def read_command(words: Sequence[str], files: Files) -> CommandSettings:
     """Parse the command of a container, or of a shell. A command without known parts is reported as unknown."""
     parsed = CommandSettings()
+    limit_parsing()
     line = next(filter(None, map(_find_launch, _split_commands(words))), None)
     if line is None:
         parsed.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
@@ -66,8 +69,7 @@ def read_command(words: Sequence[str], files: Files) -> CommandSettings:
     parsed.nodes, parsed.ranks_per_node = _count(options, _NODES), _count(options, _RANKS)
     if parsed.launcher == "accelerate":
         _read_accelerate(options, files, parsed)
-    redirected = next((i for i, word in enumerate(line) if i > at and _REDIRECTION.match(word)), len(line))
-    words = line[at + 1 : redirected]
+    words = line[at + 1 :]
     options = _parse_options(words)
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     if first and words[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser: a file alone or before others
@@ -80,28 +82,25 @@ def read_command(words: Sequence[str], files: Files) -> CommandSettings:
 
 
 def _split_commands(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the words of each command in a line of shell; for a list of words, that list."""
-    script = next((words[i + 1] for i in range(len(words) - 1) if words[i].startswith("-") and words[i].endswith("c")
-                   and os.path.basename(words[0]) in ("bash", "sh", "ash", "dash", "zsh")), None)  # noqa: PTH119  # fmt: skip
-    if script is None:
+    """Yield the words of each command in the script that a shell runs (-c); without such a script, the words."""
+    shell = next((i for i, word in enumerate(words) if os.path.basename(word) in _SHELLS), len(words))  # noqa: PTH119
+    options = (i for i in range(shell, len(words) - 1) if words[i].startswith("-") and words[i].endswith("c"))
+    at = next(options, None)
+    if at is None:
         yield list(words)
-        return
-    for row in script.replace("\\\n", " ").splitlines():
-        try:
-            lexer = shlex.shlex(row, posix=True, punctuation_chars=";&|")
-            lexer.whitespace_split, lexer.commenters = True, ""  # a # within a word is not a comment: owner/data#100
-            found: list[str] = []
-            for word in lexer:
-                if word.startswith("#"):
-                    break
-                if set(word) <= set(";&|"):
-                    yield found
-                    found = []
-                else:
-                    found.append(word)
-            yield found
-        except ValueError:  # quotes over several lines: not a launcher
-            continue
+    else:
+        yield from _split_script(words[at + 1].replace("\\\n", " ").encode())
+
+
+def _split_script(source: bytes) -> Iterator[list[str]]:
+    """Yield the words of each command in a script, and in the texts that it writes."""
+    for node in walk(parse(source), "command", "heredoc_body"):
+        text = source[node.start_byte : node.end_byte]
+        if node.type == "heredoc_body":
+            yield from _split_script(text)
+        else:
+            with contextlib.suppress(ValueError):  # quotes that do not end
+                yield from _split_commands(shlex.split(text.decode()))
 
 
 def _find_launch(line: list[str]) -> list[str]:

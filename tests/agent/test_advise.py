@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 from rigs.command import topoflight
 from rigs.recorded import H100, path_of, snapshot
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import advise, of_cluster
 from agent.advice.request import Request, cluster_of, dataset_settings, prices_of, with_rows
@@ -45,13 +45,6 @@ def shown(*words: object) -> tuple[Any, str]:
     done = topoflight("recommend", *words, "-o", "json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout), done.stderr
-
-
-def test_what_a_run_is_changes_its_step() -> None:
-    """Precision on a GPU and with an engine that have it; padding to the longest of a micro-batch by the histogram."""
-    assert step(precision="bf16") < step(precision="fp32")
-    assert step(precision="fp8", engine="megatron") < step(precision="bf16", engine="megatron")
-    assert step(lengths="128:1000") < 0.5 * step(), "short rows cost less than full ones"
 
 
 def test_lora_in_fp8_is_forecast_as_nemo_runs_it() -> None:
@@ -116,15 +109,6 @@ def test_a_budget_gives_the_length_of_the_whole_run() -> None:
     assert steps is not None and steps * step_seconds <= 7200 < (steps + 1) * step_seconds
 
 
-def test_ranks_per_node_use_so_many_gpus_of_each_node() -> None:
-    """Four nodes with one rank each are four ranks, over the one NIC that is nearest to the GPU that computes."""
-    worlds = [
-        chosen_of(ask(machine="p4d.24xlarge", nodes=4, ranks_per_node=each)).layout.world_size for each in (None, 1)
-    ]
-    assert worlds == [32, 4]
-    assert cluster_of(Request.of(machine="p4d.24xlarge", nodes=4), (), 1).inter_node_bytes_per_second == 100e9 / 8
-
-
 @each_row("name", [H100, "titan-rtx-2x-nv2", "sick-h100-gpu-lost", "cpu-only-vm"])
 def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> None:
     """One, half of the usable GPUs and all are answered for so many ranks; one more is refused with what is allowed."""
@@ -136,6 +120,8 @@ def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> N
     if usable:
         with pytest.raises(RequestError, match=f"must be from 1 to {usable}"):
             advise(Request.of(model="tiny", ranks_per_node=usable + 1), (found,))
+    one = cluster_of(Request.of(machine="p4d.24xlarge", nodes=4), (), 1)
+    assert one.inter_node_bytes_per_second == 100e9 / 8, "the one NIC that is nearest to the GPU that computes"
 
 
 @each_row(("nodes", "networked"), [(1, False), (None, True), (2, True)])
@@ -310,24 +296,13 @@ def test_launch_plans_with_the_rows_of_the_jobs_own_data(rows: Path, tmp_path: P
     assert step < 0.5 * full
 
 
-ASKED = [
-    "--machine dgx-h100 --model Llama-3.1-405B --method full --sequence-length 4096",
-    "--machine 4xrtx4090 --model Llama-3.1-8B --method full --packing --global-batch 16",
-    "--machine 4xrtx4090 --nodes 2 --network 10G --tcp --model Llama-3.1-405B",
-    f"--host {path_of('r760xa-2xA40-bf3')} --model Llama-3.1-70B --method full",
-    "--machine g5.12xlarge --model gpt2 --method full",  # both: the engine, and a table of 1,024 positions
-    "--machine dgx-h100 --model Llama-3.1-8B --method full --precision mxfp8 --engine megatron",
-    "--machine dgx-h100 --nodes 256 --model Llama-3.1-8B --method full --global-batch 64",  # fewer sequences than ranks
-]
-
-
 def run(words: str) -> tuple[int, dict[str, Any]]:
     """Exit code and document of the verb."""
     result = topoflight("recommend", *shlex.split(words), "-o", "json")
     return result.exit_code, json.JSONDecoder().raw_decode(result.stdout)[0]
 
 
-@each_row("asked", ASKED)
+@each_row("asked", lambda: [words.format(A40=path_of("r760xa-2xA40-bf3")) for words in rows_of(__file__)("misfits")()])
 def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
     """Each offer is a command of its own, which exits with 0 and differs in what it says."""
     code, document = run(asked)
@@ -370,13 +345,7 @@ def test_no_network_is_offered_that_nobody_sells() -> None:
     assert any("a network of 1.25 GB/s per node" in line for line in document["helps_most"])
 
 
-@each_row(
-    ("model", "words"),
-    [
-        ("meta-llama/Llama-3.1-8B", ["trainer: TRL's SFTTrainer", "topoflight does not support CP", "✓ CP2"]),
-        ("meta-llama/Llama-3.1-70B", ["No layout fits"]),  # nor do TRL's
-    ],
-)
+@each_row(("model", "words"), rows_of(__file__)("split_sequences"))
 def test_auto_takes_trl_s_trainer_where_only_split_sequences_fit(tmp_path: Path, model: str, words: list[str]) -> None:
     """Long rows on two GPUs: TRL's trainer has context parallelism, and the built-in one has not."""
     file = tmp_path / "job.yaml"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -31,15 +29,6 @@ def test_the_pictures_arrows_are_the_real_imports() -> None:
     page = (ROOT / "docs/explanation/architecture.md").read_text()
     drawn = set(re.findall(r"^\s+(\w+) --> (\w+)$", page, re.MULTILINE))
     assert drawn == real_arrows()
-
-
-def test_every_package_resolves_under_the_repository_and_shadows_nothing() -> None:
-    """No package and no module of one has the name of a standard library module it could hide."""
-    for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.origin is not None
-        assert Path(spec.origin).resolve() == (ROOT / package / "__init__.py").resolve()
-        assert package not in sys.stdlib_module_names
 
 
 H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")

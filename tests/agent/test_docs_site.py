@@ -99,7 +99,7 @@ def diagnoses() -> set[str]:
 def test_every_code_has_one_entry_on_its_page() -> None:
     """No code without an entry, no entry without a code, none twice."""
     pages = {name: headings(name) for name in PAGES}
-    assert sorted(pages["findings"]) == sorted(GATE)
+    assert sorted(pages["findings"]) == sorted(GATE) and set(AT_ONCE) <= GATE
     assert sorted(pages["settings"]) == sorted(ENV_CODES)
     assert sorted(pages["log-problems"]) == sorted(LOG_CODES)
     assert pages["alerts"] == [alert.name for alert in ALERTS]

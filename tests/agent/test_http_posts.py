@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import yaml
-from api_server import ApiServer, configuration
 from kustomization import render
-from rigs.agents import TOKEN, agent, bearer
+from rigs.agents import agent, bearer
 from rigs.agents import tokens as tokens_in
 from rigs.pods import templates
 from rigs.results import RUN
@@ -22,7 +20,6 @@ from starlette.testclient import TestClient
 
 from agent.base import result_store
 from agent.cli.launch import launch
-from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
 from agent.http.answers import MOST_VALUES, PostedRecord
 from agent.http.state import State
@@ -31,7 +28,6 @@ from planner.kubernetes import manifests
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"
-USER = "system:serviceaccount:training:trainer"
 HEADERS = bearer()
 AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
 STEPS = PostedRecord.model_json_schema()["properties"]["step_seconds"]["maxItems"]
@@ -149,21 +145,6 @@ def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> No
     assert posted(agent(MACHINE, full, tokens=tokens)).status_code == 507
 
 
-@pytest.fixture
-def api() -> Iterator[ApiServer]:
-    with ApiServer() as server:
-        server.reviewed[TOKEN] = {"authenticated": True, "audiences": [AUDIENCE], "user": {"username": USER}}
-        yield server
-
-
-def test_a_record_names_the_account_of_the_token_review(api: ApiServer, folder: Path) -> None:
-    api.allowed.add((USER, "post", "/runs"))
-    http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
-    assert posted(http).status_code == 201
-    (record,) = result_store.read_runs(folder)
-    assert record.posted_by == USER
-
-
 @pytest.mark.long
 def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
     """Version and number of steps are those of the job and of what is kept."""
@@ -213,13 +194,6 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
         token = source["serviceAccountToken"]
         assert token["audience"] == AUDIENCE
         assert environment["TOPOFLIGHT_AGENT_TOKEN_FILE"] == f"{mount['mountPath']}/{token['path']}"
-
-
-@each_row("url", ["", "agent:9402", "file:///etc/passwd", "http://a b", "http://u:p@a", "http://a\nb"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    """Before a pod starts with it."""
-    with pytest.raises(manifests.JobError, match="agent="):
-        spec(agent=url)
 
 
 def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:

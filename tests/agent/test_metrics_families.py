@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -171,33 +172,15 @@ def test_reasons_of_failures_are_a_closed_set() -> None:
     assert len(words) <= int(LABELS["reason"][1]) and "server" in words
 
 
-def test_last_benchmark_is_bounded_and_per_direction(full: View) -> None:
-    """GPUDirect RDMA is counted for send and receive apart; sizes, ranks and transports are cut."""
-    found = samples(full)
-    assert {tuple(labels.values()): v for labels, v in found["topoflight_gdrdma_channels_ratio"]} == {
-        ("send",): 0.75,
-        ("receive",): 1.0,
-    }
-    assert {labels["size_bytes"] for labels, _ in found["topoflight_bench_busbw_bytes_per_second"]} == {
-        str(1 << size) for size in (27, 28, 29, 30)
-    }
-    assert len(found["topoflight_bench_rank_late_seconds"]) == 8
-    assert {labels["rank"] for labels, _ in found["topoflight_bench_rank_late_seconds"]} == {
-        str(r) for r in range(4, 12)
-    }
-    assert len(found["topoflight_transport_channels"]) == 16
-    assert found["topoflight_bench_slow_ranks"] == [({}, 12.0)]
+def test_golden_exposition_of_measurements(full: View, golden: Callable[..., None]) -> None:
+    """A benchmark, a run beside its forecast, and the age of each fact.
 
-
-def test_run_stands_beside_its_forecast(full: View) -> None:
-    """Step time above the interval, memory inside; what the record does not say has no sample."""
-    found = samples(full)
-    within = {labels["quantity"]: value for labels, value in found["topoflight_run_within_forecast"]}
-    assert within == {"step_seconds": 0.0, "memory_bytes": 1.0}
-    forecast = RUN["plan"]["forecast"]["step_seconds"]
-    assert {labels["bound"]: v for labels, v in found["topoflight_run_forecast_step_seconds"]} == forecast
-    assert "topoflight_run_mfu_ratio" not in found
-    assert len(found["topoflight_run_communication_seconds"]) == 16
+    GPUDirect RDMA is counted for send and receive apart; sizes, ranks and transports are cut; what the record does not
+    say has no sample.
+    """
+    shown = re.compile(r"topoflight_(bench|run|gdrdma|transport|fact_timestamp|scan_timestamp)_")
+    lines = metrics.exposition(full, "")[0].decode().splitlines(keepends=True)
+    golden("measurements.txt", "".join(line for line in lines if shown.match(line)))
 
 
 @each_row("member", [{"status": 7}, {"loss": {"first": "x"}}, {"communication": 3}, {"ended_at": 5}])
@@ -205,13 +188,3 @@ def test_a_spoiled_run_record_is_refused(member: dict[str, Any]) -> None:
     """run.json is a file that anybody may have written: no page or scrape meets a member of the wrong kind."""
     with pytest.raises(MisfitError, match="no RunRecord"):
         record_of({**RUN, **member})
-
-
-def test_facts_keep_the_time_at_which_they_were_read(full: View) -> None:
-    """The age of a recording's facts is the recording's, and that of a benchmark its own."""
-    found = samples(full)
-    times = {labels["fact"]: value for labels, value in found["topoflight_fact_timestamp_seconds"]}
-    assert times["gpu"] == full.snapshots[0].taken_at_seconds
-    assert times["bench"] == 1_790_000_030.0
-    assert times["run"] == 1_788_264_000.0  # 2026-09-01T12:00:00Z
-    assert found["topoflight_scan_timestamp_seconds"] == [({}, full.snapshots[0].taken_at_seconds)]

@@ -145,12 +145,8 @@ def test_one_fault_of_one_rail_fails(name: str) -> None:
     device = near[min(2, len(near) - 1)].nics[0]
     passed = []
     for fault in FAULTS:
-        roce = any(
-            p.link_layer == "Ethernet"
-            for d in recorded.facts(RdmaFacts, node).devices
-            if d.name == device
-            for p in d.ports
-        )
+        ports = [p for d in recorded.facts(RdmaFacts, node).devices if d.name == device for p in d.ports]
+        roce = any(port.link_layer == "Ethernet" for port in ports)
         if (fault == "mtu" and not roce) or (name, fault) == ("spark", "mtu"):  # one of two is no majority
             continue
         found = bad(with_fault(node, device, fault))

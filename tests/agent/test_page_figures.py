@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 from rigs.agents import agent
+from rigs.command import drawn
 from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row, rows_of
 
@@ -151,10 +150,8 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     assert f"<summary>{number['unknown']} checks could not run" in html
     for node in ("l40s-01", "l40s-sick-x4"):
         assert f"<li>{node}: GPU2 has no NIC on its own NUMA node" in html
-    out = Console(file=io.StringIO(), width=200)
-    findings(out, view.checks)
-    assert f"{number['pass']} checks passed" in out.file.getvalue()  # type: ignore[attr-defined]
-    text = " ".join(out.file.getvalue().split())  # type: ignore[attr-defined]
+    text = " ".join(drawn(findings, view.checks, width=200).split())
+    assert f"{number['pass']} checks passed" in text
     assert "GPU2 has no NIC on its own NUMA node: the path to mlx5_0 is SYS. l40s-01, l40s-sick-x4" in text
 
 

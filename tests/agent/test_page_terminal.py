@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -12,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rigs.command import on_a_terminal, topoflight
+import pytest
+from rigs.command import drawn, on_a_terminal, topoflight
 from rigs.recorded import H100, NAMES, path_of, view
 from rigs.results import benchmark, measurement
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -30,67 +29,28 @@ from agent.terminal.measured import bench
 from contracts.finding import Finding, Status
 
 
-def console(**options: bool) -> Console:
-    return Console(file=io.StringIO(), width=80, highlight=False, **options)
-
-
-def text_of(out: Console) -> str:
-    assert isinstance(out.file, io.StringIO)
-    return out.file.getvalue()
-
-
-def drawn(draw: Callable[..., None], what: object, **options: bool) -> str:
-    """What one function draws of a thing in a pipe of 80 columns."""
-    out = console()
-    draw(out, what, **options)
-    return text_of(out)
-
-
 @each_row("name", NAMES)
 def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
-    seen, out = view(name), console()
-    hosts.host(out, seen.snapshots[0])
-    topology.brief(out, seen.topologies[0], ())
-    findings_view.findings(out, seen.checks)
-    advice_view.recommendation(out, advise.for_view(seen, Request.of(model="Llama-3.1-8B")))
-    text = text_of(out)
+    seen = view(name)
+    advice = advise.for_view(seen, Request.of(model="Llama-3.1-8B"))
+    text = drawn(hosts.host, seen.snapshots[0]) + drawn(topology.brief, seen.topologies[0], ())
+    text += drawn(findings_view.findings, seen.checks) + drawn(advice_view.recommendation, advice)
     assert max(len(line) for line in text.splitlines() if not line.startswith("  topoflight ")) <= 80
     assert "\x1b" not in text
     if not seen.topologies[0].gpus:
         assert "per GPU" not in text, "memory is told per rank where there is no GPU"
 
 
-def test_ten_times_the_same_is_said_once() -> None:
-    """Count, subjects, evidence of the first, one remedy; failures before warnings."""
-    text = drawn(findings_view.findings, view("sick-h100-rdma-off").checks)
-    assert text.count("pci.nic.no_rdma") == 1
-    assert "pci.nic.no_rdma on 10 devices" in text
-    assert "and 2 more" in text
-    assert text.count("→ Load the driver") == 1
-    assert text.index("FAIL") < text.index("warn")
-
-
-def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
-    """The verdict of a healthy machine says which checks were not measured."""
-    seen, out = view(), console()
-    findings_view.findings(out, seen.checks)
-    text = " ".join(text_of(out).split())
-    unknown = {check.code for check in seen.checks if check.status == "unknown"}
-    assert unknown and all(code in text for code in unknown)
-    assert f"{len(unknown)} checks could not run" in text and f"{seen.verdict.listed['pass']} checks passed" in text
-
-
 def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
     """Unknown is no pass, neither beside a failed node nor beside a good one."""
-    out = console()
     checks = [
         Finding(code="a.b", node="n2", status=Status.UNKNOWN, required=True, message="silent"),
         Finding(code="a.c", node="n3", status=Status.UNKNOWN, message="not measured"),
         Finding(code="a.b", node="n4", status=Status.FAIL, message="lost"),
     ]
-    hosts.sound_nodes(out, [(f"n{n}", "8 x H100; RDMA 8/8 active") for n in range(1, 5)], checks)
-    assert "2 nodes, 8 x H100; RDMA 8/8 active: n1, n3" in text_of(out)
+    text = drawn(hosts.sound_nodes, [(f"n{n}", "8 x H100; RDMA 8/8 active") for n in range(1, 5)], checks)
+    assert "2 nodes, 8 x H100; RDMA 8/8 active: n1, n3" in text
 
 
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
@@ -100,8 +60,6 @@ def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() 
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
-    down = drawn(topology.node, view("sick-h100-dead-hca").topologies[0])
-    assert "would be nearer, but has no active port" in " ".join(down.split()), "why the nearest NIC is so far"
 
 
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
@@ -128,51 +86,48 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
-ENVIRONMENT, LOG = "job.env", "nccl.log"  # written by the test
+LOG = "nccl.log"  # written by the test
 LOG_LINES = [
     "gpu-a:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",
     "gpu-a:100:130 [0] NCCL INFO GPU Direct RDMA Disabled for HCA 0 'mlx5_1'",
     "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0",
     "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
 ]
-SICK, POD = path_of("sick-h100-dead-hca"), path_of("r760xa-2xA40-bf3")
-SHOWN = (
-    ("scan", "--host", SICK),
-    ("scan", "--all", "--host", POD),
-    ("preflight", "-q", "--host", SICK, "--model", "Llama-3.1-8B"),
-    ("recommend", "--host", POD, "--model", "Llama-3.1-8B", "--explain"),
-    ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2"),
-    ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--compare", "dp_shard=8", "tp=8"),
-    ("diff", path_of(), SICK),
-    ("diff", "--fleet", SICK.parent),
-    ("lint-env", "--host", POD, ENVIRONMENT),
-    ("evidence", LOG),
-    ("explain", "limits.memlock.low"),
-    ("explain", "TopoflightMemlockTooSmall"),
-)
+SICK = path_of("sick-h100-dead-hca")
 
 
-@each_row("words", SHOWN)
-def test_every_verb_is_plain_and_fits_a_pipe(words: tuple[object, ...], tmp_path: Path) -> None:
-    """Lines of 80 characters at most, no blanks at their ends, no escape codes, and counts that agree with nouns."""
-    (tmp_path / ENVIRONMENT).write_text("NCCL_IB_HCA=mlx5_9\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_DISABLE=1\n")
-    (tmp_path / LOG).write_text("\n".join(LOG_LINES))
-    result = topoflight(*(tmp_path / word if word in (ENVIRONMENT, LOG) else word for word in words))
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the commands name, in the current folder: files, and recordings by their names."""
+    monkeypatch.chdir(tmp_path)
+    Path("machines").symlink_to(SICK.parent)
+    Path("job.env").write_text("NCCL_IB_HCA=mlx5_9\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_DISABLE=1\n")
+    Path("good.env").write_text("NCCL_DEBUG=INFO\n")
+    Path("nccl.log").write_text("\n".join(LOG_LINES))
+    Path("good.log").write_text(GOOD_LOG)
+
+
+def printed(words: str) -> str:
+    """What a command prints, held to 80 columns, no blanks at line ends, no escape codes, counts that fit nouns."""
+    result = topoflight(*words.split())
     assert result.exit_code in (0, 3), result.output
     lines = result.output.splitlines()
     assert lines and max(map(len, lines)) <= 80
     assert [line for line in lines if line != line.rstrip()] == []
     assert "\x1b" not in result.output
     assert not re.search(r"\b1 (warnings|sockets|PCI devices|checks|nodes with|others|ports|channels)\b", result.output)
+    return result.output
 
 
-def test_a_line_of_a_log_is_quoted_to_the_letter(tmp_path: Path) -> None:
-    """Host, process and thread are `gpu-a:100:130`: no picture takes the place of `:100:`, no bracket is markup."""
-    (tmp_path / LOG).write_text("\n".join(LOG_LINES))
-    result = topoflight("evidence", "-v", tmp_path / LOG, COLUMNS="120")
-    for line in LOG_LINES:
-        assert line in result.output.replace("\n  ", ""), line
-    assert result.output.index("✗ FAIL") < result.output.index("Proof")
+@each_row("words", rows_of(__file__)("shown"))
+def test_every_verb_is_plain_and_fits_a_pipe(words: str, folder: None) -> None:
+    assert printed(words)
+
+
+def test_golden_texts(folder: None, golden: Callable[..., None]) -> None:
+    """The verdict comes first; ten times the same is said once; a line of a log is quoted to the letter."""
+    texts = [f"$ topoflight {words}\n{printed(words)}" for words in rows_of(__file__)("golden")()]
+    golden("terminal.txt", "\n".join(texts))
 
 
 def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
@@ -245,22 +200,6 @@ def test_what_time_and_cost_still_need_is_named_and_what_was_given_is_not() -> N
         assert f"  cost   not estimated. Add {missing}." in lines, "\n".join(lines)
 
 
-def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
-    """Two equal recordings, an environment and a log without a fault: the verdict and what to do come first."""
-    machine = path_of()
-    (tmp_path / "nccl.log").write_text(GOOD_LOG)
-    (tmp_path / "job.env").write_text("NCCL_DEBUG=INFO\n")
-    for words, first in (
-        (("diff", machine, machine), "✓ nothing that matters for training differs → "),
-        (("lint-env", tmp_path / "job.env", "--host", machine), "✓ no problems found in this environment → "),
-        (("why", tmp_path / "nccl.log"), "fine: no fault found in what was read → "),
-        (("evidence", tmp_path / "nccl.log"), "✓ no problem in the log"),
-    ):
-        lines = lines_of(*words)
-        assert lines[0].startswith(first) and len(lines) <= 10, "\n".join(lines)
-        assert max(map(len, lines)) <= 80
-
-
 def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> None:
     """As the verbs print them: every result verified, every network run and proven."""
     sizes = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1 << 16, 1 << 20)]
@@ -327,14 +266,3 @@ def test_the_wheel_has_a_completion_file_for_each_shell(shell: str, shipped: str
     assert f"{shell}_complete" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
-
-
-@each_row("columns", [80, 100, 140])
-def test_a_table_breaks_lines_between_words(columns: int) -> None:
-    """No heading and no name of a machine is cut from 80 columns on."""
-    asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
-    lines = lines_of(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
-    words = {word for line in lines for word in line.split()}
-    assert "steps of 64 sequences (assumed: give --global-batch" in " ".join(" ".join(lines).split())
-    assert {"machine", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
-    assert max(len(line) for line in lines) <= columns

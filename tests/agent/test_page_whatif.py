@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
 from pydantic import ValidationError
-from rich.console import Console
+from rigs.command import drawn
 from rigs.recorded import NAMES, view
 
 from agent.advice import advise
@@ -88,9 +87,8 @@ def test_a_small_run_that_is_not_the_fastest_says_so_before_its_layout() -> None
     assert advice.chosen is not None and advice.chosen.layout.family == "FSDP"
     fastest = min(advice.runners_up, key=lambda one: one.forecast.step_seconds.mid)
     times = [units.seconds(one.forecast.step_seconds.mid) for one in (advice.chosen, fastest)]
-    out = Console(file=io.StringIO(), width=200)
-    recommendation(out, advice, brief=True)
-    for text in (out.file.getvalue(), pages.what_if_page(view(), {}, advice, "")):  # type: ignore[attr-defined]
+    terminal = drawn(recommendation, advice, width=200, brief=True)
+    for text in (terminal, pages.what_if_page(view(), {}, advice, "")):
         first = text.index("This small test run uses FSDP to show sharded traffic")
         assert all(time in text[first : first + 250] for time in times), times
         assert text.index("micro-batch") > first and "Recommended layout" not in text

@@ -18,9 +18,7 @@ from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.base.output import write_atomic
-from agent.checks.verdict import build_view, judge
-from agent.cluster.nodes import Fleet
-from agent.http.pages import fleet_page
+from agent.checks.verdict import judge
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs.preflight import Report, junit
@@ -97,16 +95,6 @@ def preflight(folder: Path, *options: str) -> str:
 LOST, CUT, WELL = "hgx-h100-sick-lost", "hgx-h100-sick-nvlink", "hgx-h100-01"
 
 
-def test_the_table_names_the_node_of_a_finding_that_only_one_has(nodes: Path) -> None:
-    """gpu.device.lost is the lost one's, gpu.nvlink.missing the other's."""
-    verdict, *blocks = re.split(r"\n(?=[✗!?·✓])", preflight(nodes))
-    assert f"gpu.device.lost on GPU5 of {LOST}" in verdict
-    (lost,) = [block for block in blocks if "gpu.device.lost" in block.splitlines()[0]]
-    (cut,) = [block for block in blocks if "gpu.nvlink.missing" in block.splitlines()[0]]
-    assert LOST in lost and CUT not in lost
-    assert CUT in cut and LOST not in cut
-
-
 def test_junit_and_github_name_the_node_of_every_finding(nodes: Path) -> None:
     """The suite, its host and the message itself, which viewers show alone."""
     root = ElementTree.fromstring(preflight(nodes, "-o", "junit"))  # noqa: S314 - our own text
@@ -130,15 +118,6 @@ def test_before_the_first_scan_the_cluster_is_503_like_readyz(door: str) -> None
     assert (ready.status_code, answer.status_code) == (503, 503)
     assert answer.headers["retry-after"] == ready.headers["retry-after"]
     assert answer.json()["detail"] == ready.json()["detail"] == "the first scan is not done yet"
-
-
-def test_a_cluster_of_no_nodes_and_a_gate_of_no_checks_are_unknown() -> None:
-    """An API server without records; a view of no host; a gate that skips everything."""
-    page = fleet_page(Fleet(), source="kubernetes", behind=None)
-    assert "<title>unknown" in page and 'class="verdict pass' not in page
-    assert build_view(()).verdict.word == "unknown"
-    result = topoflight("preflight", "-q", "--host", path_of("cpu-only-vm"), "--skip", "*", "-o", "json")
-    assert (result.exit_code, json.loads(result.stdout)["verdict"]["why"]) == (5, "nothing was measured")
 
 
 STEERING = "\x1b]0;owned\x07\x1b[2J\x9b31m\x00\r::error::\u202egnp.exe\u2066 a\x7fb"

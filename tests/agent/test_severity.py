@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 README_CASE = "r760xa-2xA40-bf3"
 
 
-def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
-    """The rule itself."""
+def test_a_loss_of_a_tenth_is_a_failure_and_a_smaller_one_a_warning() -> None:
+    """The rule that the severity of all findings about lost bandwidth follows."""
     assert [by_loss(share) for share in (0.0, 0.099, 0.1, 0.5)] == [Status.WARN] * 2 + [Status.FAIL] * 2
 
 

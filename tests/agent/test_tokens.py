@@ -56,6 +56,8 @@ def test_a_token_file_opens_the_gate(http: TestClient) -> None:
     posted = http.post("/preflight", headers=bearer())
     assert posted.status_code == 200
     assert posted.json() == http.get("/preflight").json(), "the same verdict"
+    measuring = http.post("/preflight", headers=bearer(), json={"measure": True})
+    assert measuring.status_code == 422, "nothing makes load from afar"
     for headers in ({}, bearer("wrong" * 5), {"Authorization": f"Basic {TOKEN}"}, bearer(""), bearer("x" * 20000)):
         response = http.post("/preflight", headers=headers)
         assert response.status_code == 401, headers
@@ -100,6 +102,8 @@ def test_the_api_server_judges(api: ApiServer) -> None:
     assert "--non-resource-url=/preflight" in refused.json()["grant"]
     api.allowed.add((USER, "post", "/preflight"))
     assert status(reviewing(api)) == 200
+    judge = Tokens(client=Client(configuration(api.url), tries=1))
+    assert asyncio.run(judge.judge(asking("10.0.0.1", TOKEN), path="/preflight", verb="post")) == USER
     assert status(reviewing(api), "/runs") == 403, "each endpoint by itself"
     for audiences in (["https://kubernetes.default.svc"], []):  # another service's, and a server that names none
         api.reviewed[TOKEN]["audiences"] = audiences
@@ -179,12 +183,6 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
         silent.close()
         for one in posts:
             one.join()
-
-
-def test_nothing_makes_load_from_afar(http: TestClient) -> None:
-    """The gate over HTTP scans; it takes no word that would measure, and no endpoint starts a benchmark."""
-    assert http.post("/preflight", headers=bearer(), json={"measure": True}).status_code == 422
-    assert http.post("/benchmarks", headers=bearer()).status_code == 404
 
 
 @each_row(("path", "most"), [("/preflight", MOST_BODY_BYTES), ("/runs", MOST_RECORD_BYTES)])

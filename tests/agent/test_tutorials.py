@@ -19,18 +19,15 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from api_server import ApiServer, write_kubeconfig
+from api_server import write_kubeconfig
 from click.testing import CliRunner
 from kustomization import helm, render
+from networks_cluster import Networks
 from rigs import crds
 from rigs.tables import each_row
 
 from agent.cli.hosts import DEMO
 from agent.cli.main import cli
-from contracts import run_record
-from contracts.job_plan import JobPlan, read
-from contracts.run_record import Measured, NcclChannels, RunRecord
-from finetune.post import write_termination_message
 
 ROOT = Path(__file__).parents[2]
 DOCS, MACHINES = ROOT / "docs", ROOT / "tests" / "machines"
@@ -42,38 +39,6 @@ BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
 PUBLISHED = {"eth0": 18000 / 580, "net1": 9000 / 580, "rdma": 6000 / 580}
 NO_SCHEMA = ("eksctl.io/", "security.openshift.io/")  # no definition of these is held
 CORE = re.compile(r"v1$|apps/|batch/|rbac\.|networking\.k8s|apiextensions|scheduling\.|policy/|admissionregistration")
-
-
-class Cluster(ApiServer):
-    """Each job of compare-networks is done at once; its pod 0 leaves a record over its network, in published time."""
-
-    folder: Path
-
-    def put(self, collection: str, namespace: str, document: dict[str, Any]) -> dict[str, Any]:
-        """As a controller and a kubelet would have it."""
-        name = document["metadata"]["name"]
-        bars = name.startswith("bars-")
-        if bars and document.get("kind") == "ConfigMap":
-            plan = self.folder / f"{name}.json"
-            plan.write_text(document["data"]["plan.json"])
-        if bars and document.get("kind") == "PyTorchJob":
-            document["status"] = {"conditions": [{"type": "Succeeded", "status": "True"}]}
-        if bars and document.get("kind") == "Pod" and name.endswith("-0"):
-            ended = {"exitCode": 0, "message": self.said(name.split("-")[1])}
-            document["status"] = {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
-        return super().put(collection, namespace, document)
-
-    def said(self, network: str) -> str:
-        """What finetune.pod leaves of a run under the job's own plan."""
-        plan: JobPlan = read(self.folder / f"bars-{network}-config.json")
-        record = RunRecord(
-            status="complete", steps_done=30, measured=Measured(step_seconds=PUBLISHED[network], counted_steps=28),
-            plan=JobPlan(forecast=plan.forecast), nccl=NcclChannels(interfaces=[] if network == "rdma" else [network]),
-            transports=["NET/IB/0/GDRDMA" if network == "rdma" else "NET/Socket/0"],
-        )  # fmt: skip
-        run_record.save(self.folder / "run.json", record)
-        write_termination_message(self.folder / "run.json", self.folder / "word")
-        return (self.folder / "word").read_text()
 
 
 @dataclass
@@ -176,8 +141,8 @@ def matches(shown: list[str], printed: list[str]) -> bool:
 def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """Who has followed a page to its end."""
     folder = tmp_path_factory.mktemp("reader")
-    with pytest.MonkeyPatch.context() as patch, Cluster() as server:
-        server.folder = folder
+    with pytest.MonkeyPatch.context() as patch, Networks(folder, "bars", PUBLISHED) as server:
+        server.condition = {"type": "Succeeded"}
         patch.setenv("KUBECONFIG", str(write_kubeconfig(folder / "kubeconfig", server.url)))
         patch.setenv("COLUMNS", "100")
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 import yaml
-from api_server import ApiServer, write_kubeconfig
+from api_server import write_kubeconfig
 from click.testing import CliRunner
+from networks_cluster import Networks
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
 
 from agent.cli.bench import compare_networks
 from agent.jobs import networks
-from contracts import run_record
 from contracts.finding import Interval
-from contracts.job_plan import JobPlan, RunForecast
-from contracts.run_record import Measured, NcclChannels, RunRecord
-from finetune.post import write_termination_message
+from contracts.job_plan import RunForecast
 
 rows = rows_of(__file__)
 
@@ -34,53 +32,11 @@ WORDS = [
 SECONDS = {"eth0": 9.0, "net1": 4.0, "rdma": 3.0}  # of a step
 
 
-class Cluster(ApiServer):
-    """Each job is done at once; pod 0 leaves the record of a run over `takes`, by default what its job was told."""
-
-    takes: dict[str, str]
-    state = "Complete"
-
-    def put(self, collection: str, namespace: str, document: dict[str, Any]) -> dict[str, Any]:
-        """As a controller and a kubelet would have it."""
-        name = document["metadata"]["name"]
-        if document.get("kind") == "Job":
-            condition = {"type": self.state, "status": "True"}
-            if self.state == "Failed":
-                condition["reason"] = "BackoffLimitExceeded"
-                condition["message"] = "Job has reached the specified backoff limit"
-            document["status"] = {"conditions": [condition]}
-        if document.get("kind") == "Pod" and name.endswith("-0"):
-            network = name.removeprefix("sft-").removesuffix("-0")
-            ended = {"exitCode": 0, "message": said(network, self.takes.get(network, network))}
-            document["status"] = {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
-        return super().put(collection, namespace, document)
-
-
-def said(network: str, taken: str) -> str:
-    """What finetune.pod leaves of a run, in its own words."""
-    seen = {"transports": ["NET/IB/0/GDRDMA"]} if taken == "rdma" else {"transports": ["NET/Socket/0"]}
-    made = RunRecord(
-        status="complete", steps_done=20, nccl=NcclChannels(interfaces=[] if taken == "rdma" else [taken]),
-        measured=Measured(step_seconds=SECONDS[network], counted_steps=15),
-        plan=JobPlan(forecast=RunForecast(step_seconds=Interval(low=1.0, mid=2.0, high=5.0))), **seen,
-    )  # fmt: skip
-    folder = Path(said_in[-1])
-    run_record.save(folder / "run.json", made)
-    write_termination_message(folder / "run.json", folder / "word")
-    text = (folder / "word").read_text()
-    assert len(text.encode()) <= 4096
-    return text
-
-
-said_in: list[Path] = []
-
-
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    with Cluster() as server:
-        said_in.append(tmp_path)
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Networks]:
+    forecast = RunForecast(step_seconds=Interval(low=1.0, mid=2.0, high=5.0))
+    with Networks(tmp_path, "sft", SECONDS, forecast) as server:
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", server.url)))
-        server.takes = {}
         yield server
 
 
@@ -89,7 +45,7 @@ def compare(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     return done.exit_code, json.loads(done.stdout) if done.stdout.startswith("{") else {}, done.output
 
 
-def test_each_network_has_a_job_and_each_record_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+def test_each_network_has_a_job_and_each_record_comes_back(cluster: Networks, tmp_path: Path) -> None:
     """Three bars, in the order asked for; time and money of 100 steps on two nodes."""
     code, found, output = compare(tmp_path, "--price", "98")
     assert code == 0, output
@@ -107,7 +63,7 @@ def test_each_network_has_a_job_and_each_record_comes_back(cluster: Cluster, tmp
     assert (tmp_path / "networks.svg").read_text().count("a step") >= 3
 
 
-def test_a_job_over_tcp_is_told_its_interface_and_asks_for_no_rdma(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_over_tcp_is_told_its_interface_and_asks_for_no_rdma(cluster: Networks, tmp_path: Path) -> None:
     """The plan's own environment is RDMA's; it is one dry run away from being seen."""
     done = CliRunner().invoke(compare_networks, [*WORDS, "--dry-run", "--resource", "rdma/shared=1"])
     assert done.exit_code == 0, done.output
@@ -128,7 +84,7 @@ def test_a_job_over_tcp_is_told_its_interface_and_asks_for_no_rdma(cluster: Clus
     assert plans["sft-net1-config"]["config"]["output_dir"] == "/mnt/shared/sft-net1"
 
 
-def test_the_gate_of_a_tcp_job_does_not_judge_what_the_comparison_sets(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_gate_of_a_tcp_job_does_not_judge_what_the_comparison_sets(cluster: Networks, tmp_path: Path) -> None:
     """On a node with RDMA, whose memlock is low: the gate as rendered finds there what it finds without the job's
     variables. The RDMA job's judges all of it."""
     node = "r760xa-2xA40-bf3-memlock-8MiB"
@@ -158,13 +114,21 @@ def test_the_gate_of_a_tcp_job_does_not_judge_what_the_comparison_sets(cluster: 
             assert failed(environment, options) == bare - {"limits.memlock.low", "interfaces.choice.wrong"}
 
 
-@pytest.mark.parametrize(("state", "pods", "takes", "code", "status", "why"), rows("proofs")())
+@pytest.mark.parametrize(("condition", "pods", "takes", "code", "status", "why"), rows("proofs")())
 def test_a_comparison_without_proof_of_the_network_is_no_pass(
-    cluster: Cluster, tmp_path: Path, state: str, pods: bool, takes: dict[str, str], code: int, status: str, why: str
+    cluster: Networks,
+    tmp_path: Path,
+    condition: dict[str, str],
+    pods: bool,
+    takes: dict[str, str],
+    code: int,
+    status: str,
+    why: str,
 ) -> None:
     """Each says why; the other jobs are run all the same."""
-    cluster.state, cluster.controllers, cluster.takes = state, pods, takes
-    ended, found, output = compare(tmp_path, "--timeout", "1") if state == "Suspended" else compare(tmp_path)
+    cluster.condition, cluster.controllers, cluster.takes = condition, pods, takes
+    waited = ("--timeout", "1") if condition["type"] == "Suspended" else ()
+    ended, found, output = compare(tmp_path, *waited)
     assert ended == code, output
     bars = found["bars"][1:2] if takes else found["bars"]
     assert {(bar["status"], bar["step_seconds"]) for bar in bars} == {(status, None)}
@@ -172,13 +136,13 @@ def test_a_comparison_without_proof_of_the_network_is_no_pass(
 
 
 @each_row(("words", "told"), rows("refused"))
-def test_what_cannot_be_meant_is_refused(cluster: Cluster, tmp_path: Path, words: list[str], told: str) -> None:
+def test_what_cannot_be_meant_is_refused(cluster: Networks, tmp_path: Path, words: list[str], told: str) -> None:
     """Exit code 2, with what is allowed."""
     done = CliRunner().invoke(compare_networks, [*WORDS, *words])
     assert (done.exit_code, told in done.output) == (2, True), done.output
 
 
-def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Networks, tmp_path: Path) -> None:
     """It is told, never drawn."""
     words = [word if word != str(path_of()) else str(path_of("cpu-only-vm")) for word in WORDS]
     done = CliRunner().invoke(compare_networks, [*words, "--dry-run"])

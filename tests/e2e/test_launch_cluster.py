@@ -33,14 +33,6 @@ def printed(*words: str) -> dict[str, dict[str, Any]]:
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
 
 
-def test_a_refusal_is_told_in_the_servers_words(kubeconfig: ApiServer) -> None:
-    """Exit code 1, and which object."""
-    kubeconfig.faults = [(403, {})]
-    done = CliRunner().invoke(launch, [*WORDS, "--api", "job", "--name", "sft"])
-    assert done.exit_code == 1
-    assert "configmap/sft-config: the API server says 403" in done.output
-
-
 def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig: ApiServer) -> None:
     """-o yaml is a stream, -o json a List; both are the objects that the launch makes, and nothing is made."""
     done = CliRunner().invoke(launch, [*WORDS, "--api", "trainjob", "--dry-run", "-o", "json"])

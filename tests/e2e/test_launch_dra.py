@@ -102,12 +102,13 @@ def refused(*words: str) -> Result:
 
 
 def test_a_cluster_without_dra_refuses_the_claim(kubeconfig: ApiServer) -> None:
-    """Its API server does, in the dry run; nothing is made."""
+    """Its API server does, in the dry run, by its own words and the object; nothing is made."""
     for path in [path for path in kubeconfig.kinds if "resource.k8s.io" in path]:
         del kubeconfig.kinds[path]
-    told = refused(*DRA).output
-    assert "resourceclaimtemplate/sft-gpu-nic: the API server says 404" in told and "nothing was created" in told
-    assert "is resource.k8s.io/v1 served by this cluster?" in told
+    done = refused(*DRA)
+    assert done.exit_code == 1 and "nothing was created" in done.output
+    assert "resourceclaimtemplate/sft-gpu-nic: the API server says 404" in done.output
+    assert "is resource.k8s.io/v1 served by this cluster?" in done.output
     assert kubeconfig.of_kind("Job") == []
 
 

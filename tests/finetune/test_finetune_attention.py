@@ -38,7 +38,7 @@ def dense(rows, window):
 @each_row("name", ROWS)
 @each_row("window", [None, 5, 16, 64, 100])
 def test_documents_and_windows_equal_a_dense_mask(name, window):
-    """Results and gradients of grouped heads; a window reaches over several blocks, one, or none."""
+    """Results and gradients of grouped heads; windows are shorter and longer than the documents, and than the row."""
     draw, rows = torch.Generator().manual_seed(1), ROWS[name]
     shapes = ((2, 8, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 16))
     given = [torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes]

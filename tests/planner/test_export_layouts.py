@@ -7,6 +7,7 @@ import json
 import math
 import re
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from rigs.tables import each_row, rows_of
 
 from contracts.job_config import parse_config
 from contracts.job_plan import JobPlan
-from contracts.layout import Layout
+from contracts.layout import EIGHT_BITS, Layout
+from contracts.tables import read_table
 from finetune.parallel import settle_layout
 from planner.advice import ExportError, ExportRequest, request_of
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.stacks import ENGINES
+from planner.stacks import ENGINES, exports
 from planner.stacks.exports import FORMATS, export
 
 rows = rows_of(__file__)
@@ -182,6 +184,15 @@ def test_a_framework_that_cannot_is_refused_with_the_reason(
     """Never something else than what was asked for."""
     with pytest.raises(ExportError, match=reason):
         export(name, request(NAMED[layout] if isinstance(layout, str) else Layout(**layout), **train))
+
+
+def test_every_refusal_names_a_format_and_attributes_of_the_request() -> None:
+    """A list of precisions has all of eight bits."""
+    for row in read_table(exports.__file__, "refusals.toml")["refusal"]:
+        assert {*row["formats"]} <= {*FORMATS} and {*row} <= {"formats", "when", "unless", "why"}
+        for name, wanted in {**row.get("when", {}), **row.get("unless", {})}.items():
+            attrgetter(name)(request(FSDP))
+            assert name != "layout.precision" or {*wanted} == {*EIGHT_BITS}
 
 
 def test_unknown_format_and_empty_recommendation_are_errors() -> None:

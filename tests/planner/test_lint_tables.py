@@ -15,7 +15,7 @@ from planner.nccl_env.names import names, plugin_of, torch_names
 
 OTHERS = {
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",
-    "TP_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
 }  # fmt: skip
 
 
@@ -25,10 +25,10 @@ def test_every_name_is_one_that_something_reads() -> None:
         *(name for part in ("text", "range", "choice", "zero", "kind") for name in table[part]),
         *(name for members in table["names"].values() for name in members), *table["level"]["names"],
         *(name for name in (*table["quoted"], *table["words"]) if name.isupper()),
-        *(name for part in ("plugin_values", "effect", "efa_needless", "torch", "needs") for name in more[part]),
-        *(row["other"] for row in more["needs"].values()), *(row["cause"] for row in more["shadows"]),
-        *(name for row in more["shadows"] for name in row["names"]),
-        *(row[part] for row in more["bounds"] for part in ("least", "most")),
+        *(name for part in ("plugin_values", "effect") for name in more[part]),
+        *(name for row in more["rule"] for name in (*row["names"], *row.get("with", {}))),
+        *(row["above"] for row in more["rule"] if "above" in row),
+        *(row["without"] for row in more["rule"] if row.get("without", "").isidentifier()),
     }  # fmt: skip
     known = {*names(), *torch_names(), *OTHERS}
     assert not [name for name in sorted(used) if name not in known and not plugin_of(name)]
@@ -41,19 +41,24 @@ def test_every_row_is_whole() -> None:
     for row in table["text"].values():
         assert bool(row.get("words")) != (bool(re.compile(row.get("pattern", "")).pattern) and bool(row.get("wanted")))
         assert bool(row.get("effect")) != (len(row.get("separator", "")) == 1)
-    assert all(re.compile(row["set"]) for row in more["shadows"])
-    assert all({*row} == {"cause", "set", "names"} for row in more["shadows"])
-    assert all({*row} == {"least", "most", "effect"} for row in more["bounds"])
-    assert all({*row} == {"other", "why"} for row in more["needs"].values())
-    assert all({*row} == {"when", "finding", "status", "effect"} for row in more["torch"].values())
-    said = [*more["effect"].values(), *table["zero"].values(), *(row["effect"] for row in more["bounds"])]
-    said += [row["why"] for part in ("efa_needless", "needs") for row in more[part].values()]
+    known = {"finding", "status", "names", "value", "above", "with", "without", "where", "fields"}
+    for row in more["rule"]:
+        assert {"finding", "names"} <= {*row} <= known and row.get("where", "efa") in ("efa", "unknown")
+        conditions = [row.get("value", ""), row.get("without", ""), *row.get("with", {}).values()]
+        assert all(re.compile(each) for each in conditions if isinstance(each, str))
+        assert len(row.get("with", {})) <= 1, "the fields name one other variable"
+    said = [*more["effect"].values(), *table["zero"].values()]
+    said += [text for row in more["rule"] for text in row.get("fields", {}).values()]
     assert all(text and text[-1] != "." for text in said)
 
 
 def test_every_text_is_used_and_filled_in() -> None:
     """Each text of findings.toml belongs to a rule, and every rule passes exactly the fields that its text has."""
-    given: dict[str, set[str]] = {row["finding"]: {"effect"} for row in settings()["torch"].values()}
+    given: dict[str, set[str]] = {}
+    for row in settings()["rule"]:
+        others = {"other", "most"} if "above" in row else {"other", "cause"} if "with" in row else set[str]()
+        fields = others | {*row.get("fields", {})}
+        assert fields == given.setdefault(row["finding"], fields), row
     for path in (Path(__file__).parents[2] / "planner" / "lint").glob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match call:

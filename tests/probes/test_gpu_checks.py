@@ -283,3 +283,4 @@ def test_lost_gpus_without_an_address_are_not_told_twice() -> None:
     two = list(check_bus(bus(), set(EIGHT[:6]), 7))
     assert [f.code for f in two] == ["gpu.device.missing"]
     assert "1 of 0000:d1:00.0, 0000:df:00.0" in two[0].message
+    assert not list(check_bus(None, set(), 0)), "nothing is said of a bus that could not be read"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,16 @@ def on_a_terminal(*words: str, **environment: str) -> tuple[int, str]:
             seen += chunk
     os.close(terminal)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), seen.decode()
+
+
+def drawn(draw: Callable[..., None], *what: object, width: int = 80, **options: bool) -> str:
+    """What a function of agent/terminal draws of a thing in a pipe of this width."""
+    from rich.console import Console
+
+    out = Console(file=io.StringIO(), width=width, highlight=False, emoji=False)
+    draw(out, *what, **options)
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
 
 
 def parse(words: list[str]) -> click.Command:
