@@ -350,7 +350,7 @@ class BlockedCalls:
         counted = sorted({one for wait in waits.values() for one in wait.here if facts.has_moved_on(one)})
         elsewhere = [one for one in counted if self.what[one].kind != "collective"]
         if elsewhere or (counted and self.age < 2 * STALL_SECONDS):
-            return not_yet([f"{ranks_of(counted)} have called more than their dumps show; {self.wait}"],
+            return not_yet([f"{ranks_of(counted)} made calls that their dumps do not show yet; {self.wait}"],
                            facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
         if self.met:
             wait = waits[min(self.met)]
