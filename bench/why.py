@@ -107,7 +107,7 @@ def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
 def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> Any:
     """A rank in each namespace. Returns the rig.
 
-    Their processes have numbers of their own, as on real hosts: the process table of this one does not show them.
+    Each rank runs in its own PID namespace, so that no rank sees the others' processes, as on real hosts.
     """
     from rigs import netns
 

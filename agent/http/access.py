@@ -214,7 +214,7 @@ class LimitedProtocol(H11Protocol):
         self._application, self.app = self.app, self._answer_within_limits
         self._wait: tuple[str | None, object] = "", None
         self.since = 0.0  # start of the current wait
-        self.was_read = False  # whether what the client had sent with the connection has been read
+        self.was_read = False  # whether data that arrived with the connection has been read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection; if the limit is reached, close another one."""
@@ -226,7 +226,7 @@ class LimitedProtocol(H11Protocol):
     def _make_room(self) -> None:
         """If the limit is exceeded, end the connection that has waited longest for its client.
 
-        If no other connection waits, this one is ended at most, and not before its request is answered.
+        If no other connection waits, only this one can be ended, and only after its request is answered.
         """
         self.was_read = True
         over = len(self.connections) - self.most_connections

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from agent.advice.advise import EXPORTS, FORM
 from agent.base import units, version
 from agent.checks import history
-from agent.checks.findings import Group, grouped, point
+from agent.checks.findings import Group, grouped, is_problem, point
 from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
 from agent.cluster.nodes import Fleet, NodeRecord, checks_of, seconds_of
@@ -62,11 +62,11 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
     return rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
 
 
-def what_if_page(view: View, asked: Mapping[str, str], advice: Recommendation | None, error: str) -> str:
+def what_if_page(view: View, fields: Mapping[str, str], advice: Recommendation | None, error: str) -> str:
     """Return the form and, if it was answered, the layouts."""
-    given = {name: asked[name] for name in FORM if asked.get(name)}
+    query = {name: fields[name] for name in FORM if fields.get(name)}
     return rendered(
-        "what_if", view=view, asked={**dict.fromkeys(FORM, ""), **given}, query=given, advice=advice, error=error,
+        "what_if", view=view, values={**dict.fromkeys(FORM, ""), **query}, query=query, advice=advice, error=error,
         machines=machines.names(), models=[model.name for model in models.KNOWN],
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterato
         for record in records
         for each in record.findings
     }
-    for group in grouped([check for check in checks if check.status in ("fail", "warn") or check.required]):
+    for group in grouped(filter(is_problem, checks)):
         times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
         first = min(filter(None, times), default=0.0)
         yield group, units.clock(first) if first else ""

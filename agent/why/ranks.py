@@ -148,7 +148,7 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     with suppress(OSError):
         disk = os.statvfs(ranks)  # of zeros where a FUSE file system has no statfs
         is_full = bool(states) and disk.f_bavail == 0 < disk.f_blocks
-    if is_full and at - last > STALE_SECONDS:  # then it means nothing that a rank has not written
+    if is_full and at - last > STALE_SECONDS:  # no rank can write then, so its silence shows nothing
         silence, ages = None, {}
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied,
                      full=str(folder) if is_full else "",

@@ -302,10 +302,10 @@ def run(words: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.JSONDecoder().raw_decode(result.stdout)[0]
 
 
-@each_row("asked", lambda: [words.format(A40=path_of("r760xa-2xA40-bf3")) for words in rows_of(__file__)("misfits")()])
-def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
+@each_row("words", lambda: [words.format(A40=path_of("r760xa-2xA40-bf3")) for words in rows_of(__file__)("misfits")()])
+def test_what_is_offered_fits_as_the_command_says(words: str) -> None:
     """Each offer is a command of its own, which exits with 0 and differs in what it says."""
-    code, document = run(asked)
+    code, document = run(words)
     assert code == 3 and document["chosen"] is None
     offers = document["helps_most"]
     assert offers

@@ -203,7 +203,7 @@ def test_readiness_waits_for_the_first_scan() -> None:
 
 
 def test_readiness_does_not_wait_for_a_scan_that_failed() -> None:
-    """Its error is the answer, and the agent goes on."""
+    """Its error is the answer, and the agent continues to scan."""
     mended = threading.Event()
 
     def failing() -> Any:

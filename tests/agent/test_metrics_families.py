@@ -173,7 +173,7 @@ def test_reasons_of_failures_are_a_closed_set() -> None:
 
 
 def test_golden_exposition_of_measurements(full: View, golden: Callable[..., None]) -> None:
-    """A benchmark, a run beside its forecast, and the age of each fact.
+    """A benchmark, a run with its forecast, and the age of each fact.
 
     GPUDirect RDMA is counted for send and receive apart; sizes, ranks and transports are cut; what the record does not
     say has no sample.

@@ -129,7 +129,7 @@ Golden = Callable[..., None]
 
 @each_row("name", NAMES)
 def test_golden_findings(name: str, golden: Golden) -> None:
-    """What the gate says, with evidence and remedy; findings that differ by code and subject alone stand together."""
+    """What the gate says, with evidence and remedy; findings that differ only in code and subject are one row."""
     found: dict[str, Any] = {}
     for check in document(view(name).checks):
         code = f"{check.pop('code')} {check.pop('subject')}".strip()

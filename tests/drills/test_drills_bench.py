@@ -45,7 +45,7 @@ if os.environ.get("RANK") == "0":
 
 
 def _start_with(ground: Ground, code: str) -> subprocess.Popen[str]:
-    """A benchmark in a process of its own, each of whose Python processes runs this code as it starts."""
+    """A benchmark in a separate process. Each of its Python processes runs this code as it starts."""
     (ground.folder / "site").mkdir()
     (ground.folder / "site" / "sitecustomize.py").write_text(code)
     path = os.pathsep.join((str(ground.folder / "site"), str(ROOT)))

@@ -14,7 +14,7 @@ from finetune.post import write_termination_message
 
 
 class Networks(ApiServer):
-    """Pod 0 of job PREFIX-NETWORK leaves a record over `takes`, by default over the network that its job was told."""
+    """Pod 0 of job PREFIX-NETWORK leaves a record over `takes`, by default over the network that its job names."""
 
     def __init__(
         self, folder: Path, prefix: str, seconds: dict[str, float], forecast: RunForecast | None = None

@@ -60,7 +60,7 @@ def served(api_version: str, kind: str) -> bool:
 
 
 def overlay(name: str, run: str) -> list[Document]:
-    """The overlay's objects with `run` in cluster-wide names and namespaces, and a runtime class of its own."""
+    """The overlay's objects with `run` in cluster-wide names and namespaces, and a separate runtime class."""
     made = render(ROOT / "deploy/daemonset/overlays" / name)
     spaces = {name: run + name.removeprefix("topoflight") for name in NAMESPACES}
     whole = {

@@ -176,7 +176,7 @@ def claims_token(node: str, uid: str) -> str:
     ("token", "uid"), [(claims_token("n1", "u-7"), "u-7"), (claims_token("n2", "u-8"), None), ("agent-token", None)]
 )
 def test_a_record_ends_with_its_node(token: str, uid: str | None) -> None:
-    """The Node owns the record where the pod's own token names it; Nodes are never asked for."""
+    """The Node owns the record where the pod's own token names it; Nodes are never read."""
     with ApiServer() as api:
         api.tokens = {token}
         api.forbidden = {"/api/v1/nodes"}

@@ -52,16 +52,16 @@ AGENTS = 5000
 
 @each_row("down_seconds", [60.0, 600.0])
 def test_after_an_outage_no_second_sees_more_than_its_share(down_seconds: float) -> None:
-    """All fail first at the same moment, the worst case; then the server is asked evenly over the longest pause."""
+    """All fail first at the same moment, the worst case; then requests are spread evenly over the longest pause."""
     random.seed(7)
-    asked: Counter[int] = Counter()
+    requests: Counter[int] = Counter()
     due = [(0.0, agent, 0) for agent in range(AGENTS)]
     while due:
         at, agent, failures = heapq.heappop(due)
         if at < down_seconds:
             heapq.heappush(due, (at + backoff_seconds(failures), agent, failures + 1))
         else:
-            asked[int(at)] += 1
-    assert asked.total() == AGENTS
-    assert max(asked.values()) < 2 * AGENTS / LONGEST_WAIT_SECONDS, "a burst"
-    assert max(asked) - down_seconds <= 1.5 * LONGEST_WAIT_SECONDS
+            requests[int(at)] += 1
+    assert requests.total() == AGENTS
+    assert max(requests.values()) < 2 * AGENTS / LONGEST_WAIT_SECONDS, "a burst"
+    assert max(requests) - down_seconds <= 1.5 * LONGEST_WAIT_SECONDS

@@ -36,7 +36,7 @@ def document(target: str, changes: dict[str, Any]) -> bytes:
 
 
 def aliases(first: str, form: str, behind: str) -> bytes:
-    """YAML whose aliases stand for a billion times the first."""
+    """YAML whose aliases expand to a billion times the first."""
     levels = (f"a{i + 1}: &a{i + 1} {form % ', '.join([f'*a{i}'] * 40)}\n" for i in range(8))
     return f"\1a0: &a0 {first}\n{''.join(levels)}{behind}".encode()
 

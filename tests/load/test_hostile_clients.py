@@ -71,7 +71,7 @@ LONG = {
 
 
 def rows(table: str) -> Callable[[], list[tuple[bytes, Any]]]:
-    """Requests of a table, and what is asked of each."""
+    """Requests of a table, and what is expected of each."""
 
     def read_table() -> list[tuple[bytes, Any]]:
         found = []
