@@ -144,14 +144,13 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     if states and not is_running:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else at - last
         is_running = silence < SILENT_RUN_SECONDS
-    is_full = False
+    full = ""
     with suppress(OSError):
         disk = os.statvfs(ranks)  # of zeros where a FUSE file system has no statfs
-        is_full = bool(states) and disk.f_bavail == 0 < disk.f_blocks
-    if is_full and at - last > STALE_SECONDS:  # no rank can write then, so its silence shows nothing
+        full = str(folder) if states and disk.f_bavail == 0 < disk.f_blocks else ""
+    if full and at - last > STALE_SECONDS:  # a rank that runs cannot write either
         silence, ages = None, {}
-    facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied,
-                     full=str(folder) if is_full else "",
+    facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied, full=full,
                      starting=starting(states, alive), first=_first_failed(ranks / FIRST),
                      silence=silence, world=newest_state.world_size or None,
                      now=at if is_running else newest_state.written or newest(traces))  # fmt: skip

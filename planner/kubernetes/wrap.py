@@ -56,11 +56,10 @@ class Part:
     """One description of a job's training container: in a pod template, or in the `trainer` of a TrainJob."""
 
     where: str  # "PyTorchJob/sft Master"
-    kind: str
     pod: Document | None  # pod template; None for a TrainJob, whose runtime has the template
     container: Document
     replicas: int | None
-    restart: str | None = None  # restartPolicy of a PyTorchJob's replicas; default OnFailure
+    restart: str | None = None  # restartPolicy of a PyTorchJob's replicas; None for other kinds
 
     @property
     def command(self) -> list[str]:
@@ -71,7 +70,7 @@ class Part:
     @property
     def resources_key(self) -> str:
         """The name of the member with the resources of a pod."""
-        return "resourcesPerNode" if self.kind == "TrainJob" else "resources"
+        return "resourcesPerNode" if self.pod is None else "resources"
 
     @property
     def resources(self) -> Document:
@@ -266,7 +265,7 @@ class _Wrapper:
             self._add_variable("PYTHONPATH", _MONITOR_START, "starts the rank monitor in each rank")
 
     def _add_variable(self, name: str, value: str, reason: str) -> None:
-        if self._part.kind == "TrainJob" and name in RESERVED:
+        if self._part.pod is None and name in RESERVED:
             return
         for entry in _get(self._container, "env"):
             if isinstance(entry, dict) and entry.get("name") == name:
@@ -312,7 +311,7 @@ class _Wrapper:
             self._note("claims", names=", ".join(wanted) or "none")
             return
         has = part.requested
-        if part.kind == "TrainJob" and not has and wanted and not asks_for_gpus(wanted):
+        if part.pod is None and not has and wanted and not asks_for_gpus(wanted):
             self._note("resources_of_runtime", names=", ".join(wanted))
             return
         for name, count in wanted.items():
@@ -436,7 +435,7 @@ class _Wrapper:
             resources={k: part.resources[k] for k in part.resources if k in ("limits", "requests", "claims")},
             securityContext=self._container.get("securityContext"), volumeMounts=self._list_shm_mounts(),
         )  # fmt: skip
-        if part.kind == "PyTorchJob" and part.restart != "Never":
+        if part.restart not in (None, "Never"):
             self._note("gate_repeats")
 
     def _add_init_container(self, **members: Any) -> None:
@@ -541,11 +540,11 @@ def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
         _member(spec, "runtimeRef")
         trainer = spec.setdefault("trainer", {})
-        yield Part(f"{kind}/{name}", kind, None, trainer, _parse_number(trainer.get("numNodes")))
+        yield Part(f"{kind}/{name}", None, trainer, _parse_number(trainer.get("numNodes")))
         return
     for where, template, pods, restart in _list_templates(kind, spec):
         if (main := _find_trainer(kind, template["spec"]["containers"])) is not None:
-            yield Part(f"{kind}/{name}{where}", kind, template, main, pods, restart)
+            yield Part(f"{kind}/{name}{where}", template, main, pods, restart)
 
 
 def _list_templates(kind: str, spec: Document) -> Iterator[tuple[str, Document, int | None, str | None]]:

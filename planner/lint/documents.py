@@ -117,16 +117,16 @@ def _compare_replicas(found: Mapping[str, Script]) -> None:
         if not (match := re.match(r"(PyTorchJob/\S+) (Master|Worker) ", place)):
             continue
         other = "Worker" if match[2] == "Master" else "Master"
-        theirs = [each for there, each in found.items() if there.startswith(f"{match[1]} {other} ")]
-        values = {name: each.value for one in theirs for name, each in one.always.items()}
-        if not theirs or any(each.files for each in theirs):  # a file may set what is missing
+        others = [each for name, each in found.items() if name.startswith(f"{match[1]} {other} ")]
+        values = {name: each.value for one in others for name, each in one.always.items()}
+        if not others or any(each.files for each in others):  # a file may set what is missing
             continue
         for name in members("same_on_all_ranks"):
-            value, its = script.always[name].value if name in script.always else "0", values.get(name, "")
+            value, its = script.always.get(name, Assigned(name, "0")).value, values.get(name, "")
             # 0 is the default; two values are reported at the Master
             if value not in ("0", its) and OPEN not in value + its and (other == "Worker" or not its):
-                said = f"have {name}={its}" if its else "do not set it"
-                script.findings.append(finding("env.pair.differs", name, value, other=other, theirs=said))
+                theirs = f"have {name}={its}" if its else "do not set it"
+                script.findings.append(finding("env.pair.differs", name, value, other=other, theirs=theirs))
 
 
 def form(documents: list[Any], kind: str) -> str:
@@ -177,9 +177,7 @@ class _Walk:
             self._container(node, source)
         here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
-            if key == "environment" and self._compose:
-                self._check_type(source, str(name), value, compose=True)
-            elif key == "data" and source in self.config_of:
+            if (key == "environment" and self._compose) or (key == "data" and source in self.config_of):
                 self._check_type(source, str(name), value)
             word = name if isinstance(name, str) else ""
             own = pattern("own").match(word) is not None
@@ -197,8 +195,9 @@ class _Walk:
                 )
 
     def _list(self, node: list[Any], source: str, depth: int, key: str) -> None:
-        if any("NCCL_" in word for word in node if isinstance(word, str)):
-            self._words([word for word in node if isinstance(word, str)], source)
+        words = [word for word in node if isinstance(word, str)]
+        if any("NCCL_" in word for word in words):
+            self._words(words, source)
         here = bool(pattern("place").fullmatch(key))
         for item in node:
             name = item.get("name") if isinstance(item, dict) else None
@@ -230,12 +229,12 @@ class _Walk:
                 notes.append(finding("env.pair.shadowed/twice", name, before[name], status=status, last=text))
             before[name] = text
 
-    def _check_type(self, source: str, name: str, value: Any, *, compose: bool = False) -> None:
+    def _check_type(self, source: str, name: str, value: Any) -> None:
         """Report an unquoted value that Kubernetes or Compose does not read as a string."""
         text, refusal = scalar(value), "Kubernetes refuses the object: the value must be a string"
-        if compose:
-            refusal = "Compose refuses the file: it takes a string or a number"
-        forms = ("compose_truth",) if compose else ("truth", "number")
+        forms: tuple[str, ...] = ("truth", "number")
+        if self._compose:
+            forms, refusal = ("compose_truth",), "Compose refuses the file: it takes a string or a number"
         if isinstance(value, Plain | bool | int | float) and any(pattern(form).fullmatch(text) for form in forms):
             what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
             text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret

@@ -71,7 +71,7 @@ class _Case(NamedTuple):
     plugin: bool  # aws-ofi-nccl is in use and may have set variables
     vendor: Platform | None  # platform whose network plugin the environment configures
     carrier: str  # setting of the network plugin that replaces NCCL's RDMA; or ""
-    alone: tuple[str, ...]  # sections of settings.toml: "one_gpu" if each pod or node has one, "one_node" for the job
+    places: tuple[str, ...]  # sections and `where` of settings.toml that apply: "one_gpu", "one_node", "efa", "unknown"
 
 
 def lint(
@@ -100,13 +100,18 @@ def lint(
         quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, machine, source)
-    one_gpu = gpus == 1 or (machine is not None and machine.has_one_gpu)
     nodes = nodes if nodes is not None else nodes_of(environment)
+    conditions = {
+        "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu),
+        "one_node": nodes == 1,
+        "efa": machine is not None and machine.has_efa,
+        "unknown": machine is None and nodes != 1,
+    }
     case = _Case(
         version=padded(nccl_version) if nccl_version is not None else None, machine=machine, source=source, own=own,
         plugin=plugin, vendor=platform_of_plugin(environment),
         carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
-        alone=("one_gpu",) * one_gpu + ("one_node",) * (nodes == 1),
+        places=tuple(name for name, holds in conditions.items() if holds),
     )  # fmt: skip
     for name, value in environment.items():
         found += _judge_name(name, value, case)
@@ -116,13 +121,12 @@ def lint(
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
             found.append(finding("env.name.unexported", name, raw))
-    if one_gpu:
+    if "one_gpu" in case.places:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
-    places = {"", *["efa"] * (machine is not None and machine.has_efa), *["unknown"] * (machine is None and nodes != 1)}
-    found += _apply_rules(environment, {*environment, *(unresolved or {}), *also_set}, places)
+    found += _apply_rules(environment, {*environment, *(unresolved or {}), *also_set}, case.places)
     found += _transports_and_sockets(environment)
     found += machine.check(environment, case.version) if machine is not None else ()
-    found += _harmful_anywhere(environment, nodes) if "unknown" in places else ()
+    found += _harmful_anywhere(environment, nodes) if "unknown" in case.places else ()
     general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
     judged = {each.subject for each in found if each.code != general
               and (each.status != Status.INFO or each.code.startswith("env.p2p"))}  # fmt: skip
@@ -186,9 +190,9 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
             yield finding("env.gid.needless", name, value, version=version_text(case.version))
     elif entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
-    elif "one_gpu" in case.alone and name in settings()["one_gpu"]["names"]:
+    elif "one_gpu" in case.places and name in settings()["one_gpu"]["names"]:
         yield finding("env.debug.leftover/one_gpu", name, value)
-    elif "one_node" in case.alone and name in settings()["one_node"]["names"]:
+    elif "one_node" in case.places and name in settings()["one_node"]["names"]:
         yield finding("env.debug.leftover/one_node", name, value)
     elif case.vendor is not None:
         yield from _compare_with_vendor(name, value, case.vendor)
@@ -255,14 +259,14 @@ def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) ->
 # -- combinations of settings, and checks without a known machine
 
 
-def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Set[str]) -> Iterator[Finding]:
+def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Sequence[str]) -> Iterator[Finding]:
     """Apply the rules of data/settings.toml.
 
-    `named` are all names that are set, with any value; `places` are the values of `where` whose rules apply.
+    `named` are all names that are set, with any value; `places` are the conditions of `where` that hold.
     """
     for row in settings()["rule"]:
-        is_acting = "without" in row and any(re.fullmatch(row["without"], each) for each in named)
-        if row.get("where", "") not in places or is_acting:
+        is_elsewhere = "where" in row and row["where"] not in places
+        if is_elsewhere or ("without" in row and any(re.fullmatch(row["without"], each) for each in named)):
             continue
         for name in filter(environment.__contains__, row["names"]):
             value, fields = environment[name], dict(row.get("fields", {}))

@@ -292,9 +292,9 @@ _OPERATORS: Sequence[Mapping[str, Callable[[int, int], int]]] = (
 def _number(text: str) -> int:
     """Evaluate an expression whose intermediate results are in 0 to 2^63 - 1. Raises ValueError otherwise."""
     for group in _OPERATORS:
-        for match in reversed(list(re.finditer("|".join(map(re.escape, group)), text))):
-            left, right = _number(text[: match.start()]), _number(text[match.end() :])
-            if (group is _OPERATORS[0] and right > 62) or not 0 <= (result := group[match[0]](left, right)) < 1 << 63:
+        if match := re.fullmatch(rf"(?s)(.*)({'|'.join(map(re.escape, group))})(.*)", text):  # at the last of them
+            left, right = _number(match[1]), _number(match[3])
+            if (group is _OPERATORS[0] and right > 62) or not 0 <= (result := group[match[2]](left, right)) < 1 << 63:
                 raise ValueError("no number that bash has too")
             return result
     if not re.fullmatch(r"\s*(?:0|[1-9]\d{0,18})\s*", text):

@@ -78,7 +78,7 @@ def parts_of(words: Sequence[Word]) -> Iterator[Part]:
     is_argument = False  # it is an argument of a Python script
     for at, word in enumerate(words):
         text, before = word.text, words[at - 1].text if at else ""
-        if at > 1 and (words[at - 2].text in _NAMES["takes_pair"] or words[at - 2].text == "-env"):
+        if at > 1 and words[at - 2].text in _NAMES["takes_pair"]:
             yield Part("set", text, word.line, before, word.raw)
         option, equals, tail = text.partition("=") if text[:1] == "-" else (before, "", text)
         given = tail if equals else text

@@ -15,7 +15,7 @@ from planner.nccl_env.names import with_right_prefix
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 NAMED = re.compile(r"\b(?:(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z][A-Z0-9_]*)")
 """Matches the name of a checked variable anywhere in a text."""
-CHECKED = re.compile(rf"(?:{NAMED.pattern})=")
+CHECKED = re.compile(rf"{NAMED.pattern}=")
 """Matches a setting of a checked variable."""
 SETS = re.compile(r"(?<![\w$.{])(?:TORCH_)?NCCL_[A-Z0-9_]{2,}[\"']?\]?\s*(?:=(?!=)|:\s|,\s*[\"'\w])")
 """Matches text that looks like an assignment of an NCCL variable, in any language."""

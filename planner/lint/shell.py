@@ -149,7 +149,7 @@ class _Reader(Expander):
         self._types: set[str] = set()  # types of the statements
         # Ways
         self._ways, self._way = [_Way()], _Way()
-        self._met: set[str] = set()  # conditions
+        self._met: set[str] = set()  # conditions, on all ways
         self._blocks = self._commands = 0
         self._left = ""  # how this block was left: exit, return, break or continue
         self._texts: dict[tuple[str, int], tuple[bytes, Node | None]] = {}
@@ -193,11 +193,11 @@ class _Reader(Expander):
         A variable that no launcher gets counts if a program gets it that may be a launcher.
         """
         named = {name for each in self._launches.values() if each.sure for name in each.settings}
-        some = any(each.sure for each in self._launches.values())
+        has_launcher = any(each.sure for each in self._launches.values())
         found: dict[frozenset[tuple[str, str]], _Launch] = {}
         for each in sorted(self._launches.values(), key=lambda each: (len(each.way), not each.sure)):
             settings = {name: one for name, one in each.settings.items() if each.sure or name not in named}
-            if not (some and each.label == _END):
+            if not (has_launcher and each.label == _END):
                 found.setdefault(_content(settings), each._replace(settings=settings))
         ways = {
             contents: each for contents, each in found.items()
@@ -278,15 +278,15 @@ class _Reader(Expander):
         """
         if outcome.known:
             return outcome.success
-        # The command that decides; of a list it is the last one, which may stand alone elsewhere
+        # The command that decides; of a list it is the last one, which may also be a statement elsewhere
         condition = condition or self.text(node.children[-1] if node.type == "list" else node)
         key = "\0".join([condition, *map(self.parameter, dict.fromkeys(_USED.findall(condition)))])
-        if key not in self._met | self._way.choices.keys():
+        if key not in self._met:
+            self._met.add(key)
             labels = (*self._way.labels, f"else of {label}" if outcome.success else label)
             self._ways.append(
                 self._way._replace(choices={**self._way.choices, key: not outcome.success}, labels=labels)
             )
-        self._met.add(key)
         return self._way.choices.get(key, outcome.success)
 
     def _list(self, node: Node) -> Outcome:
@@ -457,11 +457,11 @@ class _Reader(Expander):
 
     def _write_rows(self, text: str, line: int) -> None:
         """Pass on the output of echo or printf. What several of them write into the same file is one text."""
-        last = self.script.inner[self._first_text :][-1:]
+        texts = self.script.inner
         if self._target in ("", _TEXT) or not text.strip():
             return
-        if last and last[0].target == self._target:
-            self.script.inner[-1] = last[0]._replace(text=last[0].text + text)
+        if len(texts) > self._first_text and texts[-1].target == self._target:
+            texts[-1] = texts[-1]._replace(text=texts[-1].text + text)
         else:
             self._pass_on(Inner(text, self._target, line))
 

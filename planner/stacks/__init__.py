@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from contracts.layout import ROPE_TYPES, TRAINED, Layout
 from contracts.tables import read_table
@@ -12,7 +12,6 @@ from planner.forecast.specs import ModelSpec, TrainSpec, attention_columns, mlp_
 LOSS_TOKENS = 1024.0  # whose logits exist at a time (finetune/model.py, LOSS_CHUNK)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Topoflight(Fsdp):
     """The built-in fine-tune job: fully_shard, torch's tensor-parallel plans and torch.distributed.pipelining."""
 

@@ -106,12 +106,12 @@ def export(name: str, request: ExportRequest) -> str:
         raise ExportError(f"format={name!r}: allowed are {', '.join(FORMATS)}")
     stack, framework, exporter = _FORMATS[name]
     if reasons := "; ".join(_list_refusals(name, request)):
-        engine, method = ENGINES[stack], request.train.method
-        change = "" if method in engine.methods and f"{method}:" not in reasons else " --method full"
-        hint = f". Add --engine {engine.name}{change} to get a layout that it can run"
-        raise ExportError(
-            f"{framework} cannot run this layout: {reasons}{hint if engine.name != request.train.engine else ''}"
+        method = request.train.method
+        change = "" if method in ENGINES[stack].methods and f"{method}:" not in reasons else " --method full"
+        hint = (
+            "" if stack == request.train.engine else f". Add --engine {stack}{change} to get a layout that it can run"
         )
+        raise ExportError(f"{framework} cannot run this layout: {reasons}{hint}")
     return exporter(request)
 
 
