@@ -255,9 +255,7 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
     elif kind is None:
         raise trl.OnlyTrlError(f"unknown setting {name!r}: only TRL passes it on to the model")
     elif value is None and name == "max_length":
-        raise trl.OnlyTrlError(
-            "max_length=None: must be a whole number: rows are cut at it, and the memory follows from it"
-        )
+        raise trl.OnlyTrlError("max_length=None: must be a whole number: rows are cut at it, and memory depends on it")
     elif value is None and type(None) not in typing.get_args(kind):
         note(f"{name}: null, so {JobConfig.__dataclass_fields__[name].default!r} is taken")
     elif name in names["shares"] and isinstance(value, float) and 0 < value < 1:
@@ -355,6 +353,7 @@ def known_settings() -> frozenset[str]:
     return frozenset(["warmup_ratio", *_types(), *listed])
 
 
+@functools.cache
 def _types() -> dict[str, Any]:
     return typing.get_type_hints(JobConfig)
 

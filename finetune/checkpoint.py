@@ -100,7 +100,7 @@ class Checkpoints:
             os.fsync(file.fileno())
         draft.rename(final)
         handle = os.open(self.folder, os.O_RDONLY)
-        os.fsync(handle)  # the new name, too, is on the disk before older checkpoints go
+        os.fsync(handle)  # so that the new name is on the disk before older checkpoints are removed
         os.close(handle)
         for old in list_checkpoints(self.folder)[: -self.keep] if self.keep else ():
             shutil.rmtree(old, ignore_errors=True)

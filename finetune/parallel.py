@@ -1,7 +1,7 @@
-"""The layout to run, and the model under it: TP, then activation checkpointing, compile, FSDP2/HSDP or DDP; pipelines.
+"""Choose the layout and apply it to the model: TP, activation checkpointing, compile, FSDP2/HSDP or DDP; pipelines.
 
 Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDataParallel`,
-`torch.distributed.pipelining`. The order is torchtitan's: each step wraps what the one before has made.
+`torch.distributed.pipelining`. The order is torchtitan's: each step wraps the result of the step before.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def parallelize(
     if mesh is None or layout.dp_shard == layout.tp == layout.pp == 1:
         _cast_as_used(chunk, low)
         fill(chunk, device)
-        if {p.device for p in chunk.parameters()} != {device}:  # what is there already keeps its parameters
+        if {p.device for p in chunk.parameters()} != {device}:  # a chunk already on the device is unchanged
             chunk.to(device)
         if mesh is None:
             return chunk
@@ -207,7 +207,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _checkpointed(forward: Any, kind: str) -> Any:
-    """A function, not a partial: the compiler passes over a layer whose forward is one, without a word."""
+    """Return a function, not a partial: torch.compile silently skips a layer whose forward is a partial."""
     selected = {"context_fn": partial(create_selective_checkpoint_contexts, _select)} if kind == "selective" else {}
 
     def again(*args: Any, **more: Any) -> Any:

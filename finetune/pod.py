@@ -249,7 +249,7 @@ class Pod:
     before: float = 0.0  # when run.json of an earlier start was written, by the file system's own clock
 
     def run(self) -> int:
-        """Run the job until it is done or cannot go on. Return the pod's exit code."""
+        """Run the job until it is done or cannot resume. Return the pod's exit code."""
         settings, start = self.settings, self._follow
         if settings.once:
             return self._run_once()

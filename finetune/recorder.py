@@ -321,7 +321,7 @@ class Recorder:
         typical = statistics.median(counted or self.seconds) if self.seconds else None
         taken, allocated = map(max, self.peak_memory(), self.fullest)
         counts = (
-            "reserved by CUDA's allocator after the warm-up, and what the device holds beside it" if on_gpu
+            "reserved by CUDA's allocator after the warm-up, and other memory in use on the device" if on_gpu
             else f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
         )  # fmt: skip
         rate = self.tokens / len(self.losses) / typical if typical else None

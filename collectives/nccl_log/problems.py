@@ -14,8 +14,8 @@ from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, P
 
 _FAILED = {"job_failed", "call_failed", "remote_failed"}  # a process said so itself, or its launcher did
 _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # launchers also print it after `scancel`
-_NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", "retried",
-          "a pod has a node", "a pod has its image")  # fmt: skip
+_RETRIED = ("retried", "a pod has a node", "a pod has its image")  # the last two are also facts of facts.toml
+_NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -253,7 +253,7 @@ class _Findings:
             self.demote("gid_index_invalid")
 
     def _follows_a_failure(self, code: str) -> bool:
-        """Return whether each file with the code shows a failure before it that no step of training outlived."""
+        """Return whether in each file a failure precedes the code, and training did not continue after it."""
         lines, steps = self.ledger.code_lines, self.ledger.steps
         failed = [row for each in self.problems.keys() & _FAILED for row in lines[each]
                   if row.line >= steps.get(row.file, (0,))[0] and not _ANY_END.search(row.text)]  # fmt: skip
@@ -267,11 +267,11 @@ class _Findings:
             return "Libfabric" in self.inter and bool(self.evidence.transports or self.facts.provider)
         if condition == "another failure":
             return self.has_failure("remote_failed")
-        if condition in _NOTES[-3:]:  # what failed was tried again; the last two are facts, too
+        if condition in _RETRIED:  # what failed was tried again, with success
             began = {row.file: row.line for row in reversed(self.proof(condition))}
             began |= self.ledger.began if self.inter else {}
             rows = [(file, row) for (other, file), row in self.ledger.last_lines.items() if other == code]
-            return all(row < began.get(file, 0) for file, row in rows)
+            return bool(began) and all(row < began.get(file, 0) for file, row in rows)
         return condition == "always" or self.evidence.inter_node_transport is None
 
     # --- the network

@@ -39,7 +39,7 @@ from contracts import plain
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parent.parent.parent
-MEASURED = Path(__file__).parent / "measured"  # real results, written by our own tools
+MEASURED = Path(__file__).parent / "measured"  # real results of our own tools; nccl.log is written by hand
 SCREEN = 800  # pixels of a small laptop: what is seen without scrolling
 SICK = {fault.machine: fault for fault in FAULTS}  # what a newcomer has to read first
 # TOPOFLIGHT_PAIRS=all: every machine; what each page says is tested without a browser on all of them (tests/agent)
@@ -291,7 +291,7 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
     assert many < 20 * one
 
 
-# of two hosts whose HCA NCCL cannot join with the GPUs' memory, in the forms of NCCL 2.27
+# Two hosts without GPUDirect RDMA, in the format of NCCL 2.27.
 NCCL_LOG = MEASURED / "nccl.log"
 
 

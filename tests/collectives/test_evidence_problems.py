@@ -146,7 +146,7 @@ def test_a_failure_that_training_outlives_is_a_note(caught: str, step: str) -> N
 @each_row("launcher", rows("launchers"))
 @each_row(("code", "line"), [rows("ends")[n] for n in (4, 11, 19, -4)])
 def test_behind_a_launcher_too(launcher: str, line: str, code: str) -> None:
-    """What ended the job stands behind the marks of the launcher."""
+    """The line that ended the job has the prefix of the launcher."""
     assert [p.code for p in read([launcher + text for text in (*GOOD, line)]).problems] == [code]
 
 

@@ -38,7 +38,7 @@ def row_of(verdict: Evidence) -> dict[str, Any]:
 
 
 def test_golden_verdicts() -> None:
-    """A row says what it shows: two that differ in one fact stand beside each other."""
+    """A row says what it shows; rows that differ in one fact are adjacent."""
     golden_rows("evidence.jsonl", "verdict", lambda row: row_of(read(row["lines"])))
 
 

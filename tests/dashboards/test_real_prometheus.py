@@ -125,7 +125,7 @@ class Prometheus:
 
 
 def start(stack: ExitStack, command: list[str], log: Path) -> int:
-    """The port on which the process listens; its words are in the error where it does not."""
+    """The port on which the process listens; if it ends before that, the error has its log."""
     process = stack.enter_context(resident.process(command, {"TZ": "UTC"}, log))
     eventually(lambda: process.poll() is not None or port_of(process), f"{command[0]} listens", START_SECONDS)
     port = port_of(process)

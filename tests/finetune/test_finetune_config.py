@@ -90,7 +90,7 @@ def test_a_file_or_an_override_that_is_no_mapping_is_refused(tmp_path, text, ove
 
 @each_row(("raw", "name"), SETTINGS["against_the_plan"])
 def test_a_value_that_contradicts_the_plan_is_refused(raw, name):
-    """The plan is not overruled silently, and neither is the config. To say the same twice is no contradiction."""
+    """The plan is not overruled silently, and neither is the config. Equal values in both are no contradiction."""
     plan = JobPlan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
     agreeing, _, _ = parse_config({"per_device_train_batch_size": 4, "bf16": False, "fsdp": True})
     assert settle_layout(dataclasses.replace(plan, config=agreeing), 2, has_gpu=False) == plan.layout

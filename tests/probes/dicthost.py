@@ -6,7 +6,6 @@ import ast
 import errno
 import os
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ DIRECTORY: Content = -1
 class DictHost(RecordedHost):
     """Answers as a kernel would: links are followed, folders exist because something is in them.
 
-    Of `netlink` what is left out is empty; without it each question is refused.
+    Lists that `netlink` lacks are empty. Without `netlink`, every netlink request is refused.
     """
 
     def __init__(
@@ -128,19 +127,16 @@ class DictHost(RecordedHost):
         return "44.0" if what == "version" else {}
 
 
-@cache
-def _templates() -> dict[str, dict[str, dict[str, str | int]]]:
-    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("sysfs.yaml").read_text(encoding="utf-8"))
-    return found
+TEMPLATES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("sysfs.yaml").read_text(encoding="utf-8"))
 
 
 def tree_of(device: str, **words: Any) -> tuple[dict[str, Content], dict[str, str]]:
     """Files and links of a device of sysfs.yaml."""
     files, links = (
         {path.format(**words): text.format(**words) if isinstance(text, str) else text for path, text in rows.items()}
-        for rows in (_templates()[device]["files"], _templates()[device]["links"])
+        for rows in (TEMPLATES[device]["files"], TEMPLATES[device]["links"])
     )
-    return files, links  # type: ignore[return-value]
+    return files, links
 
 
 def corpus_tree(path: Path) -> tuple[dict[str, Content], dict[str, str]]:

@@ -31,7 +31,7 @@ def said(row: dict[str, Any]) -> Any:
 
 
 def test_golden_hosts() -> None:
-    """A row says what it shows: two that differ in one fact stand beside each other."""
+    """A row says what it shows; rows that differ in one fact are adjacent."""
     golden_rows("probes.jsonl", "says", said)
 
 
