@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def ask(snapshot: Snapshot, **options: object) -> Recommendation:
-    asked = {"nodes": 2, "model": "Llama-3.1-8B", "method": "full", **options}
-    return advise.advise(Request.of(**asked), (snapshot,))  # type: ignore[arg-type]
+    question = {"nodes": 2, "model": "Llama-3.1-8B", "method": "full", **options}
+    return advise.advise(Request.of(**question), (snapshot,))  # type: ignore[arg-type]
 
 
 def seconds(advice: Recommendation) -> float:
@@ -47,28 +47,28 @@ def network(advice: Recommendation) -> str:
 
 
 @cache
-def sound() -> Recommendation:
-    """What is advised where nothing is wrong."""
+def advise_healthy() -> Recommendation:
+    """Return the advice for nodes without faults."""
     return ask(host(H100))
 
 
-def test_a_sound_node_has_nothing_beside_it() -> None:
-    assert sound().slowed == () and sound().healthy is None
+def test_healthy_nodes_need_no_second_forecast() -> None:
+    assert advise_healthy().slowed == () and advise_healthy().healthy is None
 
 
 @each_row(("machine", "words", "least"), rows("sick"))
-def test_each_sick_node_forecasts_what_it_does(machine: str, words: str, least: float) -> None:
-    """The best layout takes longer than on sound nodes, by at least so much.
+def test_each_fault_slows_the_forecast(machine: str, words: str, least: float) -> None:
+    """The best layout takes longer than on healthy nodes, at least by the factor `least`.
 
-    A fault that the topology shows has no forecast beside it. Where RDMA is off, the rate of the cards is assumed.
+    A fault that the topology shows needs no second forecast. If RDMA is off, the rate of the cards is assumed.
     """
     advice = ask(host(machine))
     assert any(re.search(words, line) for line in advice.slowed), advice.slowed
-    assert seconds(advice) >= max(0.999, least) * seconds(sound())
+    assert seconds(advice) >= max(0.999, least) * seconds(advise_healthy())
     assert bool(advice.healthy) == bool(least)
     if advice.healthy is not None:
         off = 0.08 if machine == "sick-h100-rdma-off" else 1e-6
-        assert advice.healthy.forecast.step_seconds.mid == pytest.approx(seconds(sound()), rel=off)
+        assert advice.healthy.forecast.step_seconds.mid == pytest.approx(seconds(advise_healthy()), rel=off)
 
 
 def with_clock(snapshot: Snapshot, megahertz: float, *reasons: str) -> Snapshot:
@@ -82,10 +82,10 @@ def with_clock(snapshot: Snapshot, megahertz: float, *reasons: str) -> Snapshot:
 
 
 def test_the_slowest_gpu_sets_the_pace() -> None:
-    """Slower with each step of the clock; beyond what it sustains anyway nothing is lost."""
+    """A lower clock slows the step; a clock above the rate that a GPU sustains anyway costs nothing."""
     times = [seconds(ask(with_clock(host(H100), clock, "sw_thermal"))) for clock in (1980, 1050, 700, 350)]
     assert times == sorted(times) and times[1] > 1.25 * times[0]
-    assert times[0] == pytest.approx(seconds(sound()), rel=0.001)
+    assert times[0] == pytest.approx(seconds(advise_healthy()), rel=0.001)
     halves = ask(with_clock(host(H100), 0, "hw_slowdown"))  # the driver reads no clock: half, by nvml.h
     assert any("gpu.clocks.slowdown on GPU3: 50%" in line for line in halves.slowed)
 

@@ -125,7 +125,7 @@ def test_kubernetes_takes_what_is_a_string(value: str) -> None:
     assert of_the_text(f"{POD}    - {{name: NCCL_IB_TIMEOUT, value: {value}}}\n") == []
 
 
-def test_a_value_of_another_program_is_not_told() -> None:
+def test_a_value_of_another_program_is_not_shown() -> None:
     (named,) = read_environment(f"{POD}    - {{name: PASSWORD, value: 987654}}\n", "yaml")
     assert named.findings and "987654" not in str(named.findings)
 
@@ -135,7 +135,7 @@ def test_compose_refuses_a_boolean(value: str, count: int) -> None:
     assert len(of_the_text(f"services:\n  a:\n    environment:\n      NCCL_DEBUG: {value}\n")) == count
 
 
-def test_a_variable_set_twice_and_one_that_stands_before_what_it_names() -> None:
+def test_a_variable_set_twice_and_one_that_precedes_the_one_it_refers_to() -> None:
     rows = [("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG", "WARN"), ("NCCL_IB_HCA", "$(HCA)"), ("HCA", "mlx5_0"),
             ("NCCL_SOCKET_IFNAME", "$(HCA)"), ("NCCL_TOPO_FILE", "$$(LATER)"), ("LATER", "x"), ("NCCL_ALGO", "$(NONE)"),
             ("NCCL_COMM_ID", "$(SHOP_SERVICE_HOST):1")]  # fmt: skip
