@@ -64,18 +64,6 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)  # noqa: S101 - a wiring mistake, held by a test
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the verb and its arguments; for an unknown verb, suggest similar names."""
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            import difflib
-
-            close = difflib.get_close_matches(args[0], VERBS, n=2, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(close)}?" if close else f"; verbs: {', '.join(VERBS)}"
-            ctx.fail(f"no verb {args[0]!r}{hint}")
-        return super().resolve_command(ctx, args)
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """List the verbs from the table, without importing them."""
         with formatter.section("Commands"):

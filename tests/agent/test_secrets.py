@@ -28,7 +28,7 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.base import result_store
-from agent.cluster.publish import record_of_view, to_resource
+from agent.cluster.nodes import record_of_view, to_resource
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle, launch
