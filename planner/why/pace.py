@@ -121,8 +121,8 @@ def _since_when(rank: int, facts: RunFacts) -> str:
     if growth is None or growth.since <= OUTLIER * growth.before:
         return ""
     at = strftime("%H:%M:%S", gmtime(growth.began))
-    return (f"late since about {at} UTC, after some {growth.calls} collectives: {growth.since:.3g} s from call to call, "
-            f"{growth.before:.3g} s before")  # fmt: skip
+    return (f"late since about {at} UTC, after some {growth.calls} collectives: {growth.since:.3g} s from call to "
+            f"call, {growth.before:.3g} s before")  # fmt: skip
 
 
 def _quantile(ranks: int) -> float:
