@@ -94,9 +94,7 @@ def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
     assert json.loads(stored_runs(folder)[0].read_text())["host"] == "z"
 
 
-def test_a_corrupt_state_folder_is_served_without_its_bad_files(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The good part on the page and in JSON; the log names the rest."""
     result_store.store_run(record_of(RECORD), folder)
     (folder / result_store.BENCH_FILE).write_text("[" * 100_000)
