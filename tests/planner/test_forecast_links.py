@@ -35,7 +35,6 @@ def slot(index: int, slot: float, running: float | None = None, link: str = "Gen
 
 
 def server(hostname: str, *gpus: GpuNode) -> NodeTopology:
-    """Without NVLink."""
     return NodeTopology(hostname=hostname, gpus=gpus, nics=(), pairs=())
 
 

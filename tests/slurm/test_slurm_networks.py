@@ -51,7 +51,6 @@ def commands(shared: Path) -> list[str]:
 
 
 def has_ended(cluster: Slurm, number: str) -> bool:
-    """Whether a job is over."""
     return cluster.job(number)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 
