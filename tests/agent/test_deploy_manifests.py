@@ -33,7 +33,6 @@ def daemonset(folder: Path) -> Document:
 
 @every_folder
 def test_rendered_objects_are_strictly_valid(folder: Path) -> None:
-    """As the API server with strict field validation would judge them."""
     documents = render(folder)
     seen = {(d["kind"], d["metadata"].get("namespace"), d["metadata"]["name"]) for d in documents}
     assert len(seen) == len(documents), "an object twice"
@@ -88,7 +87,7 @@ def test_a_second_apply_changes_nothing(folder: Path) -> None:
     """What the API server completes inside a list that it compares as one, the manifest says itself.
 
     Else kubectl sends the list at each apply, and says "configured". Seen with kube-apiserver 1.36, where all overlays
-    are now "unchanged" (tests/e2e/test_real_rights.py); Kubernetes API reference: DownwardAPIVolumeSource.items,
+    are now "unchanged"; Kubernetes API reference: DownwardAPIVolumeSource.items,
     RuleWithOperations.scope; prometheus-operator's RelabelConfig.action.
     """
     for document in render(folder):
@@ -162,7 +161,6 @@ def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> N
 
 
 def test_daemonset_arguments_are_understood() -> None:
-    """The arguments in the manifests are options that exist."""
     for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/bench/job", BENCH[-1]):
         for document in render(folder):
             template = document.get("spec", {}).get("template")

@@ -36,7 +36,6 @@ def spec(tmp_path, **changes):
 
 
 def meeting(tmp_path, port, **changes):
-    """One of two hosts with a rank each."""
     return spec(tmp_path, hosts=2, rendezvous=f"127.0.0.1:{port}", ranks_per_host=1, **changes)
 
 
@@ -73,11 +72,11 @@ STANDS_STILL = {"silence_seconds": SILENCE_SECONDS}
         ("rank=0:stall@iteration=20", STANDS_STILL, (
             f"rank 0 on {HOST}: has not reached the point where", f"rank 1 on {HOST}: waits"), "", None),
         ("rank=1:fail@iteration=20", {}, (f"rank 1 on {HOST}: RuntimeError: fault asked for",), "", None),
+        ("rank=1:print@iteration=45", {}, ("the ranks printed more than ", " MiB"), "", 1),
     ],
-    ids=["died", "was stopped", "stalls", "fails"],
+    ids=["died", "was stopped", "stalls", "fails", "prints"],
 )  # fmt: skip
 def test_a_rank_that_stops_dies_or_is_late_is_named(tmp_path, fault, changes, words, never, measured):
-    """It is named and told from those that wait for it, and what was measured before stays."""
     found = with_fault(tmp_path, fault, **changes)
     assert_ended(found, tmp_path, *words)
     assert not never or never not in "\n".join(found.problems)

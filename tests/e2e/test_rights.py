@@ -1,6 +1,6 @@
 """What the shipped roles and policies let the agent do, held against the requests that the agent makes.
 
-The stand-in authorizes as RBAC does; the real server's own judgement is in test_real_rights.
+The stand-in authorizes as RBAC does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def rights_of(documents: list[Document]) -> set[Right]:
 
 
 def test_every_request_of_the_agent_is_granted_and_every_right_is_used(tmp_path: Path) -> None:
-    """Start, publish, show the page of the cluster, judge a caller's token, end."""
     granted = {name: rights_of(render(ROOT / "deploy/daemonset/overlays" / name)) for name in OVERLAYS}
     rights = granted["kubernetes"]
     assert not {name: found ^ rights for name, found in granted.items() if found != rights}
