@@ -385,14 +385,7 @@ def _render_job(api: str, spec: JobSpec) -> tuple[Document, ...]:
 APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {api: partial(_render_job, api) for api in POD_LABELS}
 
 
-def claims(spec: JobSpec) -> tuple[Document, ...]:
-    """Return the DRA objects of a job: the ResourceClaimTemplate of GPU and NIC and the ComputeDomain, if used."""
-    return from_template("claims", spec=spec)
-
-
 def config_map(spec: JobSpec, files: dict[str, str]) -> Document:
-    """Return the ConfigMap with the job's configuration and plan. Raises ValueError if the job has no name for it."""
-    if not spec.config_map:
-        raise ValueError("config_map: the job names none")
+    """Return the ConfigMap with the job's configuration and plan."""
     (document,) = from_template("config_map", spec=spec, files=files)
     return document

@@ -466,25 +466,6 @@ def _read_advice(key: str, *more: str, **fields: object) -> tuple[Mapping[str, s
 # Settings that a platform publishes.
 
 
-def which_platform(case: Situation) -> str:
-    """Return the name of the nodes' platform, or "unknown platform, because ..." with the unmatched facts."""
-    for node in case.nodes:
-        if (row := recognise(node)) is not None:
-            return f"platform {row.name}"
-    for node in case.nodes:
-        if (info := node.facts(HostinfoFacts)) is None:
-            continue
-        says = " ".join(filter(None, (info.vendor, info.product))) or "nothing"
-        cloud = cloud_of(info)
-        of = f", which is of {cloud[1]}" if cloud else ""
-        gpus = f" with {names[0]}" if (names := node.gpu_names()) else ""
-        return (
-            f"unknown platform, because DMI of {node.hostname} says {says}{of}{gpus}, and no published recipe is known "
-            "for it"
-        )
-    return "unknown platform, because no node was probed"
-
-
 def published(case: Situation, name: str) -> Setting | None:
     """Return a variable's published value, if all nodes have one platform that recommends it."""
     probed = [node for node in case.nodes if node.snapshot] or list(case.nodes)

@@ -297,7 +297,6 @@ def flow_control() -> Iterator[Case]:
     for priority in (0, 1, 2, 4, 5, 6, 7):  # which DSCP a switch puts in it is the site's own choice
         one = host(rdma=[port("mlx5_0", pfc_priorities=(priority,), **ROCE)])
         yield case(one, sets={tc: None, sl: None}, says={tc: f"priority {priority}"})
-        yield case(one, says={tc: "unknown platform, because"})
     # The ports' own class is taken, with what does not fit it.
     bare = host(rdma=[port("mlx5_0", **ROCE, traffic_class=106, pfc_priorities=(5,))])
     yield case(bare, sets={tc: "106"}, why={tc: "priority 3, but flow control protects 5"})
