@@ -23,7 +23,7 @@ import yaml
 from contracts.run_record import KILLED, RESUMABLE
 from contracts.tables import read_table
 from planner.advice import Recommendation
-from planner.nccl_env.names import RESERVED
+from planner.nccl_env import RESERVED
 
 CHANNEL = "compute-domain-channel"  # name of the pod's resource claim for an IMEX channel
 DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # defaults of NVIDIA's DRA driver and of DRANET's examples

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
 from planner.advice import Recommendation
-from planner.nccl_env import devices, rdma
+from planner.nccl_env import RESERVED, devices, rdma
 from planner.nccl_env.devices import choose_ports, is_virtual_function
-from planner.nccl_env.names import RESERVED
 from planner.nccl_env.situation import (
     RDMA_KINDS,
     NodeView,

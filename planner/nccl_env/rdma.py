@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hardware.units import gigabits
 from planner.forecast.machines import machine
+from planner.nccl_env import version_text
 from planner.nccl_env.devices import (
     PortChoice,
     choose_ports,
@@ -21,7 +22,6 @@ from planner.nccl_env.devices import (
     is_virtual_function,
     subnet_prefix,
 )
-from planner.nccl_env.names import version_text
 from planner.nccl_env.situation import (
     RDMA_KINDS,
     NodeView,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
-from planner.nccl_env.names import Platform, Version, padded, platforms
+from planner.nccl_env import Platform, Version, padded, platforms
 from probes.api import F, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts

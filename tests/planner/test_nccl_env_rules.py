@@ -10,7 +10,7 @@ from rigs.tables import each_row
 
 from planner.advice import Recommendation
 from planner.forecast import machines
-from planner.nccl_env.names import names
+from planner.nccl_env import names
 from probes.api import Failed, Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import Gid, RdmaDevice
