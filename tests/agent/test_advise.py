@@ -291,6 +291,7 @@ def test_launch_plans_with_the_rows_of_the_jobs_own_data(rows: Path, tmp_path: P
 
 
 def run(words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and document of the verb."""
     result = topoflight("recommend", *shlex.split(words), "-o", "json")
     return result.exit_code, json.JSONDecoder().raw_decode(result.stdout)[0]
 

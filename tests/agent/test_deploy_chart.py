@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def template(*words: str, chart: str | Path = CHART) -> list[Document]:
+    """What the chart renders."""
     said = helm("template", "topoflight", str(chart), "--namespace", "topoflight", *words).stdout
     return [document for document in yaml.load_all(said, Loader=LOADER) if document]
 

@@ -40,6 +40,7 @@ def preflight(name: str, *options: str) -> Result:
 
 
 def judged(found: Snapshot, words: str) -> dict[str, str]:
+    """Status of each expectation, by its subject."""
     checks = of_code(build_view((found,), expected=parse([words])), EXPECT_CODES[0])
     return {check.subject: check.status for check in checks}
 
@@ -141,6 +142,7 @@ def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path
 
 
 def of_records(record: NodeRecord, words: str) -> tuple[Finding, ...]:
+    """The gate over one published record."""
     return gate_of_nodes([record.name], fleet_of(record), expected=parse([words]))
 
 

@@ -68,6 +68,7 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
 
 
 def launched(folder: Path, code: int, log: str = "") -> Launched:
+    """A job that has ended with this code and these last lines."""
     return Launched(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
 
 
@@ -200,6 +201,7 @@ FATE = "rank 1 was ended by SIGKILL; run the same command again to resume from t
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
+    """What an agent is sent."""
     with answering((201, {}, b"{}")) as (url, found):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         monkeypatch.delenv("TOPOFLIGHT_AGENT_TOKEN_FILE", raising=False)

@@ -35,6 +35,7 @@ def widths(svg: str, kind: str) -> list[float]:
 
 
 def picture(name: str) -> str:
+    """The drawing of a recorded machine with what is wrong on it."""
     (node,) = view(name).topologies
     return picture_of(node, checks=view(name).checks)
 

@@ -95,6 +95,7 @@ NETWORKS = ("NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_F
 
 
 def machine() -> RecordedHost:
+    """A recorded host whose environment, kernel log, names and errors hold every form."""
     content = copy.deepcopy(json.loads(path_of().read_text()))
     answers = content["answers"]
     answers["environment"] = {"": {**answers.get("environment", {}).get("", {}), "HF_TOKEN": S, "NOTE": PLANTED,
@@ -124,6 +125,7 @@ ValueError: {PLANTED}
 
 @pytest.fixture
 def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, str]]:
+    """Every output by name."""
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()
     (state_folder / result_store.RUNS_FOLDER).mkdir()

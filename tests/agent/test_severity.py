@@ -102,6 +102,7 @@ def test_settings_that_no_environment_was_read_for_change_nothing() -> None:
 
 
 def gpu0(**changes: Any) -> Snapshot:
+    """The H100 whose first GPU is otherwise."""
     first, *others = facts(GpuFacts).gpus
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     return changed(snapshot(), GpuFacts, gpus=(replace(first, **changes), *others))

@@ -227,6 +227,7 @@ def test_a_change_reaches_an_open_page(chromium: Tabs, agent: Callable[..., tupl
 
 
 def follow(tab: Tab, name: str) -> None:
+    """Click the link of a node."""
     tab.follow(tab.page.locator(".nodes").get_by_role("link", name=name, exact=True).first.click)
 
 
@@ -253,6 +254,7 @@ DRAWN = "performance.getEntriesByType('navigation')[0].loadEventEnd"
 
 
 def drawn(tab: Tab, address: str) -> float:
+    """The milliseconds until a page is loaded."""
     tab.open_page(address)
     return float(tab.run(DRAWN))
 

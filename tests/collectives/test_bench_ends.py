@@ -36,6 +36,7 @@ def spec(tmp_path, **changes):
 
 
 def meeting(tmp_path, port, **changes):
+    """One of two hosts with a rank each."""
     return spec(tmp_path, hosts=2, rendezvous=f"127.0.0.1:{port}", ranks_per_host=1, **changes)
 
 

@@ -28,6 +28,7 @@ def bar_of(op, size_bytes, hello):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
+    """A benchmark whose ranks are started; those of the tests below are forked."""
     events = []
     spec = bench.BenchSpec(
         ops=tuple(OPS), sizes_bytes=(100_000, 1_000_000), max_iterations=20, budget_seconds=240, startup_seconds=240,

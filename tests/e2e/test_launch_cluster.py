@@ -27,6 +27,7 @@ GSM = ["--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main"]
 
 
 def printed(*words: str) -> dict[str, dict[str, Any]]:
+    """What the dry run prints, by kind; as a user's kubectl reads it."""
     done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "yaml"])
     assert done.exit_code == 0, done.output
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
@@ -127,6 +128,7 @@ ROCE = [str(path_of("r760xa-2xA40-bf3")) if word == str(H100) else word for word
 
 
 def limits(*words: str) -> dict[str, str]:
+    """What each pod of the printed job asks for."""
     container = printed(*ROCE, *words, "--api", "job")["Job"]["spec"]["template"]["spec"]["containers"][0]
     found: dict[str, str] = container["resources"]["limits"]
     return found
@@ -147,6 +149,7 @@ COLLECTIONS = {
 
 
 def launched(*words: str) -> Any:
+    """The verb, against the stand-in."""
     return CliRunner().invoke(launch, [*WORDS, "--name", "sft", *words])
 
 

@@ -34,6 +34,7 @@ def run_job(*words: str, host: Path | None = None) -> Result:
 
 
 def limits(document: dict[str, Any]) -> dict[str, str]:
+    """What the job's pods ask of device plugins."""
     found: dict[str, str] = document["spec"]["template"]["spec"]["containers"][0]["resources"].get("limits", {})
     return found
 

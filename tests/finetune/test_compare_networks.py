@@ -36,6 +36,7 @@ ROUNDS = 3  # at most: something else may have had the cores
 
 
 def record(**members):
+    """A run's record as a job writes it."""
     due = {"low": 0.8, "mid": 1.0, "high": 1.2}
     plan = {"forecast": {"step_seconds": due}}
     return record_of({"status": "complete", "plan": plan, "measured": {"step_seconds": 1.1}, **members})
@@ -100,6 +101,7 @@ def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
 
 
 def compare(*words, **options):
+    """Run the verb."""
     argv = [sys.executable, "-m", "agent.cli", "compare-networks", *words]
     return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False, timeout=600, **options)
 

@@ -34,6 +34,7 @@ def kernels(tmp_path_factory):
 
 
 def job(folder, compiled):
+    """The command's words; the same length in every row."""
     rows, out, model = folder / "train.jsonl", folder / f"out-{compiled}", folder / "model"
     model.mkdir(exist_ok=True)  # each layer is compiled by itself: two show it
     (model / "config.json").write_text(json.dumps({**SHAPE, "model_type": "llama", "num_hidden_layers": 2}))

@@ -42,21 +42,25 @@ def tokenizer():
 
 
 def job(path=None, **settings):
+    """Settings of a small job, on a file or folder where one is named."""
     named = {} if path is None else {"dataset_name": str(path)}
     return JobConfig(**{"max_length": 128, "tokenizer_name": "builtin:bytes", **named, **settings})
 
 
 def load_rows(config, split):
+    """The members of the rows."""
     return [row.members for row in row_reader.load_rows(config, split)]
 
 
 def write(path, rows):
+    """A parquet file of these rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
 def lists_of(example):
+    """Arrays as lists, which compare as a whole."""
     return {field.name: getattr(example, field.name).tolist() for field in fields(example)}
 
 

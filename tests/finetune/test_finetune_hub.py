@@ -109,10 +109,12 @@ def model_at(folder, shape, **more):
 
 
 def sums(count):
+    """GSM8K's shape."""
     return [{"question": f"What is {a} + 2?", "answer": f"{a} + 2 = {a + 2}\n#### {a + 2}"} for a in range(count)]
 
 
 def parquet(path, rows):
+    """One file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
 
@@ -237,6 +239,7 @@ JOBS = yaml.safe_load((Path(__file__).with_name("jobs") / "hub.yaml").read_text(
 
 
 def job_of(row):
+    """Settings and environment."""
     return row["settings"], {"HF_TOKEN": row["token"]} if "token" in row else {}
 
 

@@ -32,6 +32,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory, forked_ranks):
+    """A model of 200 MiB in fp32, 12 layers in files of 40 MB, and the report of each case."""
     folder = tmp_path_factory.mktemp("loading")
     torch.manual_seed(0)
     shape = LlamaConfig(

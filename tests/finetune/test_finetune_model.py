@@ -45,6 +45,7 @@ FAMILIES = {
 
 
 def job(tmp_path, family, **settings):
+    """A random model of the family."""
     name = "random:micro-llama"
     if FAMILIES[family] is not None:
         FAMILIES[family].save_pretrained(tmp_path)
@@ -55,12 +56,14 @@ def job(tmp_path, family, **settings):
 
 
 def batch_of(config, packed):
+    """Four sequences."""
     rows, _ = prepare(config, "train", load_tokenizer(config))
     rows = pack(rows, 64) if packed else rows
     return collate(rows[:4], 4, 64, 2)
 
 
 def total(chunks, batch):
+    """The summed loss through all chunks."""
     x = batch.tokens
     for chunk in chunks:
         x = chunk(x, batch.positions, batch.labels, batch.packed)

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
+    """A model in a folder, of whole 64-weight blocks."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -54,6 +55,7 @@ def test_base_weights_are_4_bit_and_only_adapters_train(base, prefix):
 
 
 def job(base, out, **settings):
+    """The command's words."""
     config = {
         "model_name_or_path": str(base), "tokenizer_name": "builtin:bytes", "use_peft": True, "lora_r": 8,
         "load_in_4bit": True, "dataset_rows": 64, "max_length": 48, "per_device_train_batch_size": 16,

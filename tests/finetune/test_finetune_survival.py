@@ -24,6 +24,7 @@ JOB = Path(__file__).with_name("survival_job.yaml").read_text(encoding="utf-8")
 
 
 def run_job(folder, *overrides, plan=None):
+    """Run the job in this process; returns exit code and run."""
     folder.mkdir(exist_ok=True, parents=True)
     config = folder.parent / "job.yaml"
     config.write_text(JOB)
@@ -44,6 +45,7 @@ def curve(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
+    """An uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     code, record = run_job(folder, "export_merged=true", "eval_strategy=epoch")
     return folder, code, record

@@ -45,10 +45,12 @@ NORMS = 2e-4
 
 
 def training_of(method, world):
+    """A run on machines of eight H100s."""
     return TrainSpec(method=method, sequence_length=LENGTH, global_batch=max(64, 2 * world), engine="topoflight")
 
 
 def planned(model, method, world):
+    """The planner's numbers."""
     return plan(machines.cluster("p5.48xlarge", world // 8), (), model, training_of(method, world))
 
 
@@ -91,6 +93,7 @@ def stages(layout):
 
 
 def case_of(folder, name, method, layout, layers=None, stage=0):
+    """A case for the tracer."""
     model, layers = model_named(name), layers or layers_of(layout)
     home = folder / f"{name}-{layers}"
     if not home.exists():
@@ -106,6 +109,7 @@ def case_of(folder, name, method, layout, layers=None, stage=0):
 
 
 def traced(folder, cases):
+    """What the tracer says of each case, by name."""
     listed = folder / f"{len(list(folder.iterdir()))}.json"
     listed.write_text(json.dumps(cases))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -29,6 +29,7 @@ TOKEN = "hunter2-hunter2-hunter2-hunter2"  # noqa: S105 - of this test
 
 @pytest.fixture
 def token_file(tmp_path, monkeypatch):
+    """The token as a volume of the pod holds it."""
     path = tmp_path / "token"
     path.write_text(TOKEN)
     monkeypatch.setenv("TOPOFLIGHT_AGENT_TOKEN_FILE", str(path))

@@ -130,6 +130,7 @@ for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_0
 
 
 def zip_of(*files: tuple[str, bytes], kind: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """An archive of these files."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", kind) as archive:
         for name, content in files:

@@ -71,6 +71,8 @@ LONG = {
 
 
 def rows(table: str) -> Callable[[], list[tuple[bytes, Any]]]:
+    """Requests of a table, and what is expected of each."""
+
     def read_table() -> list[tuple[bytes, Any]]:
         found = []
         for text, wanted in rows_of(__file__)(table)().values():

@@ -40,6 +40,7 @@ NAMED = {"FSDP": FSDP, "PP": PIPELINE}
 
 
 def request(layout: Layout, ranks_per_node: int = 8, **train: Any) -> ExportRequest:
+    """A request for Llama-3-8B."""
     spec = TrainSpec(**{"method": "full", "engine": "deepspeed", **train})
     return ExportRequest(layout=layout, model=LLAMA, train=spec, ranks_per_node=ranks_per_node)
 

@@ -37,6 +37,7 @@ CPU = Calibration(device="CPU", precision="fp32", gemm_flops_per_second=60e9, la
 
 
 def cluster() -> ClusterTopology:
+    """A node without GPUs."""
     return ClusterTopology(nodes=(NodeTopology(hostname="cpu", gpus=(), nics=(), pairs=(), cpu_count=2),))
 
 

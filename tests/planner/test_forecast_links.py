@@ -35,6 +35,7 @@ def slot(index: int, slot: float, running: float | None = None, link: str = "Gen
 
 
 def server(hostname: str, *gpus: GpuNode) -> NodeTopology:
+    """Without NVLink."""
     return NodeTopology(hostname=hostname, gpus=gpus, nics=(), pairs=())
 
 

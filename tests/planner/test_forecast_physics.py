@@ -28,11 +28,13 @@ MODEL = model_named("Llama-3.1-8B")
 
 
 def links(nodes: int, network: float = 340 * GB) -> Links:
+    """8-GPU NVSwitch nodes."""
     outside = replace(RDMA, bytes_per_second=network) if nodes > 1 else None
     return Links(ranks_per_node=8, nodes=nodes, island_size=8, island=NVLINK, node=NVLINK, network=outside)
 
 
 def job(given: Links, train: TrainSpec = FULL, engine: str = "topoflight") -> Job:
+    """The model on H100s."""
     gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine)
     return Job(model=MODEL, train=train, links=given, rates=gpu_rates(gpu, train, runs, "bf16"), engine=runs)
 

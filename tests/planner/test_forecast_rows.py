@@ -28,6 +28,7 @@ TABLES: Table = yaml.safe_load(Path(__file__).with_name("published_rows.yaml").r
 
 
 def score(folder: Path, rows: list[dict[str, str]]) -> str:
+    """What the benchmark prints of these rows."""
     file = folder / "rows.csv"
     names = list(dict.fromkeys(name for row in rows for name in row))
     with file.open("w", newline="", encoding="utf-8") as out:
@@ -47,6 +48,7 @@ def cells(printed: str, title: str, source: str) -> list[str]:
 
 
 def read(row: dict[str, str]) -> Row:
+    """One row through the reader."""
     return read_row({**BASE, **row})
 
 

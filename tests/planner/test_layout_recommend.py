@@ -24,6 +24,7 @@ from topology.graph import ClusterTopology, NodeTopology
 
 
 def cpu_cluster(cpus: int = 2) -> ClusterTopology:
+    """A node without GPUs."""
     node = NodeTopology(hostname="cpu", gpus=(), nics=(), pairs=(), cpu_count=cpus)
     return ClusterTopology(nodes=(node,))
 
@@ -218,6 +219,7 @@ TRAIN = TrainSpec(method="lora", sequence_length=2048, global_batch=32)
 
 
 def recommended(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN) -> Recommendation:
+    """What is recommended on one recording."""
     found = host(name)
     node = build(found)
     ranks = None if node.gpus else 2

@@ -30,6 +30,7 @@ def question(
     engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu: bool = True, quantised: str = "",
     **train: Any,
 ) -> Question:  # fmt: skip
+    """A question about four 8-GPU nodes."""
     named = model_named(model)
     return Question(
         model=replace(named, quantised=quantised or named.quantised),
@@ -84,6 +85,7 @@ DDP = Layout(world_size=8, dp_replicate=8, sharding="ddp")
 
 
 def on(capability: tuple[int, int], engine: str = "megatron") -> Question:
+    """The question on GPUs of this compute capability."""
     return replace(question(engine), compute_capability=capability)
 
 

@@ -29,6 +29,7 @@ NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
 def spec(count: int, **more: Any) -> network_manifests.NetworkSpec:
+    """Of as many interfaces."""
     names = tuple(f"ens{i}f0np0" for i in range(count))
     return network_manifests.NetworkSpec(**{"interfaces": names, "mtu_bytes": 9000, **more})
 

@@ -50,6 +50,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 def least_job(**given: Any) -> JobSpec:
+    """The least that a job is, and what is given."""
     least = {"name": "a", "image": "i", "nodes": 1, "processes_per_node": 1, "command": ("true",)}
     return JobSpec(**{**least, **given})
 

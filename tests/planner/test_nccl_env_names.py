@@ -30,6 +30,7 @@ REASON = Reason(rule="because", evidence="seen", source="read")
 
 
 def setting(name: str, value: str) -> Setting:
+    """A setting with some reason."""
     return Setting(name=name, value=value, reason=REASON)
 
 

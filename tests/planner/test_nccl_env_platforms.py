@@ -44,15 +44,18 @@ def seen(machine: str, **changes: Any) -> Snapshot:
 
 
 def advice(machine: str | Snapshot, *, multi_node: bool = True) -> Recommendation:
+    """The advice for a job of several nodes like this one."""
     snapshot = seen(machine) if isinstance(machine, str) else machine
     return settings([snapshot], join([build(snapshot)]), multi_node=multi_node)
 
 
 def transport(found: Recommendation) -> dict[str, str]:
+    """What NCCL and libfabric read."""
     return {each.name: each.value for each in found.settings if each.name.startswith(("NCCL_", "FI_"))}
 
 
 def row_of(machine: str | Snapshot) -> Platform | None:
+    """The platform that the machine is recognised as."""
     snapshot = seen(machine) if isinstance(machine, str) else machine
     return recognise(situation([snapshot], join([build(snapshot)])).nodes[0])
 

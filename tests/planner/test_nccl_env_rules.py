@@ -19,14 +19,17 @@ from probes.rdma.facts import Gid, RdmaDevice
 def advise(
     *snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more: Any
 ) -> Recommendation:
+    """Advice for the hosts."""
     return settings(snapshots, cluster(*snapshots, nearest=nearest, virtual=virtual), **more)
 
 
 def values(advice: Recommendation) -> dict[str, str]:
+    """The settings by name."""
     return {setting.name: setting.value for setting in advice.settings}
 
 
 def note(advice: Recommendation, topic: str) -> str:
+    """All that the notes say of one topic."""
     return " ".join(note.text for note in advice.notes if note.topic == topic)
 
 
@@ -43,6 +46,7 @@ def case(
 
 
 def needs(advice: Recommendation) -> set[tuple[str, str]]:
+    """What a pod needs, by name and value."""
     return {(need.name, need.value) for need in advice.needs}
 
 
@@ -159,6 +163,7 @@ def virtual_functions() -> Iterator[Case]:
 
 
 def wire(name: str, number: int, gbit: float, **more: Any) -> Interface:
+    """An interface of the host with a speed."""
     return interface(name, "host", f"10.{number}.0.5/24", speed_bytes_per_second=gbit * GBIT, **more)
 
 

@@ -36,6 +36,7 @@ ALIKE = Gpu(
 
 
 def check(*gpus: Gpu, **facts: Any) -> list[Finding]:
+    """What is found of the GPUs, numbered in their order."""
     numbered = tuple(dataclasses.replace(gpu, index=n) for n, gpu in enumerate(gpus))
     found = GpuFacts(**{"driver_version": "550", "cuda_version": "12.4", "gpus": numbered, **facts})
     return list(PROBE.check(found))

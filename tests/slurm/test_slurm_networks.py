@@ -51,6 +51,7 @@ def commands(shared: Path) -> list[str]:
 
 
 def has_ended(cluster: Slurm, number: str) -> bool:
+    """Whether a job is over."""
     return cluster.job(number)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 

@@ -421,6 +421,7 @@ def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path: Pat
 
 
 def rack(first: int, last: int, *leaves: str, clique: str = "") -> list[Placement]:
+    """Nodes that are wired alike."""
     numbers = range(first, last + 1)
     return [Placement(node=f"n{n:02d}", leaves=frozenset(leaves), clique=clique) for n in numbers]
 

@@ -30,6 +30,7 @@ def messages(differences):
 
 
 def changed(name, probe, **changes):
+    """The machine with some facts of a probe replaced."""
     whole = snapshot(name)
     return with_facts(whole, **{probe: replace(whole.outcomes[probe].facts, **changes)})
 
