@@ -69,6 +69,7 @@ def job(base, out, **settings):
 
 
 def test_the_job_trains_saves_resumes_and_loads(base, tmp_path):
+    """Loss falls; stopped half-way it ends at the same loss; adapter on 4-bit base and merged model load plainly."""
     whole = tmp_path / "whole"
     assert train.main(job(base, whole)) == 0
     record = json.loads((whole / "run.json").read_text())
@@ -97,6 +98,7 @@ def test_the_job_trains_saves_resumes_and_loads(base, tmp_path):
 
 
 def test_without_bitsandbytes_the_extra_is_named(base, tmp_path, monkeypatch, capsys):
+    """It is looked for before anything imports it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "bitsandbytes" else find(name, *more)

@@ -203,6 +203,7 @@ MADE_AGAIN = yaml.safe_load(Path(__file__).with_name("traced_layouts.yaml").read
 
 
 def test_what_is_made_again_and_gathered_again_is_counted(tmp_path):
+    """Recomputation sends again; what was given back after the forward pass travels again."""
     rows = MADE_AGAIN if WHOLE else MADE_AGAIN[1:8:2]
     made = [("Llama-3.1-8B", method, Layout(world_size=8, **more)) for method, more in rows]
     hold_all(tmp_path, made)
@@ -210,6 +211,7 @@ def test_what_is_made_again_and_gathered_again_is_counted(tmp_path):
 
 @pytest.mark.nightly
 def test_recommended_layouts_send_what_the_forecast_counts(tmp_path):
+    """Each is accepted, built as asked, and sends those bytes."""
     found = every()
     assert len(found) > 5 and {name for name, *_ in found} == {*MODELS}
     hold_all(tmp_path, found)

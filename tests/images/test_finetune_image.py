@@ -121,6 +121,7 @@ def rendered(*words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def test_the_rendered_job_trains_after_its_gate(finetune_image: str, agent_image: str, shared: Path) -> None:
+    """Two pods: the agent's image judges in the init container, then the fine-tune's trains to its end."""
     job, maps = rendered("--image", finetune_image, "--preflight-image", agent_image)
     assert [one["image"] for one in job["spec"]["template"]["spec"]["initContainers"]] == [agent_image]
     for index in range(2):

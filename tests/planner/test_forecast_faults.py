@@ -116,6 +116,7 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
 
 
 def test_what_was_measured_stands_above_a_rule() -> None:
+    """A network that was measured as it is is not slowed again."""
     from collectives.bench.results import Measurement
     from planner.forecast.faults import apply_findings, pick_costly
 

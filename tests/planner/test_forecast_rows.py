@@ -53,12 +53,14 @@ def read(row: dict[str, str]) -> Row:
 
 
 def test_one_row_is_scored(tmp_path: Path) -> None:
+    """A row with a throughput gets an error, its interval is judged."""
     done = score(tmp_path, [BASE])
     assert cells(done, "Rows", "a table")[:3] == ["1", "0", "1"]
     assert cells(done, "Step time", "a table")[0] == "1"
 
 
 def test_what_the_reader_cannot_place_is_counted_under_its_reason(tmp_path: Path) -> None:
+    """Never skipped in silence: a column of its own, and the reason of each."""
     rows = [
         BASE,
         {**BASE, "gpu": "Cerebras WSE-3"},

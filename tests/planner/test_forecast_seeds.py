@@ -84,6 +84,7 @@ def test_on_the_slow_network_more_sequences_per_step_is_the_advice_and_with_rdma
 
 
 def test_a_slow_network_changes_the_layout_that_is_recommended() -> None:
+    """What crosses the slow link every micro-batch is not what is recommended there."""
     slow = links(ranks=2, nodes=2, inside=10 * GB, network=1.2 * GB, name="OVN")
     answer = recommend(machines.cluster("2xa40-roce", 2), (), model_named("Llama-3.1-8B"), ARTICLE, links=slow)
     assert answer.chosen.layout.dp_shard <= 2

@@ -61,6 +61,7 @@ CORE = ("v1", "batch/v1", "resource.k8s.io/v1")
 @pytest.mark.long
 @pytest.mark.corpus
 def test_custom_resources_hold_no_field_their_api_would_drop(corpus: Path) -> None:
+    """The CRD's own schema, with unknown fields refused; those of eight rails too."""
     rails = network_manifests.network(replace(NETWORK, interfaces=tuple(f"ens{i}f0np0" for i in range(8))))
     judged, wrong = 0, []
     for document in [*documents(), *yaml.safe_load_all(manifests.render(rails))]:
@@ -109,6 +110,7 @@ def test_a_compute_domain_is_as_its_definition_has_it() -> None:
 
 @each_row("document", lambda: [d for d in documents() if d["apiVersion"] in CORE])
 def test_core_kinds_are_strictly_valid(document: dict[str, Any]) -> None:
+    """As the API server with strict field validation."""
     kubernetes_validate.validate(document, "1.35", strict=True)
 
 
@@ -125,6 +127,7 @@ def test_pod_templates_of_custom_jobs_are_valid_pods(api: str) -> None:
 
 
 def test_pytorchjob_carries_the_names_openshift_ai_documents() -> None:
+    """Container, annotation, resources and replicas of the documented RoCE job."""
     job = manifests.APIS["pytorchjob"](SPEC)[-1]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert job["spec"]["nprocPerNode"] == "2"
