@@ -10,7 +10,7 @@ from rigs.tables import each_row, rows_of
 
 from planner.advice import Recommendation
 from planner.forecast import machines
-from planner.nccl_env.names import names
+from planner.nccl_env import names
 from probes.api import Failed, Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import Gid, RdmaDevice
@@ -19,18 +19,22 @@ from probes.rdma.facts import Gid, RdmaDevice
 def advise(
     *snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more: Any
 ) -> Recommendation:
+    """Advice for the hosts."""
     return settings(snapshots, cluster(*snapshots, nearest=nearest, virtual=virtual), **more)
 
 
 def values(advice: Recommendation) -> dict[str, str]:
+    """The settings by name."""
     return {setting.name: setting.value for setting in advice.settings}
 
 
 def note(advice: Recommendation, topic: str) -> str:
+    """All that the notes say of one topic."""
     return " ".join(note.text for note in advice.notes if note.topic == topic)
 
 
 def needs(advice: Recommendation) -> set[tuple[str, str]]:
+    """What a pod needs, by name and value."""
     return {(need.name, need.value) for need in advice.needs}
 
 
@@ -161,6 +165,7 @@ def test_host_without_gpus_gets_gloo() -> None:
 
 @each_row("class_code", [0x120000, 0x038000])
 def test_amd_gpus_are_seen_and_not_judged(class_code: int) -> None:
+    """No gloo, no threads for ranks on the CPU: the GPUs are AMD's."""
     gpus = [pci(f"0000:{i + 1:02x}:00.0", class_code, 0x1002, driver="amdgpu") for i in range(8)]
     advice = advise(host(gpus=0, rdma=[port(f"mlx5_{i}", **ROCE) for i in range(8)], bus=gpus,
                          interfaces=[interface("eth0", "host")]))  # fmt: skip
@@ -179,6 +184,7 @@ def test_the_cpus_own_amd_display_beside_nvidia_gpus_is_none_to_judge() -> None:
 
 
 def test_only_system_configuration_names_are_advised() -> None:
+    """Of a host that has everything: no variable of NCCL's Debugging section."""
     everything = host(
         rdma=[port(f"mlx5_{i}", gids=[LINK_LOCAL], netdev=f"rail{i}", traffic_class=106, **ROCE) for i in range(2)]
         + [port("rdmap0", kind="efa")],
@@ -206,6 +212,7 @@ def test_twin_that_a_file_system_is_mounted_through_is_left_out() -> None:
 
 
 def test_one_host_planned_several_times_over() -> None:
+    """What-if: the same snapshot under made-up names counts as several nodes."""
     pod = host("a", rdma=[port("rdmap0", kind="efa")], interfaces=[interface("ens5", "host")])
     assert values(settings([pod], cluster(host("a-0"), host("a-1"))))["NCCL_NET"] == "AWS Libfabric"
 
