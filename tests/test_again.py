@@ -22,6 +22,7 @@ def test_fault():
 
 
 def test_what_fails_twice_fails_and_what_fails_once_is_named(tmp_path: Path) -> None:
+    """In CI alone."""
     (tmp_path / "test_one.py").write_text(TESTS)
     words = [sys.executable, str(AGAIN), "-q", "-p", "xdist", "."]
     environment = os.environ | {"CI": "true", "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -59,6 +59,7 @@ def tool(name: str) -> Path:
 
 
 def helm(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """One call."""
     done = subprocess.run([str(tool("helm")), *words], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0 or not check, done.stderr
     return done

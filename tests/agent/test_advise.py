@@ -91,12 +91,14 @@ def test_two_layouts_are_compared_by_their_intervals() -> None:
 
 
 def test_an_8bit_optimizer_needs_less_memory() -> None:
+    """By the states it keeps."""
     sizes = [{part.name: part.value for part in chosen_of(ask(optimizer=name)).forecast.memory_parts}["optimizer"]
              for name in ("adamw8bit", "adamw")]  # fmt: skip
     assert sizes[0] < sizes[1]
 
 
 def test_a_budget_gives_the_length_of_the_whole_run() -> None:
+    """In steps; in tokens, which are as many steps as they need; in hours: as many whole steps as have room."""
     by_steps = ask(steps=1000)
     assert by_steps.total_steps == 1000 and by_steps.total_seconds is not None
     step_seconds = chosen_of(by_steps).forecast.step_seconds.mid
@@ -109,6 +111,7 @@ def test_a_budget_gives_the_length_of_the_whole_run() -> None:
 
 @each_row("name", [H100, "titan-rtx-2x-nv2", "sick-h100-gpu-lost", "cpu-only-vm"])
 def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> None:
+    """One, half of the usable GPUs and all are answered for so many ranks; one more is refused with what is allowed."""
     found = snapshot(name)
     usable = sum(gpu.usable for gpu in build(found).gpus)
     for ranks in sorted({1, usable // 2, usable} - {0}) if usable else ():
@@ -123,6 +126,7 @@ def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> N
 
 @each_row(("nodes", "networked"), [(1, False), (None, True), (2, True)])
 def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None, networked: bool) -> None:
+    """`--nodes 1` says that the job stays there; without the option it may come to span more."""
     efa = [snapshot("aws-p4d-8xA100-4efa")]
     request = Request.of(nodes=nodes)
     found = of_cluster(request, cluster_of(request, efa), efa)
@@ -143,6 +147,7 @@ def test_a_sweep_goes_over_a_network_of_ones_own() -> None:
 
 
 def test_a_sweep_over_machines_as_a_table_and_as_json(tmp_path: Path) -> None:
+    """From the shell: machines by name or by their prices; a budget decides how many tokens."""
     prices = tmp_path / "prices.yaml"
     prices.write_text("p5.48xlarge: 98\n2xa40-roce: 4\n", encoding="utf-8")
     asked = ("--model", "Llama-3.1-8B", "--sweep", "nodes=1,4", "--price", prices)
@@ -155,6 +160,7 @@ def test_a_sweep_over_machines_as_a_table_and_as_json(tmp_path: Path) -> None:
 
 
 def test_the_question_is_declared_once() -> None:
+    """Each row of question.toml is a member of the question, an option of the verb and a field of HTTP's model."""
     members = {one.name for kind in (Request, TrainSpec) for one in fields(kind)} | {"lengths"}
     assert not question.fields().keys() - members
     options = recommend.make_context("recommend", []).params
@@ -291,12 +297,14 @@ def test_launch_plans_with_the_rows_of_the_jobs_own_data(rows: Path, tmp_path: P
 
 
 def run(words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and document of the verb."""
     result = topoflight("recommend", *shlex.split(words), "-o", "json")
     return result.exit_code, json.JSONDecoder().raw_decode(result.stdout)[0]
 
 
 @each_row("words", lambda: [words.format(A40=path_of("r760xa-2xA40-bf3")) for words in rows_of(__file__)("misfits")()])
 def test_what_is_offered_fits_as_the_command_says(words: str) -> None:
+    """Each offer is a command of its own, which exits with 0 and differs in what it says."""
     code, document = run(words)
     assert code == 3 and document["chosen"] is None
     offers = document["helps_most"]
@@ -316,6 +324,7 @@ def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() ->
 
 
 def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:
+    """A value with a blank is quoted; 3,063 s are no 3.06e+03."""
     asked = "--machine p4d.24xlarge --nodes 2 --model Llama-3.1-70B --sequence-length 8192 --global-batch=2048"
     said = topoflight("recommend", *asked.split(), COLUMNS="100").output
     assert "NCCL_NET='AWS Libfabric'" in said
@@ -323,12 +332,14 @@ def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:
 
 
 def test_gpus_that_are_not_judged_are_no_misfit() -> None:
+    """Nothing was forecast of them, so nothing did not fit."""
     result = topoflight("recommend", "--machine", "mi300x", "--model", "Llama-3.1-8B")
     assert result.exit_code == 3 and result.stdout.startswith("? No layout is judged\n")
     assert "every layout   MI300X" in result.stdout and "is judged" in result.stderr and "fits" not in result.output
 
 
 def test_no_network_is_offered_that_nobody_sells() -> None:
+    """Four times 60 Mb/s is none."""
     words = "--machine 2xa40-roce --nodes 2 --network 60M --model Llama-3.1-8B --sequence-length 1024 --global-batch 64"
     _, document = run(words)
     assert any("a network of 1.25 GB/s per node" in line for line in document["helps_most"])

@@ -25,6 +25,7 @@ def real_arrows() -> set[tuple[str, str]]:
 
 
 def test_the_pictures_arrows_are_the_real_imports() -> None:
+    """An import without an arrow, or an arrow without an import, is a page that lies."""
     page = (ROOT / "docs/explanation/architecture.md").read_text()
     drawn = set(re.findall(r"^\s+(\w+) --> (\w+)$", page, re.MULTILINE))
     assert drawn == real_arrows()

@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def template(*words: str, chart: str | Path = CHART) -> list[Document]:
+    """What the chart renders."""
     said = helm("template", "topoflight", str(chart), "--namespace", "topoflight", *words).stdout
     return [document for document in yaml.load_all(said, Loader=LOADER) if document]
 
@@ -87,6 +88,7 @@ def test_golden_values_that_no_overlay_sets_arrive_and_are_valid(golden: Callabl
 
 
 def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:
+    """A misspelt value is refused, and said which."""
     assert not re.search(r"WARNING|ERROR", helm("lint", "--strict", str(CHART)).stdout)
     both = "node.mountPropagation=HostToContainer,node.recursiveReadOnly=Enabled"
     for setting, named in (("runtimeClas=nvidia", "runtimeClas"), ("hostNetwork=maybe", "hostNetwork"),
@@ -147,6 +149,7 @@ def test_a_further_release_shares_nothing_with_the_first(files: tuple[str, ...])
 
 
 def test_the_notes_and_the_mount_follow_the_values() -> None:
+    """What restricts the agents to nodes is named; mounts below the node's root are read-only where a value says so."""
     for settings, named in (((), "tolerations."), (("nodeSelector.pool=a",), "tolerations, nodeSelector.")):
         words = [word for one in settings for word in ("--set", one)]
         printed = helm("install", "topoflight", str(CHART), "--dry-run=client", *words).stdout.partition("NOTES:")[2]
@@ -179,6 +182,7 @@ def test_the_packed_chart_renders_as_the_checkout_does(tmp_path: Path) -> None:
 
 
 def test_every_version_is_that_of_pyproject() -> None:
+    """One place to change; this names the others."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (about["version"], about["appVersion"]) == (version, version)

@@ -44,6 +44,7 @@ def test_one_digest_pins_every_stage_and_the_user_is_a_number_that_is_not_root(n
 
 
 def test_the_build_context_is_what_the_images_copy() -> None:
+    """The context holds the sources of the COPY lines alone: no history, environment, test or secret."""
     first, *rest = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     let_in = {line.removeprefix("!") for line in rest if line.startswith("!")}
     copied = {source for path in IMAGES.glob("Containerfile.*") for line in path.read_text().splitlines()
@@ -54,6 +55,7 @@ def test_the_build_context_is_what_the_images_copy() -> None:
 
 
 def test_both_images_are_built_from_every_package(tmp_path: Path) -> None:
+    """A package, or a file beside them, that is added to the wheel is added to the images."""
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     for name in ("agent", "finetune"):
         copied = (IMAGES / f"Containerfile.{name}").read_text()
@@ -67,6 +69,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as a release is."""
     return Path(next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path_factory.mktemp("dist")))))
 
 
@@ -112,6 +115,7 @@ def test_the_wheel_starts_by_name_from_a_file(wheel: Path, tmp_path: Path) -> No
 
 
 def test_golden_man_page() -> None:
+    """What `make golden` writes anew from the verbs."""
     place = ROOT / "agent/data/topoflight.1"
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
         place.write_text(man_page.page(), encoding="utf-8")

@@ -33,6 +33,7 @@ def daemonset(folder: Path) -> Document:
 
 @every_folder
 def test_rendered_objects_are_strictly_valid(folder: Path) -> None:
+    """As the API server with strict field validation would judge them."""
     documents = render(folder)
     seen = {(d["kind"], d["metadata"].get("namespace"), d["metadata"]["name"]) for d in documents}
     assert len(seen) == len(documents), "an object twice"
@@ -161,6 +162,7 @@ def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> N
 
 
 def test_daemonset_arguments_are_understood() -> None:
+    """The arguments in the manifests are options that exist."""
     for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/bench/job", BENCH[-1]):
         for document in render(folder):
             template = document.get("spec", {}).get("template")

@@ -174,6 +174,7 @@ def test_a_command_that_the_product_names_can_be_typed() -> None:
 
 
 def test_what_is_not_ours_names_what_is_there() -> None:
+    """Targets of make, scripts, modules and manifests that a command names exist."""
     targets = re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M)
     wrong = []
     for page, text in commands():
@@ -225,6 +226,8 @@ def test_what_a_page_installs_has_an_image_that_can_be_pulled() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
+    """The file exists, and the heading in it that a fragment names."""
+
     def anchors(page: Path) -> set[str]:
         lines = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
         return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
@@ -247,6 +250,7 @@ COMMAND = re.compile(r"(?:^ *|run: |- |-- |\$ )topoflight ((?:[a-z-]+)(?: [^|#\n
 
 @each_row("name", ["github-actions", "gitlab-ci", "init-container", "tekton-task"])
 def test_an_example_is_yaml_whose_commands_and_expectations_are_understood(name: str) -> None:
+    """Verbs, options and check names that exist, and what a node must have."""
     text = EXAMPLES[name].read_text(encoding="utf-8")
     document: dict[str, Any] = yaml.safe_load(text)
     if name == "init-container":

@@ -97,6 +97,7 @@ def diagnoses() -> set[str]:
 
 
 def test_every_code_has_one_entry_on_its_page() -> None:
+    """No code without an entry, no entry without a code, none twice."""
     pages = {name: headings(name) for name in PAGES}
     assert sorted(pages["findings"]) == sorted(GATE) and set(AT_ONCE) <= GATE
     assert sorted(pages["settings"]) == sorted(ENV_CODES)
@@ -120,6 +121,7 @@ def test_an_entry_is_whole(name: str) -> None:
 
 
 def test_named_codes_exist() -> None:
+    """An entry that sends the reader to another code sends it to one that is there."""
     firsts = "|".join(sorted({code.split(".")[0] for code in GATE}))
     text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as run.json stand in code
     named = set(re.findall(rf"(?<![\w.])(?:{firsts})(?:\.[a-z_0-9]+)+\b", text))

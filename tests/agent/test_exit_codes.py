@@ -56,6 +56,7 @@ def documented() -> set[tuple[str, int]]:
 
 
 def test_the_page_names_every_verb_and_each_cell_has_its_proof() -> None:
+    """A verb or a code that is added without its line and its case is found here."""
     cells = documented()
     assert {verb for verb, _ in cells} == set(VERBS)
     assert cells == {*CASES, *RANKS, *ELSEWHERE}
@@ -76,6 +77,7 @@ def test_a_verb_ends_as_the_table_says(verb: str, code: int) -> None:
 
 @each_row("row", TABLE["mistakes"])
 def test_a_mistake_of_the_user_is_said_before_anything_is_done(row: dict[str, Any], tmp_path: Path) -> None:
+    """Exit code 2 and what is wrong, by the option's or the file's name."""
     places = {"FILE": tmp_path / "file", "FOLDER": tmp_path, "MISSING": tmp_path / "none" / "x.json"}
     places["FILE"].write_text(row.get("file", ""), encoding="latin-1")
     words, given = filled(row, **places)
@@ -106,6 +108,7 @@ def test_a_verb_that_makes_load_ends_as_the_table_says(verb: str, code: int) -> 
 
 
 def test_machine_list_is_an_answer() -> None:
+    """Of every verb that takes a machine."""
     for verb in ("recommend", "launch"):
         done = topoflight(verb, "--machine", "list")
         assert done.exit_code == 0 and "p5.48xlarge" in done.stdout and "(also p5)" in done.stdout, done.stderr
@@ -113,6 +116,7 @@ def test_machine_list_is_an_answer() -> None:
 
 @each_row("form", ["json", "env", "finetune"])
 def test_a_layout_that_does_not_fit_is_the_same_in_every_form(form: str) -> None:
+    """What needs no layout is printed; the code says that there is none."""
     done = topoflight("recommend", *filled(CASES["recommend", 3])[0], "-o", form)
     assert done.exit_code == 3 and "no layout of Llama-3.1-70B fits" in done.stderr
     if form == "json":
@@ -130,6 +134,7 @@ def test_a_port_in_use_is_no_verdict() -> None:
 
 
 def test_run_passes_on_what_its_command_has_as_options(tmp_path: Path) -> None:
+    """Also options of the command that `run` itself has, without `--` before the command."""
     shown = (sys.executable, "-c", "import os, sys; print(sys.argv[1:], os.environ['TOPOFLIGHT_RUN'])")
     for separator in ((), ("--",)):
         done = process("run", "--folder", tmp_path, *separator, *shown, "--folder", "data", "-h", "--", "x")
@@ -138,6 +143,7 @@ def test_run_passes_on_what_its_command_has_as_options(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_verb_is_answered_with_the_close_one() -> None:
+    """By letters; one that is close to none gets the list."""
     assert "did you mean scan" in topoflight("scn").stderr
     assert "recommend" in topoflight("zzzzzz").stderr
 
@@ -152,6 +158,7 @@ def test_a_misspelt_verb_is_answered_with_the_close_one() -> None:
     ],
 )
 def test_options_say_what_the_code_does(verb: str, option: str, said: str) -> None:
+    """Defaults and choices that the tables of options repeat are those of the code."""
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
     (one,) = [each for each in command.params if each.name == option]

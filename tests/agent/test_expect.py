@@ -40,11 +40,13 @@ def preflight(name: str, *options: str) -> Result:
 
 
 def judged(found: Snapshot, words: str) -> dict[str, str]:
+    """Status of each expectation, by its subject."""
     checks = of_code(build_view((found,), expected=parse([words])), EXPECT_CODES[0])
     return {check.subject: check.status for check in checks}
 
 
 def test_a_node_that_has_it_all_passes_and_says_each() -> None:
+    """One check for each key."""
     found = judged(snapshot(), ALL_OF_IT)
     assert len(found) == len(KEYS)
     assert set(found.values()) == {"pass"}
@@ -53,6 +55,7 @@ def test_a_node_that_has_it_all_passes_and_says_each() -> None:
 
 @each_row(("machine", "words", "told"), ROWS["less"])
 def test_absent_or_less_is_failed(machine: str, words: str, told: str) -> None:
+    """Exit code 3 with what is there."""
     view = build_view((snapshot(machine),), expected=parse([words]))
     (check,) = of_code(view, EXPECT_CODES[0])
     assert check.status == "fail", check
@@ -84,6 +87,7 @@ LARGE = [("gpus: 8\n" + "#" * 70000, "larger than 65536"), (f"interface: [{', '.
 def test_what_is_not_understood_is_an_error_that_names_what_is_allowed(
     text: str, told: str, of_file: bool, tmp_path: Path
 ) -> None:
+    """Of a file with its name, never a silent half."""
     path = tmp_path / "expect.yaml"
     path.write_text(text)
     with pytest.raises(GateError, match="--expect-file" if of_file else None) as caught:
@@ -92,6 +96,7 @@ def test_what_is_not_understood_is_an_error_that_names_what_is_allowed(
 
 
 def test_every_spelling_of_a_value_that_holds_is_met() -> None:
+    """Devices by a pattern, whole words of a model."""
     words = [f"{key}={value}" for key, values in ROWS["met"].items() for value in values]
     assert not [each for each in words if {*judged(snapshot(), each).values()} != {"pass"}]
 
@@ -114,6 +119,7 @@ def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
 
 
 def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path) -> None:
+    """What the DaemonSet's ConfigMap says: absent, there, changed, broken, fixed and withdrawn."""
     path = tmp_path / "expect.yaml"
     options = {"expect": (), "expect_file": path}
     state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _expected(options))
@@ -141,11 +147,13 @@ def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path
 
 
 def of_records(record: NodeRecord, words: str) -> tuple[Finding, ...]:
+    """The gate over one published record."""
     return gate_of_nodes([record.name], fleet_of(record), expected=parse([words]))
 
 
 @each_row(("machine", "words", "code"), ROWS["records"])
 def test_records_of_nodes_are_held_to_it_too(machine: str, words: str, code: int) -> None:
+    """`--nodes` and `--selector`: a record carries what a scan read of the node."""
     checks = of_records(record_of(machine), words)
     assert judge(checks).exit_code == code, [c for c in checks if c.code == EXPECT_CODES[0]]
 
@@ -173,6 +181,7 @@ def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
 
 
 def test_ports_whose_state_is_unknown_are_not_counted_as_down() -> None:
+    """hcas with a port that could not be read: unknown."""
     assert judged(with_ports(snapshot(), state=None), "hcas=8") == {"hcas=8": "unknown"}
 
 
@@ -201,6 +210,7 @@ def test_the_daemonset_reads_the_administrators_config_map(tmp_path: Path) -> No
 
 @each_row("form", ["table", "github", "junit"])
 def test_a_pass_without_a_gpu_says_so_in_its_first_line(form: str) -> None:
+    """Whatever a pipeline reads first; of several hosts which."""
     result = preflight("cpu-only-vm", "-o", form)
     assert result.exit_code == 0
     lines = [line for line in result.stdout.splitlines() if line.strip() and not line.startswith("<?xml")]

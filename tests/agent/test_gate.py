@@ -22,6 +22,7 @@ TABLE = rows("exit_codes")()
 
 @each_row(("statuses", "required", "fail_on", "code"), TABLE)
 def test_exit_codes(statuses: tuple[str, ...], required: bool, fail_on: str, code: int) -> None:
+    """Each combination ends in its documented code."""
     checks = [check(s, f"x.{i}", required=required and s == "unknown") for i, s in enumerate(statuses)]
     assert judge(checks, fail_on=fail_on).exit_code == code  # type: ignore[arg-type]
 
@@ -35,6 +36,7 @@ def test_a_stopped_run_is_no_pass_and_what_had_failed_stays_a_failure(
 
 
 def test_require_marks_what_it_matches_and_adds_what_was_never_judged() -> None:
+    """A required check that no probe judged is unknown, not forgotten."""
     kept = select([check("pass", "rdma.port.down")], require=("rdma.*",), known=("rdma.port.down", "rdma.memlock.low"))
     assert {(c.code, c.status, c.required) for c in kept} == {
         ("rdma.port.down", "pass", True),
@@ -52,6 +54,7 @@ def test_a_pattern_that_names_no_check_is_an_error(option: str) -> None:
 
 
 def test_failures_are_listed_first() -> None:
+    """Worst first, then by name."""
     order = [c.status for c in worst_first([check(s) for s in ("pass", "warn", "info", "fail", "unknown")])]
     assert order == ["fail", "warn", "unknown", "info", "pass"]
 
@@ -62,6 +65,7 @@ def on(status: str, code: str, subject: str = "", node: str = "n") -> Finding:
 
 @each_row(("found", "why"), rows("verdicts"))
 def test_a_verdict_counts_the_findings_that_the_list_prints(found: list[list[str]], why: str) -> None:
+    """The same on several devices is one; nothing seen is not called healthy."""
     assert judge([on(*each) for each in found]).why == why
 
 

@@ -33,6 +33,7 @@ NODES = "/apis/topoflight.io/v1alpha1/nodetopologies"
 
 @each_row(("before", "now", "judged"), rows("regressions"))
 def test_the_table_of_regressions(before: Status | None, now: Status, judged: Status) -> None:
+    """What got worse fails, what stood there already is told, what cannot be measured any more fails."""
     baseline = {("a.b.c", "n", ""): before} if before else {}
     (made,) = regressions([Finding(code="a.b.c", status=now, node="n")], baseline)
     assert made.status == judged
@@ -43,6 +44,7 @@ def preflight(*words: object) -> Result:
 
 
 def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
+    """By a report of the sick machine and of the good one, and by what --save kept."""
     sick, good, saved = (tmp_path / name for name in ("sick", "good", "saved.json"))
     assert preflight("--host", SICK, "-o", f"json={sick}", "--save", saved).exit_code == 3
     table = tmp_path / "table"
@@ -61,6 +63,8 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
 def test_a_device_that_left_the_bus_is_worse_than_the_baseline(
     buses: tuple[str, ...], subject: str, tmp_path: Path
 ) -> None:
+    """Nothing of it is left that a check could fail on; both ways round."""
+
     def without(tree: Tree) -> Machine:
         machine = build.MACHINES["hgx-h100-8xH100-8hca"](tree)
         assert machine.nvml is not None
@@ -100,11 +104,13 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 
 @each_row(("words", "code"), rows("over_nodes"))
 def test_the_gate_over_nodes(api: ApiServer, words: list[str], code: int) -> None:
+    """What agents published decides; a node nobody hears of is a failure."""
     done = preflight(*words)
     assert done.exit_code == code, done.output
 
 
 def test_nodes_are_read_and_printed_as_host_lists_of_slurm(api: ApiServer) -> None:
+    """Printed are the nodes that do not pass."""
     assert preflight("--nodes", "good,n[01-03],old", "-o", "slurm").stdout == "n[01-03],old\n"
     assert preflight("--nodes", "good", "-o", "slurm").stdout == ""
     reasons = preflight("--nodes", "n[1-2]", "-o", "reason").stdout.splitlines()
@@ -113,6 +119,7 @@ def test_nodes_are_read_and_printed_as_host_lists_of_slurm(api: ApiServer) -> No
 
 
 def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
+    """The API server selects, also by a label that a node must not have; no agent runs on the node "plane"."""
     role = "node-role.kubernetes.io/control-plane"
     for name, label in (("good", "pool"), ("sick", "pool"), ("plane", role)):
         api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name, "labels": {label: "gpu"}}})
@@ -124,6 +131,7 @@ def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
 
 
 def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
+    """The object is there, its status is not yet."""
     held = Fleet()
     held.replace([{"metadata": {"name": "n"}, "spec": {"nodeName": "n"}}])
     (check,) = checks_of(["n"], held)
@@ -131,6 +139,7 @@ def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
 
 
 def test_a_report_of_nodes_is_written_whole(api: ApiServer, tmp_path: Path) -> None:
+    """--report with --nodes: every file, each node with what it published, also one that nobody heard of."""
     folder = tmp_path / "report"
     done = preflight("--nodes", "good,sick,never", "--report", folder)
     assert done.exit_code == 3, done.output

@@ -45,6 +45,7 @@ def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
 
 
 def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
+    """/preflight, /metrics, the page, the published record, the gate over nodes: one verdict."""
     view = hung.view
     assert view is not None
     assert isinstance(view.snapshots[0].outcomes["gpu"], Failed)
@@ -154,6 +155,7 @@ def test_software_rdma_measures_no_hca() -> None:
 
 
 def test_nvml_that_cannot_be_used_passes_nothing() -> None:
+    """Without the driver's library no temperature, link or error counter of a GPU was seen: none of them passes."""
     unread = GpuFacts(driver_version=None, cuda_version=None, gpus=(), driver_error="LIBRARY_NOT_FOUND", pci_gpus=1)
     view = on_bus("a GPU under its driver", gpu=Ok(facts=unread))
     assert {c.status for c in view.checks if c.code in GPU_CODES} == {"unknown"}
@@ -161,6 +163,7 @@ def test_nvml_that_cannot_be_used_passes_nothing() -> None:
 
 
 def test_skip_takes_a_requirement_back_and_require_does_not_lose_it() -> None:
+    """Someone who knows that a node's GPUs are not meant says so; another --require does not undo the bus's."""
     from agent.checks.verdict import select
 
     view = build_view((with_outcomes(snapshot(), gpu=Failed(error="crashed")),))
@@ -169,12 +172,14 @@ def test_skip_takes_a_requirement_back_and_require_does_not_lose_it() -> None:
 
 
 def test_a_published_verdict_is_never_better_for_want_of_a_finding() -> None:
+    """An agent that says unknown or fail and names no finding: the gate over nodes says the same."""
     for word, code in (("unknown", 5), ("fail", 3), ("pass", 0), ("warn", 0)):
         record = record_of(verdict=word, findings=())
         assert judge(checks_of([record.name], fleet_of(record))).exit_code == code, word
 
 
 def test_a_host_without_rdma_devices_has_none_and_an_unread_one_is_unknown() -> None:
+    """In the published record: 0 where the probe looked and the bus shows none."""
     bare, missing, failed = snapshot("cpu-only-vm"), Absent(why="no RDMA device"), Failed(error="timeout")
     rows = [(bare, 0), (with_outcomes(bare, rdma=failed), None), (with_outcomes(snapshot(), rdma=missing), None)]
     rows.append((snapshot(), len(facts(RdmaFacts).devices)))

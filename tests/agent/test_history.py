@@ -64,6 +64,7 @@ def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without
 
 
 def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
+    """Withdrawn as a whole, or one of several of which another cannot be read; also in the agent that starts next."""
     blind = with_outcomes(tray, rdma=Absent(why="not read"))
     both, one = parse(["gpus=72,hcas=1"]), parse(["hcas=1"])
     rows: list[tuple[str, Snapshot, tuple[Expected, ...] | str, bool]] = [
@@ -89,6 +90,7 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
 
 
 def test_since_when_and_after_what(tray: Snapshot) -> None:
+    """The words of the page, and the metric."""
     sound, sick = build_view((tray,)), build_view((port_down(tray),))
     newer = build_view((changed(port_down(tray), GpuFacts, driver_version="580.65.06"),))
     kept = History()
@@ -261,6 +263,7 @@ def gpus(**changes: Any) -> Snapshot:
 
 @each_row(("before", "after", "expected"), rows("rises"))
 def test_what_rises_on_a_gpu(before: dict[str, Any], after: dict[str, Any], expected: list[str] | None) -> None:
+    """PCIe replays by DCGM's limit, memory errors and Xids at once; what was not read gives no verdict."""
     found = rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
     assert [[f.code, f.status] for f in found] == ([expected] if expected else [])
     assert {f.code for f in found} <= set(ALL_CODES)
@@ -290,6 +293,7 @@ def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
 
 @each_row("interval", [1.0, 15.0, 60.0, 300.0])
 def test_few_scans_are_kept_however_often_one_is_made(interval: float) -> None:
+    """And the oldest is at least a minute old once there is one."""
     past = Past()
     for scan in range(200):
         past.add((gpus(gpu={}, at=interval * scan),))
@@ -300,6 +304,7 @@ def test_few_scans_are_kept_however_often_one_is_made(interval: float) -> None:
 
 
 def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
+    """It fell against the scan of a minute ago, and rose since the last one."""
     past = Past()
     for at, replays in ((0.0, 900), (30.0, 0), (60.0, 0)):
         past.add((gpus(gpu={"pcie_replays": replays}, at=at),))

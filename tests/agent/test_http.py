@@ -56,6 +56,7 @@ WHOLE = ("hgx-h100-8xH100-8hca", "cpu-only-vm", "sick-h100-gpu-lost")  # TOPOFLI
 
 @each_row("name", NAMES)
 def test_every_machine_is_served(name: str) -> None:
+    """Page, metrics and findings of each recording; of three machines, every endpoint."""
     whole = name in WHOLE or os.environ.get("TOPOFLIGHT_PAIRS") == "all"
     running = agent(name)
     answers = {endpoint: running.get(endpoint) for endpoint in (ENDPOINTS if whole else ENDPOINTS[:3])}
@@ -64,6 +65,7 @@ def test_every_machine_is_served(name: str) -> None:
 
 
 def test_recommendations_as_environment_files(client: TestClient) -> None:
+    """env, shell and k8s carry the settings of the JSON, and nothing for a machine that needs nothing."""
     settings = {s["name"]: s["value"] for s in client.get("/recommendations").json()["settings"]}
     env = dict(
         line.split("=", 1) for line in client.get("/recommendations?format=env").text.splitlines() if "=" in line
@@ -86,6 +88,7 @@ def test_errors_are_problem_documents_that_name_what_is_allowed(
 
 
 def test_a_later_scan_that_fails_is_said_on_the_page() -> None:
+    """The older view stays, and says that it is one."""
     left = [(snapshot("cpu-only-vm"),)]
     state = State(lambda: left.pop(), interval_seconds=3600)
     state.refresh()
@@ -97,6 +100,7 @@ def test_a_later_scan_that_fails_is_said_on_the_page() -> None:
 
 
 def test_version_names_the_release_before_the_first_scan() -> None:
+    """The one that the command line prints; it rests on no scan, and is closed where reads are."""
     client = TestClient(create(State(tuple, interval_seconds=3600)))
     told = client.get("/openapi.json")
     assert told.status_code == 200 and told.json()["info"]["version"] == version()
@@ -105,6 +109,7 @@ def test_version_names_the_release_before_the_first_scan() -> None:
 
 
 def test_metrics_negotiate_and_answer_without_redirect(client: TestClient) -> None:
+    """Text by default, OpenMetrics where asked for."""
     plain = client.get("/metrics", follow_redirects=False)
     assert plain.status_code == 200
     assert plain.headers["content-type"].startswith("text/plain")
@@ -114,6 +119,7 @@ def test_metrics_negotiate_and_answer_without_redirect(client: TestClient) -> No
 
 
 def test_whatever_needs_a_token_is_closed_unless_somebody_judges_tokens(client: TestClient) -> None:
+    """Every endpoint but reading answers 403, with or without a token, and says how to open it."""
     paths = client.get("/openapi.json").json()["paths"]
     endpoints = {(method, path) for path, methods in paths.items() for method in methods if method != "get"}
     assert endpoints == {("post", "/preflight"), ("post", "/runs")}
@@ -125,6 +131,7 @@ def test_whatever_needs_a_token_is_closed_unless_somebody_judges_tokens(client: 
 
 
 def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[..., None]) -> None:
+    """The surface changes on purpose only."""
     document = client.get("/openapi.json").json()
     document["info"]["version"] = "x"
     golden("openapi.json", document, digest=True)
@@ -180,6 +187,7 @@ def test_who_asks_while_the_agent_is_loading_waits_and_is_answered(tmp_path: Pat
 
 
 def test_readiness_waits_for_the_first_scan() -> None:
+    """A scan that takes a moment is not told as a failed probe; without waiting the answer is no at once."""
     gate = threading.Event()
 
     def slow() -> Any:
@@ -202,6 +210,7 @@ def test_readiness_outlasts_a_jump_of_the_clock(client: TestClient, monkeypatch:
 
 
 def test_readiness_does_not_wait_for_a_scan_that_failed() -> None:
+    """Its error is the answer, and the agent continues to scan."""
     mended = threading.Event()
 
     def failing() -> Any:

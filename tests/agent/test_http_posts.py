@@ -74,6 +74,7 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
 
 
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
+    """A job that got no answer sends again; another record of the same start replaces nothing."""
     assert [posted(http).status_code for _ in range(3)] == [201, 200, 200]
     other = posted(http, loss={"last": 0.0})
     assert other.status_code == 409 and "sft-0, started at 2026-11-01T10:00:00Z" in other.json()["detail"]
@@ -94,6 +95,7 @@ def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
 
 
 def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The good part on the page and in JSON; the log names the rest."""
     result_store.store_run(record_of(RECORD), folder)
     (folder / result_store.BENCH_FILE).write_text("[" * 100_000)
     (folder / "runs/20260102T000000-1.json").write_text(json.dumps({**RUN, "schema_version": 99}))
@@ -119,6 +121,7 @@ def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, ca
 def test_a_wrong_record_is_refused_and_what_is_wrong_named(
     tokens: Tokens, folder: Path, change: dict[str, Any], named: str
 ) -> None:
+    """A problem document, and nothing is kept."""
     http = agent(MACHINE, folder, tokens=tokens)  # of its own: an agent takes a dozen posts a minute
     answer = posted(http, **change)
     assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
@@ -128,6 +131,7 @@ def test_a_wrong_record_is_refused_and_what_is_wrong_named(
 
 @each_row("body", [b"", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'])
 def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: bytes) -> None:
+    """No JSON, too deep, or not of ours; without a token it is not even read."""
     assert http.post("/runs", content=body).status_code == 401
     answer = http.post("/runs", headers=HEADERS, content=body)
     assert answer.status_code in (400, 422) and answer.json()["detail"], answer.text
@@ -142,10 +146,12 @@ def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
 
 
 def test_the_largest_record_of_a_job_is_taken(http: TestClient) -> None:
+    """As many steps as the recorder keeps."""
     assert posted(http, step_seconds=[1234.567891] * STEPS).status_code == 201
 
 
 def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> None:
+    """409, and what would help; 507 where the folder takes nothing more."""
     for missing in (None, tmp_path / "nowhere"):
         answer = posted(agent(MACHINE, missing, tokens=tokens))
         assert answer.status_code == 409 and "--state" in answer.json()["grant"]
@@ -157,6 +163,7 @@ def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
+    """Version and number of steps are those of the job and of what is kept."""
     from finetune.recorder import MAX_STEPS  # and with it torch
 
     shown = PostedRecord.model_json_schema()["properties"]
@@ -165,6 +172,7 @@ def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
 
 
 def test_a_jobs_url_and_role_are_those_that_the_manifests_deploy() -> None:
+    """Service on the pod's own node under the name that jobs call, a role for this endpoint alone, one audience."""
     documents = render(ROOT / "deploy/daemonset/overlays/kubernetes")
     (service,) = [d for d in documents if d["kind"] == "Service" and d["metadata"]["name"] == "topoflight-node"]
     (port,) = service["spec"]["ports"]
@@ -183,6 +191,7 @@ def spec(**more: Any) -> manifests.JobSpec:
 
 @each_row("api_name", manifests.APIS)
 def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
+    """URL, token file and the volume that the file is in; none of them without the option, nor beside the gate."""
     plain, told = (manifests.render(manifests.APIS[api_name](spec(preflight_image="g", **more)))
                    for more in ({}, {"agent": AGENT}))  # fmt: skip
     assert "TOPOFLIGHT_AGENT" not in plain
@@ -204,6 +213,7 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
 
 
 def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
+    """Temporary files that nobody writes any more; not one that is being written, and no record."""
     (folder / "runs").mkdir()
     for path in (folder, folder / "runs"):
         for name in (".bench.json.a1b2c3d4", "kept.json"):
@@ -220,6 +230,7 @@ def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
 def test_what_is_held_in_memory_is_bounded_in_bytes(
     tokens: Tokens, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The newest that the bound has room for are shown, from one rendered copy."""
     (folder / "runs").mkdir()
     for number in range(result_store.STORED_RUNS):
         (folder / "runs" / f"{number:03d}.json").write_text(json.dumps({**RECORD, "host": f"pod-{number:03d}"}))

@@ -71,6 +71,7 @@ def checks(made: BenchResult, machine: str = HGX) -> dict[tuple[str, str], Findi
 def test_a_result_is_judged_by_what_it_costs(
     machine: str, op: str, busbw: float, more: dict[str, Any], status: str, message: list[str], remedy: list[str]
 ) -> None:
+    """By the links of the machine; the cause is named."""
     check = checks(result(machine, {op: busbw}, **more), machine)[BUSBW, op]
     assert check.status == status
     assert all(words in check.message for words in (*message, " to ")), check.message
@@ -190,6 +191,7 @@ def test_a_port_that_could_carry_more_puts_the_fault_on_the_link() -> None:
 
 
 def test_a_port_at_half_its_equals_rate_is_named_as_what_limits() -> None:
+    """As it should be is what the equals have; as it is, its own rate."""
     check = judged_write(written(0.97 * NDR / 2), with_device(rate_bytes_per_second=NDR / 2))
     assert check.status == "warn"
     assert "the port is what limits it: the port carries 200 Gb/s" in check.message
@@ -204,6 +206,7 @@ def test_small_packets_lower_what_a_wire_carries() -> None:
 
 
 def test_a_port_that_is_slower_than_in_the_baseline_is_the_cause() -> None:
+    """The bar "as it is" has the rate and the packets of now."""
     before = {"mlx5_0:1": with_bars(written(0.97 * NDR), snapshot(), {}).writes[0]}
     check = judged_write(written(0.97 * NDR / 4), with_device(rate_bytes_per_second=NDR / 4), before)
     assert (
@@ -226,6 +229,7 @@ def test_a_baseline_is_what_save_wrote(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
+    """Exit code 1 where perftest is not installed."""
     missing = CliRunner().invoke(bench, ["--rdma", "node0"], env={"PATH": str(tmp_path)})
     assert missing.exit_code == 1 and "apt-get install perftest" in missing.output
 
@@ -244,6 +248,7 @@ def ends(result: BenchResult) -> dict[str, str]:
 
 
 def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
+    """The machine did nothing wrong; a run that ended of itself before its end fails as ever."""
     assert ends(WHOLE)["bench.run.incomplete"] == "pass"
     assert ends(CUT)["bench.run.incomplete"] == "unknown"
     assert ends(replace(CUT, stopped_by=None))["bench.run.incomplete"] == "fail"
@@ -252,6 +257,7 @@ def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
 
 
 def test_a_stopped_measurement_fails_a_preflight_and_is_unknown_to_an_agent() -> None:
+    """A preflight that was to measure, and was stopped, fails; what an agent kept from before stays unknown."""
     seen = with_bench(view("cpu-only-vm"), CUT)
     kept = {check.code: check.status for check in seen.checks}
     assert kept["bench.run.incomplete"] == "unknown"
@@ -262,6 +268,7 @@ def test_a_stopped_measurement_fails_a_preflight_and_is_unknown_to_an_agent() ->
 
 
 def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) -> None:
+    """One that measured something does, with its mark."""
     result_store.save_benchmark_result(WHOLE, tmp_path)
     assert result_store.save_benchmark_result(replace(CUT, measurements=()), tmp_path) is None
     assert read_result(tmp_path / result_store.BENCH_FILE) == WHOLE

@@ -88,6 +88,7 @@ def test_files_are_merged_as_kubectl_merges_them(tmp_path: Path, two: tuple[Path
 
 
 def test_a_missing_file_is_left_out_and_a_broken_one_is_named(tmp_path: Path, two: tuple[Path, Path]) -> None:
+    """As kubectl does; where none is there, all are named."""
     away, gone = tmp_path / "away", tmp_path / "gone"
     assert connect(environment=several(away, *two)).server == "http://lab:1"
     with pytest.raises(AccessError, match=f"{away}{os.pathsep}{gone}: .*No such file"):
@@ -99,6 +100,7 @@ def test_a_missing_file_is_left_out_and_a_broken_one_is_named(tmp_path: Path, tw
 
 
 def test_what_leads_to_no_server_is_said(tmp_path: Path, two: tuple[Path, Path]) -> None:
+    """A context in none of the files, an address that is no URL, before a token is sent; neither a pod nor a file."""
     with pytest.raises(AccessError, match=f"{two[0]}{os.pathsep}{two[1]}: no context named 'x'"):
         connect("x", several(*two))
     with pytest.raises(AccessError, match="must begin with https://"):
@@ -133,6 +135,7 @@ def plugin(tmp_path: Path, status: dict[str, Any], code: int = 0) -> dict[str, A
 
 
 def test_a_credential_plugins_token_is_used_until_it_ends(tmp_path: Path) -> None:
+    """One that holds is not asked for again; one that ends soon is, before the next request."""
     client = client_as(tmp_path, plugin(tmp_path, {"token": "t", "expirationTimestamp": "2126-01-01T00:00:00Z"}))
     assert [client.token() for _ in range(3)] == ["t"] * 3
     assert (tmp_path / "asked").read_text() == "x"
@@ -141,6 +144,7 @@ def test_a_credential_plugins_token_is_used_until_it_ends(tmp_path: Path) -> Non
 
 
 def test_a_credential_plugin_that_fails_or_is_missing_is_named(tmp_path: Path) -> None:
+    """And nothing goes out without credentials."""
     missing = {"exec": {"command": "no-such-plugin", "apiVersion": "client.authentication.k8s.io/v1"}}
     for user, name in ((missing, "no-such-plugin"), (plugin(tmp_path, {"token": "t"}, code=1), "plugin")):
         with pytest.raises(AccessError, match=f"{name} gave no credentials"):
@@ -169,6 +173,7 @@ def test_a_token_file_that_goes_is_an_api_error(tmp_path: Path) -> None:
 
 
 def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token, its namespace, and the address that the kubelet put into the environment."""
     for name, content in (("token", "pod-token"), ("ca.crt", "x"), ("namespace", "ns\n")):
         (tmp_path / name).write_text(content)
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
@@ -180,6 +185,7 @@ def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_server_is_trusted_by_its_certificate_alone(tmp_path: Path) -> None:
+    """One that nobody vouches for is refused by name, and is sent no token; with its authority it is answered."""
     words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
              "-subj", "/CN=api", "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "ca.pem")]

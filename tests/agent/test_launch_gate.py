@@ -39,6 +39,7 @@ SICK = "sick-h100-dead-hca"
 
 
 def test_a_failed_check_stops_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 3, what failed, and the option that launches all the same."""
     with pytest.raises(SystemExit) as ended:
         _require_pass(build_view((snapshot(SICK),)).checks, {"require": ()})
     told = capsys.readouterr().err
@@ -57,6 +58,7 @@ def test_a_required_check_that_is_unknown_stops_it_and_others_do_not(tmp_path: P
 
 
 def test_preflight_trains_only_where_no_check_before_failed() -> None:
+    """What failed before the run stops it; --skip of that check and --force do not, nor does what is unknown."""
     checks, options = view(SICK).checks, {"skip": (), "force": False}
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
@@ -68,6 +70,7 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
 
 
 def launched(folder: Path, code: int, log: str = "") -> Launched:
+    """A job that has ended with this code and these last lines."""
     return Launched(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
 
 
@@ -75,6 +78,7 @@ def launched(folder: Path, code: int, log: str = "") -> Launched:
 def test_the_record_of_a_failed_job_is_its_own(
     tmp_path: Path, written: dict[str, object], kept: dict[str, object]
 ) -> None:
+    """Of this start only; the end of a job that was killed is told by what was seen."""
     path = tmp_path / "run.json"
     code = written["exit_code"] or -9
     assert isinstance(code, int)
@@ -116,6 +120,7 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
 
 
 def test_the_job_trains_the_model_that_was_named() -> None:
+    """Its weights, its data set and its adapters are in the job's YAML."""
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, ())
     config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
@@ -135,6 +140,7 @@ def test_the_job_trains_the_model_that_was_named() -> None:
 
 
 def test_the_embedded_job_needs_no_yaml() -> None:
+    """The job has its settings itself."""
     advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), ())
     assert job_plan(advice).config == read_config(None)[0]
 
@@ -183,6 +189,7 @@ def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path
 
 
 def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
+    """The last word is the command's, under an older name too; what is left to fix is named with where it stands."""
     job = tmp_path / "job.yaml"
     job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
     with pytest.raises(RequestError, match=r"^--config \S*job.yaml with --set: push_to_hub=True"):
@@ -200,6 +207,7 @@ FATE = "rank 1 was ended by SIGKILL; run the same command again to resume from t
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
+    """What an agent is sent."""
     with answering((201, {}, b"{}")) as (url, found):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         monkeypatch.delenv("TOPOFLIGHT_AGENT_TOKEN_FILE", raising=False)
@@ -217,6 +225,7 @@ def ended(folder: Path, code: int = 1, **changed: Any) -> RunRecord:
 
 
 def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list[Asked]) -> None:
+    """In run.json and to the agent, which takes it; the last step on the record stands."""
     record = ended(tmp_path)
     expected = {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record.ended_at}
     assert record == run_record.record_of(expected)
@@ -237,17 +246,20 @@ def test_the_launcher_posts_no_end_that_the_job_posted_itself(tmp_path: Path, po
 def test_an_agent_that_is_away_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The record is written all the same."""
     monkeypatch.setenv("TOPOFLIGHT_AGENT", "file:///etc/passwd")
     assert ended(tmp_path) == run_record.read(tmp_path / "run.json")
     assert "does not have this run's record: TOPOFLIGHT_AGENT must be http" in capfd.readouterr().err
 
 
 def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> None:
+    """The agent takes 0 to 255."""
     record = ended(tmp_path, -9)
     assert record.exit_code == 137 and read_record((tmp_path / "run.json").read_bytes()) == record
 
 
 def test_the_launcher_knows_whether_the_job_posted_its_end() -> None:
+    """By the launcher's own words; a job that wrote no record told nothing."""
     done = launched(Path(), 3)
     assert not done.wrote_its_end
     assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.ending})).wrote_its_end
@@ -261,6 +273,7 @@ DATA = ["dataset_name=openai/gsm8k"]
 def test_the_job_reads_from_the_plan_what_the_hosts_have(
     tmp_path: Path, machine: str, network: str | None, evidence: str, near: str | None
 ) -> None:
+    """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
     written = job_plan(advice, overrides=DATA, found=found)
@@ -277,6 +290,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(
 
 
 def test_a_machine_that_nobody_looked_at_promises_no_gpudirect() -> None:
+    """A catalogue's machine: whether its modules are loaded is not known."""
     advice = advise(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
     assert "gdrdma" not in job_plan(advice, overrides=DATA).transport
 

@@ -135,6 +135,7 @@ def test_probes_export_what_they_declare() -> None:
 
 @each_row("machine", NAMES)
 def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
+    """Every series is declared, appears once, and stays within the bound that docs/reference/metrics.md states."""
     view = with_bench(build_view((snapshot(machine),), runs=(record_of(RUN),)), bench())
     node = view.topologies[0]
     pci, gpu = view.snapshots[0].facts(PciFacts), view.snapshots[0].facts(GpuFacts)
@@ -153,6 +154,7 @@ def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
 
 
 def test_whole_catalogue_can_appear(full: View) -> None:
+    """No family is dead: with a benchmark, a search, a run and a cluster one machine shows all of the agent's own."""
     counted = ("publish_interval_seconds", "publish_attempts_total", "publish_success_timestamp_seconds")
     tally = Tally(float, {(name,): 1.0 for name in counted})
     tally["publish_failures_total", "forbidden"] = 1.0
@@ -165,6 +167,7 @@ def test_whole_catalogue_can_appear(full: View) -> None:
 
 
 def test_reasons_of_failures_are_a_closed_set() -> None:
+    """The label's bound holds whatever a server answers."""
     words = {reason_of(status) for status in (0, *range(100, 600))}
     assert len(words) <= int(LABELS["reason"][1]) and "server" in words
 

@@ -139,6 +139,7 @@ def test_a_healthy_node_passes(name: str) -> None:
 
 @each_row("name", [*BUILT, *PLATFORMS, *MACHINES])
 def test_one_fault_of_one_rail_fails(name: str) -> None:
+    """Down, slower, with another MTU, or gone: each is a failure that the healthy node does not have."""
     node = snapshot(name)
     near = build_view((node,)).topologies[0].nearest_nic
     device = near[min(2, len(near) - 1)].nics[0]
@@ -165,6 +166,7 @@ def test_a_missing_hca_is_said_to_be_missing() -> None:
 
 
 def test_what_serves_storage_costs_no_step() -> None:
+    """A fault of a port that is no GPU's nearest is a warning, where something needs the port, else a note."""
     for name, device, fault, worst in (
         ("one-cable", "mlx5_8", "down", "warn"), ("same-cards", "mlx5_8", "slow", "warn"),
         ("lom", "mlx5_8", "slow", ""), ("same-cards", "mlx5_8", "down", "warn"),

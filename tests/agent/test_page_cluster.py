@@ -53,6 +53,7 @@ def lines_in(html: str) -> int:
 
 
 def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
+    """Order, first fault with its remedy, age; what a silent node said last does not count as its verdict."""
     silent = record_of(NAMES[0], "silent", scanned_at_seconds=time.time() - 7200)
     held = published(*map(record_of, NAMES), silent)
     html = page(held)
@@ -70,6 +71,7 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
 
 @each_row(("nodes", "sick"), [(1, True), (1, False), (64, True), (64, False), (400, True)])
 def test_the_head_counts_what_the_tally_and_the_list_below_it_count(nodes: int, sick: bool) -> None:
+    """Nodes as their verdicts are, findings as they are listed: one node that is sick is one of one."""
     held = Fleet()
     held.replace(resources(nodes, sick=sick))
     html, seen = page(held), shown(held)
@@ -85,6 +87,7 @@ def test_the_head_counts_what_the_tally_and_the_list_below_it_count(nodes: int, 
 
 @each_row("nodes", [64, 400])
 def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
+    """Each failed node has its line; of the others those with the same findings, hardware and versions are one."""
     held = Fleet()
     held.replace(resources(nodes, sick=True))
     html, seen = page(held), shown(held)
@@ -124,6 +127,7 @@ def test_one_object_that_the_definition_would_refuse_hides_no_other(status: Any)
 
 
 def test_without_kubernetes_the_page_says_how_to_see_more() -> None:
+    """One agent knows its own node only."""
     http = agent()
     told = http.get("/nodes").json()
     assert [node["name"] for node in told["nodes"]] == ["hgx-h100-01"] and "--publish" in told["note"]
@@ -131,6 +135,7 @@ def test_without_kubernetes_the_page_says_how_to_see_more() -> None:
 
 
 def test_the_node_with_two_links_fewer_differs_from_its_peers() -> None:
+    """Machines are compared to the last link; heat makes no other machine."""
     (family,) = shown(published(*map(record_of, NAMES))).families
     odd = {group.nodes: [one.message for one in group.differences] for group in family.odd}
     assert any("NVLinks 18 -> 16" in text for text in odd["hgx-h100-sick-nvlink",])
@@ -138,6 +143,7 @@ def test_the_node_with_two_links_fewer_differs_from_its_peers() -> None:
 
 
 def test_a_large_cluster_keeps_the_page_readable() -> None:
+    """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
     many = [record_of(NAMES[0])] * pages.ROWS  # each with links of its own, so that no two share a line
     held = published(
         *(replace(one, name=f"node-{n:04}", links=f"NV{n}") for n, one in enumerate(many)),
@@ -153,6 +159,7 @@ def test_a_large_cluster_keeps_the_page_readable() -> None:
 
 
 def test_nothing_published_is_said() -> None:
+    """An empty cluster says how to deploy the agent, in the commands of the documentation."""
     html = page(Fleet())
     assert "<form" not in html and "0 nodes: none published yet" in html
     assert "<title>unknown" in html and 'class="verdict pass' not in html
@@ -170,6 +177,7 @@ def test_recordings_of_one_host_name_get_the_names_of_their_files() -> None:
 
 
 def test_ages_and_counts_are_said_as_people_say_them() -> None:
+    """An age in its largest unit; counts worst first, no zeros, no "1 warnings"; an interval with its units."""
     ends = {(0.528, 1.0): "727 ms (528 ms to 1 s)", (0.528, 0.9): "727 ms (528 to 900)"}
     assert {each: units.interval(Interval(low=each[0], mid=0.727, high=each[1]), "s") for each in ends} == ends
     ages = {0: "0 s", 60: "60 s", 120: "2 min", 7200: "2 h 0 min", 2e5: "2 d 7 h"}
@@ -182,6 +190,7 @@ def test_ages_and_counts_are_said_as_people_say_them() -> None:
 
 
 def test_a_finding_has_the_same_remedy_on_every_page() -> None:
+    """What the node's own page says, its record carries, and so the cluster's page and gate."""
     for name in NAMES[1:]:
         own = {(c.code, c.subject): c.remedy for c in view(name).checks if c.remedy}
         held = published(record_of(name))
@@ -190,6 +199,7 @@ def test_a_finding_has_the_same_remedy_on_every_page() -> None:
 
 
 def test_the_search_reads_names_verdicts_and_findings() -> None:
+    """All words have to be in the row."""
     held = published(*map(record_of, NAMES))
 
     def names(**asked: Any) -> list[str]:

@@ -35,12 +35,14 @@ def widths(svg: str, kind: str) -> list[float]:
 
 
 def picture(name: str) -> str:
+    """The drawing of a recorded machine with what is wrong on it."""
     (node,) = view(name).topologies
     return picture_of(node, checks=view(name).checks)
 
 
 @each_row("name", NAMES)
 def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: str) -> None:
+    """Each GPU and NIC once, a sentence that says the same; the link between CPUs is neither red nor dashed."""
     (node,) = view(name).topologies
     root = ElementTree.fromstring(picture(name))  # noqa: S314 - our own output
     classes = [element.get("class", "").split() for element in root.iter("rect")]
@@ -59,6 +61,7 @@ def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: s
 
 
 def test_missing_nics_and_sick_devices_stand_out() -> None:
+    """A NIC whose port is down, a lost GPU and a GPU short of NVLinks carry their marks."""
     names = ("sick-h100-dead-hca", "sick-h100-gpu-lost", "sick-h100-nvlink-missing", H100)
     drawn = {name: picture(name) for name in names}
     assert drawn["sick-h100-dead-hca"].count('class="d-nic d-fail"') == 1
@@ -68,6 +71,7 @@ def test_missing_nics_and_sick_devices_stand_out() -> None:
 
 
 def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
+    """Four lanes in a slot of sixteen: said at that GPU, marked, with both bandwidths behind it; the others are x16."""
     drawn = picture("sick-l40s-x4")
     root = ElementTree.fromstring(drawn)  # noqa: S314 - our own output
     links = [(text.get("class"), text.text) for text in root.iter("text") if "x16" in (text.text or "")]
@@ -77,6 +81,7 @@ def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
 
 @each_row("name", ["sick-h100-rdma-off", "sick-h100-thermal", H100])
 def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
+    """One failed check on ten devices, two readings of one GPU in one box; no gap between words."""
     seen = view(name)
     html = pages.node_page(seen, None, "", trouble=None)
     (banner,) = re.findall(r'<p class="verdict.*?</p>', html)
@@ -104,6 +109,7 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
 
 @each_row(("name", "dense"), [(H100, True), ("r760xa-2xA40-bf3", False)])
 def test_the_matrix_follows_its_legend_and_names_every_nic(name: str, dense: bool) -> None:
+    """With more than a dozen devices columns are NIC numbers as in nvidia-smi, and the rows name the devices."""
     html = pages.node_page(view(name), None, "", trouble=None)
     section = html[html.index('aria-labelledby="topology"') :]
     legend, drawing, matrix = (section.index(word) for word in ('class="legend"', "<svg class=", 'class="matrix'))
@@ -126,6 +132,7 @@ def test_the_page_may_load_nothing_but_its_own_inline_blocks() -> None:
 
 
 def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
+    """Two nodes of one kind share every address: only the one whose NIC is dead shows it, in one report too."""
     both = build_view((snapshot(), snapshot("sick-h100-dead-hca")))
     healthy, sick = (picture_of(node, checks=both.checks) for node in both.topologies)
     assert "d-fail" not in healthy
@@ -133,6 +140,7 @@ def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
 
 
 def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() -> None:
+    """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
     view = build_view(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
     whole = Report(snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict)
     html = report_page(whole)
@@ -173,6 +181,7 @@ def test_device_numbers_do_not_make_networks() -> None:
 
 
 def test_the_interval_says_whether_the_run_was_inside() -> None:
+    """In words as well as by place."""
     forecast = Interval(low=0.8, mid=1.0, high=1.3)
     assert "inside it" in FIGURES.interval(forecast, 1.2) and "outside it" in FIGURES.interval(forecast, 1.4)
 
@@ -183,6 +192,7 @@ def test_the_interval_says_whether_the_run_was_inside() -> None:
      ({"sequence_length": "1e9"}, "sequence_length=1e9"), ({"method": "magic"}, "method=magic")],
 )  # fmt: skip
 def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], named: str) -> None:
+    """As any user's mistake."""
     with pytest.raises(RequestError, match="must be") as caught:
         read_form(asked)
     assert str(caught.value).startswith(named)

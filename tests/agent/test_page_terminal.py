@@ -31,6 +31,7 @@ from contracts.finding import Finding, Status
 
 @each_row("name", NAMES)
 def test_every_machine_fits_80_columns(name: str) -> None:
+    """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
     seen = view(name)
     advice = advise.for_view(seen, Request.of(model="Llama-3.1-8B"))
     text = drawn(hosts.host, seen.snapshots[0]) + drawn(topology.brief, seen.topologies[0], ())
@@ -42,6 +43,7 @@ def test_every_machine_fits_80_columns(name: str) -> None:
 
 
 def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
+    """Unknown is no pass, neither beside a failed node nor beside a good one."""
     checks = [
         Finding(code="a.b", node="n2", status=Status.UNKNOWN, required=True, message="silent"),
         Finding(code="a.c", node="n3", status=Status.UNKNOWN, message="not measured"),
@@ -52,6 +54,7 @@ def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones
 
 
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
+    """One expectation for each scope, not one for each rail and operation."""
     text = drawn(topology.node, view("sick-h100-rdma-off").topologies[0])
     for words in ("recognised as: HGX H100/H200", "! differs from the reference: no RDMA adapter",
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
@@ -60,6 +63,7 @@ def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() 
 
 
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
+    """Eight GPUs of one limit are one thing to do; another limit is another, and one GPU keeps its number."""
     made = [
         Finding(code="gpu.power.limit", status=Status.FAIL, node="a", subject=f"GPU{n}", message="the limit is low",
               remedy=f"Restore it: nvidia-smi -i {n} -pl {watts}.")
@@ -72,6 +76,7 @@ def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
 
 
 def test_findings_that_say_different_things_stay_apart() -> None:
+    """One code, two messages: both are read; another remedy makes another group."""
     made = [
         Finding(code="a.b", status=Status.WARN, node="n", subject=subject, message=message, remedy=remedy)
         for subject, message, remedy in (("x", "one", "fix"), ("y", "two", "fix"), ("z", "three", "replace"))
@@ -120,11 +125,13 @@ def test_every_verb_is_plain_and_fits_a_pipe(words: str, folder: None) -> None:
 
 
 def test_golden_texts(folder: None, golden: Callable[..., None]) -> None:
+    """The verdict comes first; ten times the same is said once; a line of a log is quoted to the letter."""
     texts = [f"$ topoflight {words}\n{printed(words)}" for words in rows_of(__file__)("golden")()]
     golden("terminal.txt", "\n".join(texts))
 
 
 def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
+    """Hosts with as many share a line; the counts add up to those of all, and one host alone has no line of its own."""
     two = [line.replace("gpu-a", "gpu-b") for line in LOG_LINES[2:]]
     rows = {
         "gpu-a, gpu-b: 2 via NET/IB, 0 with GPUDirect RDMA each": two,
@@ -141,6 +148,7 @@ def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
 
 
 def test_a_terminal_has_colours_unless_they_are_switched_off() -> None:
+    """With NO_COLOR the same words and no colour."""
     sick = ("scan", "--host", str(SICK))
     (_, coloured), (_, plain) = on_a_terminal(*sick), on_a_terminal(*sick, NO_COLOR="1")
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
@@ -185,6 +193,7 @@ def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, wor
 
 
 def test_what_time_and_cost_still_need_is_named_and_what_was_given_is_not() -> None:
+    """Of the forecast of a whole run."""
     length = "--steps, --tokens, --epochs or --hours"
     for given, missing in ((), f"--price and {length}"), (("--price", "98"), length), (("--steps", "100"), "--price"):
         lines = lines_of("recommend", "--machine", "p5.48xlarge", "--model", "Qwen2.5-0.5B", *given)
@@ -192,6 +201,7 @@ def test_what_time_and_cost_still_need_is_named_and_what_was_given_is_not() -> N
 
 
 def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> None:
+    """As the verbs print them: every result verified, every network run and proven."""
     sizes = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1 << 16, 1 << 20)]
     result = benchmark(*(measurement(op, bytes=size) for op, size in sizes))
     bars = tuple(
@@ -233,6 +243,7 @@ def expanded(text: str) -> set[str]:
 
 
 def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
+    """One fault on ten nodes, another on one: the lines do not grow with the nodes, and none is left out."""
     faults = {"sick-h100-dead-hca": [*range(1, 11)], "sick-h100-memlock-64KiB": [11]}
     names = fleet(tmp_path, faults, 12)
     lines = lines_of("preflight", "-q", "--host", tmp_path, columns=60)
@@ -248,6 +259,7 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
 
 @each_row(("shell", "shipped"), [("bash", "topoflight.bash"), ("zsh", "_topoflight"), ("fish", "topoflight.fish")])
 def test_the_wheel_has_a_completion_file_for_each_shell(shell: str, shipped: str) -> None:
+    """It asks the command for click's own script, which a shell that is here can read."""
     assert f"_TOPOFLIGHT_COMPLETE={shell}_source topoflight" in (DATA / shipped).read_text()
     env = {"PATH": str(Path(sys.executable).parent) + ":/usr/bin:/bin", "_TOPOFLIGHT_COMPLETE": f"{shell}_source"}
     script = subprocess.run(["topoflight"], env=env, capture_output=True, text=True, check=True).stdout

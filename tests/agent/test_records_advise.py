@@ -77,6 +77,7 @@ def later(record: NodeRecord) -> str:
 
 
 def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
+    """Without facts that this release reads, the probes are failed, with the node's name; there is no graph."""
     for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
         new = record_of(machine, "n1")
         of_later = through_the_api(replace(new, name="n2", facts=later(new)))
@@ -86,6 +87,7 @@ def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
 
 
 def test_a_record_whose_compressed_facts_are_broken_is_unknown_too() -> None:
+    """Whatever gzip raises: a stream that is no gzip, that is cut, or whose compressed data is invalid."""
     new = record_of("cpu-only-vm", "n1")
     whole = base64.b64decode(new.facts or "")
     for broken in (b"{}", whole[:-9], whole[:10] + b"\x07" + whole[11:]):
@@ -95,6 +97,7 @@ def test_a_record_whose_compressed_facts_are_broken_is_unknown_too() -> None:
 
 
 def test_the_own_node_is_silent_after_three_missed_scans() -> None:
+    """An agent that does not publish: its node is not silent between two scans that are far apart."""
     seen = replace(build_view((snapshot("cpu-only-vm"),)), made_at_seconds=1000.0)
     (often,), (seldom,) = (own_fleet(seen, seconds).records() for seconds in (30.0, 3600.0))
     assert often.silent(1200.0) and not seldom.silent(1000.0 + 3 * 3600.0) and seldom.silent(1001.0 + 3 * 3600.0)
@@ -102,6 +105,7 @@ def test_the_own_node_is_silent_after_three_missed_scans() -> None:
 
 @every_machine
 def test_the_graph_is_what_the_facts_give(machine: str) -> None:
+    """Nothing but names is left out of what travels: built from the record, the graph is the machine's own."""
     (topology,) = build_view((snapshot(machine),)).topologies
     record = through_the_api(record_of(machine, "n1"))
     bare = replace(topology, hostname="n1", gpus=tuple(replace(gpu, uuid=None) for gpu in topology.gpus))
@@ -109,6 +113,7 @@ def test_the_graph_is_what_the_facts_give(machine: str) -> None:
 
 
 def test_a_machine_that_is_more_than_a_record_holds_leaves_the_rest_of_the_record() -> None:
+    """Too much text: verdict and findings are published all the same."""
     record = record_of(changed(snapshot(), PciFacts, topology_files=("x" * 512,) * 3000), "n1")
     assert record.facts is None and record.gpus == 8 and record.verdict == "pass"
 

@@ -59,6 +59,7 @@ def test_junit_counts_what_ci_will_count(tmp_path: Path) -> None:
 
 
 def test_hostile_text_stays_text() -> None:
+    """A log line quoted as evidence can neither break the XML nor run in the page."""
     whole = report(*CHECKS)
     ElementTree.fromstring(junit(whole))  # noqa: S314 - our own output
     html = report_page(replace(whole, run=RunRecord(status="failed", reason=HOSTILE)))
@@ -69,6 +70,7 @@ def test_hostile_text_stays_text() -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    """Whole or absent: a reader never sees half a report."""
     target = tmp_path / "report.json"
     write_atomic(target, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -94,6 +96,7 @@ LOST, CUT, WELL = "hgx-h100-sick-lost", "hgx-h100-sick-nvlink", "hgx-h100-01"
 
 
 def test_junit_and_github_name_the_node_of_every_finding(nodes: Path) -> None:
+    """The suite, its host and the message itself, which viewers show alone."""
     root = ElementTree.fromstring(preflight(nodes, "-o", "junit"))  # noqa: S314 - our own text
     failures = [(suite, case) for suite in root for case in suite if case.find("failure") is not None]
     assert failures

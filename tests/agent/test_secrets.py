@@ -63,6 +63,7 @@ def test_every_form_of_a_secret_is_left_out_and_look_alikes_stay() -> None:
 
 
 def test_names_count_for_the_values_beside_them() -> None:
+    """Members of a mapping, variables of a manifest, options in a list of arguments; numbers and the rest stay."""
     document = {
         "passphrase": S, "auth": S, "cookie": S, "nested": [{"access_key": S}], "max_tokens": 8, "token": None,
         "args": ["--password", S, "--steps", "8"], "secretName": "registry",
@@ -95,6 +96,7 @@ NETWORKS = ("NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_F
 
 
 def machine() -> RecordedHost:
+    """A recorded host whose environment, kernel log, names and errors hold every form."""
     content = copy.deepcopy(json.loads(path_of().read_text()))
     answers = content["answers"]
     answers["environment"] = {"": {**answers.get("environment", {}).get("", {}), "HF_TOKEN": S, "NOTE": PLANTED,
@@ -124,6 +126,7 @@ ValueError: {PLANTED}
 
 @pytest.fixture
 def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, str]]:
+    """Every output by name."""
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()
     (state_folder / result_store.RUNS_FOLDER).mkdir()
@@ -186,6 +189,7 @@ def test_no_output_holds_a_secret(outputs: dict[str, str]) -> None:
 
 
 def test_what_a_job_printed_last_is_told_without_its_secrets(tmp_path: Path) -> None:
+    """A report and the gate's findings quote it."""
     words = [sys.executable, "-c", f"print({LOG!r}); raise SystemExit(1)"]
     done = launch.run(words, dict(os.environ), tmp_path, 60, lambda _line: None)
     told = "\n".join((done.ending, *done.last_lines))
@@ -194,6 +198,7 @@ def test_what_a_job_printed_last_is_told_without_its_secrets(tmp_path: Path) -> 
 
 
 def test_no_line_of_the_log_holds_a_secret() -> None:
+    """Of the agent and of its worker process: the message, its arguments and a traceback."""
     done = python(f"""
 import logging
 from agent.base import log_to_stderr

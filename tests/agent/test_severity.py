@@ -71,6 +71,7 @@ def test_a_host_interface_a_little_slower_warns_and_a_slow_one_fails_where_no_rd
 
 @each_row(("ports", "wanted"), [(2, "fail"), (8, "fail"), (10, "fail"), (11, "warn"), (1, "fail")])
 def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
+    """One of ten is a tenth; the only one of its kind is all that its GPU has near it."""
     rdma = facts(RdmaFacts)
     first = rdma.devices[0]
     down = replace(first, name="mlx5_99", ports=each(first.ports, state="DOWN"))
@@ -102,6 +103,7 @@ def test_settings_that_no_environment_was_read_for_change_nothing() -> None:
 
 
 def gpu0(**changes: Any) -> Snapshot:
+    """The H100 whose first GPU is otherwise."""
     first, *others = facts(GpuFacts).gpus
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     return changed(snapshot(), GpuFacts, gpus=(replace(first, **changes), *others))
@@ -124,6 +126,7 @@ def table() -> dict[str, tuple[str, str]]:
 
 
 def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> None:
+    """What it takes of a multi-node step, with a source or a reason; none is left out and none is invented."""
     assert set(table()) == {
         code for code in ALL_CODES if not code.startswith("env.")
     }  # settings: docs/reference/nccl-environment.md
@@ -137,6 +140,7 @@ def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> N
 
 @each_row("name", NAMES)
 def test_the_page_states_each_severity_that_a_machine_shows(name: str) -> None:
+    """On every recorded machine."""
     stated = table()
     for check in view(name).checks:
         if check.status in ("fail", "warn", "info") and check.code in stated:

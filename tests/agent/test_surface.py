@@ -83,12 +83,14 @@ def variables() -> list[str]:
 
 
 def test_every_option_has_a_help_text() -> None:
+    """A row of agent/base/verbs without one, or an empty row that shares nothing, is a gap on the man page."""
     found = [(verb, option) for verb, command in commands().items() for option in command.params]
     silent = [f"{verb} {one.opts}" for verb, one in found if isinstance(one, click.Option) and not one.help]
     assert not silent
 
 
 def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
+    """No code, metric, verb, option, variable or endpoint comes, goes or is renamed unseen."""
     assert set(verbs()) == set(VERBS)
     golden(
         "surface.json",
@@ -138,6 +140,7 @@ def test_golden_findings(name: str, golden: Golden) -> None:
 
 @each_row("name", NAMES)
 def test_golden_exposition(name: str, golden: Golden) -> None:
+    """Every value of one scan; of a machine that was made from a sound one, what differs from that."""
     found = samples_of(name)
     if (sound := SOUND.get(name)) is not None:
         before = samples_of(sound)
@@ -158,6 +161,7 @@ def samples_of(name: str) -> list[str]:
 
 @each_row("name", NAMES)
 def test_golden_advice(name: str, golden: Golden) -> None:
+    """Environment, and the layout for a full and a LoRA fine-tune of an 8B model; figures to two digits."""
     for method in ("lora", "full"):
         advice = for_view(view(name), Request.of(model="Llama-3.1-8B", method=method, global_batch=64))
         golden(f"{name}/advice-{method}.json", shortened(document(advice)), digest=True)

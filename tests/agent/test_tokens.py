@@ -52,6 +52,7 @@ def status(http: TestClient, path: str = "/preflight") -> int:
 
 
 def test_a_token_file_opens_the_gate(http: TestClient) -> None:
+    """The right token gets the verdict of a fresh scan; others 401 and the way to get one."""
     posted = http.post("/preflight", headers=bearer())
     assert posted.status_code == 200
     assert posted.json() == http.get("/preflight").json(), "the same verdict"
@@ -76,6 +77,7 @@ def test_a_token_added_to_the_file_is_in_at_once(tmp_path: Path) -> None:
 
 @each_row(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])
 def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: int) -> None:
+    """Short tokens, or a file that everyone may read."""
     path = tmp_path / "tokens"
     path.write_text(content)
     path.chmod(mode)
@@ -92,6 +94,7 @@ def test_a_state_folder_that_is_named_is_made(tmp_path: Path) -> None:
 
 
 def test_the_api_server_judges(api: ApiServer) -> None:
+    """403 with the two lines that grant it; then granted, the verdict."""
     http = reviewing(api)
     refused = http.post("/preflight", headers=bearer())
     assert refused.status_code == 403
@@ -108,6 +111,7 @@ def test_the_api_server_judges(api: ApiServer) -> None:
 
 
 def test_answers_are_remembered_for_seconds_only_and_no_api_server_is_no_entry(api: ApiServer) -> None:
+    """One review for many requests; 503 while the server is away, and open again when it is back."""
     http = reviewing(api)
     assert {status(http) for _ in range(5)} == {403}
     assert len([r for r in api.requests if "tokenreviews" in r[1]]) == 1
@@ -138,6 +142,7 @@ def asking(source: str, token: str) -> Request:
 
 
 def test_the_token_is_judged_before_the_body_is_read(tmp_path: Path) -> None:
+    """A body that is announced and never comes keeps nobody busy."""
     for method, path in (("POST", "/preflight"), ("POST", "/runs")):
         app = agent(tokens=tokens(tmp_path)).app
         statuses: list[int] = []
@@ -182,6 +187,7 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
 
 @each_row(("path", "most"), [("/preflight", MOST_BODY_BYTES), ("/runs", MOST_RECORD_BYTES)])
 def test_bodies_of_posts_are_bounded(path: str, most: int, tmp_path: Path) -> None:
+    """413, whatever length is announced."""
     http = agent(tokens=tokens(tmp_path))
     headers, body = {**bearer(), "Content-Type": "application/json"}, b" " * (most + 1)
     for content in (body, iter([body[:1000], body])):

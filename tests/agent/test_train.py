@@ -18,6 +18,7 @@ LOSS_RATIO = 0.5
 
 
 def test_the_whole_command_measures_trains_and_reports(tmp_path: Path) -> None:
+    """Verified collectives, a run that is what was asked for, its forecast beside it, and no pass without a GPU."""
     folder = tmp_path / "reports"
     done = subprocess.run(
         [sys.executable, "-m", "agent.cli", "preflight", "--train", "--report", str(folder)],

@@ -154,6 +154,7 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_what_one_sees_is_what_is_printed(reader: Reader) -> None:
+    """Each block of output, against its command."""
     for shown, printed, command in reader.printed:
         assert matches(shown, printed), f"{reader.page}: $ {command}\n" + "\n".join(printed)
 
@@ -168,6 +169,7 @@ def test_every_core_manifest_is_strictly_valid(reader: Reader) -> None:
 
 @pytest.mark.corpus
 def test_every_custom_manifest_holds_no_field_its_api_would_drop(reader: Reader, corpus: Path) -> None:
+    """The definitions' own schemas, unknown fields refused."""
     custom = [
         d for d in reader.applied if not CORE.match(d["apiVersion"]) and not d["apiVersion"].startswith(NO_SCHEMA)
     ]
@@ -177,6 +179,7 @@ def test_every_custom_manifest_holds_no_field_its_api_would_drop(reader: Reader,
 
 @each_row("page", BOTH)
 def test_the_korean_page_has_the_same_blocks(page: str) -> None:
+    """In the same order, and as many steps and rows of remedies."""
     english, korean = ((DOCS / place / page) for place in ("tutorials", "ko"))
     text = korean.read_text(encoding="utf-8")
     ours, theirs = BLOCK.findall(english.read_text(encoding="utf-8")), BLOCK.findall(text)
@@ -191,5 +194,6 @@ def test_the_korean_page_has_the_same_blocks(page: str) -> None:
 
 
 def test_what_is_not_run_is_on_a_page() -> None:
+    """The list has no entry that no page needs."""
     text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
     assert [known for known in TABLES["elsewhere"] if f"$ {known}" not in text] == []

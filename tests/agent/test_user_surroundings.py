@@ -49,6 +49,7 @@ def run(words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
      (f"scan --host {SICK} -o json", "head -c 1", 0)],
 )  # fmt: skip
 def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path, words: str, reader: str, code: int) -> None:
+    """The verdict's own code, or the shell's for a closed pipe, never 0; a report is written all the same."""
     (tmp_path / "log").write_text(BAD_LOG)
     done = run(f"cd {tmp_path}; topoflight {words} | {reader} > /dev/null; exit ${{PIPESTATUS[0]}}")
     assert done.returncode in (code, EXIT_CLOSED_PIPE), done.stderr
@@ -61,11 +62,13 @@ def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path, words: str, reader: str
     [("ascii", f"scan --host {SICK}"), ("koi8-r", "explain gpu.pcie.width"), ("cp437", "x-\u0394")],
 )
 def test_terminals_that_are_not_utf_8(encoding: str, words: str) -> None:
+    """A letter that the encoding lacks becomes a question mark, and ends nothing."""
     done = run(f"topoflight {words}", PYTHONIOENCODING=encoding)
     assert b"Traceback" not in done.stderr and b"UnicodeEncodeError" not in done.stderr
 
 
 def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
+    """Files, folders, what is neither, and what exists not yet."""
     file, pipe = tmp_path / "file", tmp_path / "pipe"
     file.write_text("")
     os.mkfifo(pipe)
@@ -128,6 +131,7 @@ RESULT = benchmark(ONE)
 
 
 def test_no_value_is_parted_from_its_unit_or_cut() -> None:
+    """From 80 columns on; in a narrower terminal a value may be broken, and no character of it is lost."""
     values = ("256.0 MiB", "1.23 ms", "12.3 %", "178 GB/s")
     shown = {width: drawn(measured.bench, RESULT, width=width, verbose=True) for width in range(40, 161)}
     assert not [
@@ -139,6 +143,7 @@ def test_no_value_is_parted_from_its_unit_or_cut() -> None:
 
 
 def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
+    """The first line and the exit code, of Ctrl-C, SIGTERM and a run that ended by itself."""
     rows = [("SIGINT", 130, "? unknown Measured: stopped by SIGINT"), ("SIGTERM", 3, "? unknown Measured: stopped by"),
             (None, 3, "✗ FAIL Measured: the run ended early; 1 result verified")]  # fmt: skip
     for stopped, code, first in rows:
@@ -149,6 +154,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
 
 @pytest.mark.long
 def test_an_api_server_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
+    """It takes connections and never answers: as many as are tried, each at the limit, stay below 15 s together."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = write_kubeconfig(tmp_path / "config", f"http://127.0.0.1:{server.getsockname()[1]}")
         client = connect(None, {"KUBECONFIG": str(config)}).brief()
@@ -158,6 +164,7 @@ def test_an_api_server_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
 
 
 def test_sizes_as_people_write_them() -> None:
+    """IEC and SI, with and without a B, any case; what is no size is None."""
     none = ("", "G", "-1", "1e3", "16XB", "1 2")
     rows = {"16G": 16 * 10**9, "16Gi": 2**34, "16GiB": 2**34, "16 GB": 16 * 10**9, "1.5k": 1500, "65536": 65536, "0": 0,
             "8mib": 2**23, "2T": 2 * 10**12, **dict.fromkeys(none)}  # fmt: skip

@@ -50,6 +50,7 @@ def reached(start: str) -> dict[str, int]:
 
 @each_row("verb", LIMITS)
 def test_a_verb_reaches_no_more_than_its_limit(verb: str) -> None:
+    """The lines of all modules that the verb's module reaches."""
     found = reached(VERBS[verb][0])
     largest: Counter[str] = Counter()
     for name, lines in found.items():

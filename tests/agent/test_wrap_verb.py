@@ -66,6 +66,7 @@ def test_a_diff_is_shown_and_nothing_written_until_asked(tmp_path: Path) -> None
 
 
 def test_a_placeholder_for_the_number_of_nodes_may_be_several(tmp_path: Path) -> None:
+    """The settings and needs of several nodes, which is said; of one node none of them."""
     pod = {"containers": [{"name": "t", "command": ["torchrun", "--nnodes=$NUM_NODES", "t.py"],
                            "resources": {"limits": {"nvidia.com/gpu": 8}}}]}  # fmt: skip
     for count, wanted in (("$NUM_NODES", True), (1, False), (2, True)):
@@ -119,6 +120,7 @@ def run_pods(folder: Path, wrapped_job: Path, binaries: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
+    """Over gloo, the command unchanged; NCCL's log would go where the claim is."""
     done, path = wrapped(tmp_path, "--apply")
     assert done.exit_code == 0, done.output
     run_pods(tmp_path, path, Path(sys.executable).parent)
@@ -130,6 +132,7 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arguments unchanged; its ranks measure their steps and memory."""
     (tmp_path / "state").mkdir()
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path / "state"))
     (tmp_path / "sft.py").write_text(SFT)
@@ -216,6 +219,7 @@ def test_a_script_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @each_row(("place", "value"), rows_of(__file__)("odd_members"))
 def test_a_manifest_of_another_shape_is_refused_in_words(tmp_path: Path, place: str, value: Any) -> None:
+    """A member of another kind than its API knows, anywhere in the job: an answer or a refusal, never a traceback."""
     config, job = yaml.safe_load_all(manifest(tmp_path))
     place = place.replace("POD", "spec.pytorchReplicaSpecs.Master.template.spec")
     *above, last = (int(key) if key.isdigit() else key for key in place.split("."))

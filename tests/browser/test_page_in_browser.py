@@ -80,6 +80,7 @@ def fault_is_first(tab: Tab, fault: Fault) -> None:
 
 @each_row("name", SHOWN)
 def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
+    """No complaint, no request elsewhere; a fault is read first. Of those without one also axe-core and what-if."""
     address = machines[name]
     with chromium.tab(height=SCREEN) as tab:
         tab.open_page(address)
@@ -94,6 +95,7 @@ def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict
 
 
 def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
+    """The dark colours hold the same contrast rules."""
     with chromium.tab(dark=True) as tab:
         for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2"):
             tab.open_page(machines["sick-h100-rdma-off"] + endpoint)
@@ -145,6 +147,7 @@ def test_no_page_is_wider_than_a_phone(
     chromium: Tabs, machines: dict[str, str], agent: Callable[..., tuple[str, State]], console: Callable[[int], str],
     tmp_path: Path,
 ) -> None:  # fmt: skip
+    """Wide drawings and tables scroll inside themselves, or become narrow."""
     wide = []
     with chromium.tab(width=390, height=740) as tab:
         for name, address in every_page(machines, agent, console, tmp_path).items():
@@ -155,6 +158,7 @@ def test_no_page_is_wider_than_a_phone(
 
 
 def test_the_what_if_form_by_keyboard(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
+    """Tab to the form, choose, press Enter: layouts side by side, each with both bars on shared scales."""
     address = machines["sick-h100-rdma-off"]
     with chromium.tab() as tab:
         tab.open_page(address + "what-if")
@@ -179,6 +183,7 @@ def test_the_what_if_form_by_keyboard(chromium: Tabs, axe: str, machines: dict[s
 
 
 def test_copy_gives_exactly_the_text(chromium: Tabs, machines: dict[str, str]) -> None:
+    """The button fills the clipboard, says so, and is absent where scripts are."""
     address = machines["r760xa-2xA40-bf3"]
     with chromium.tab(permissions=("clipboard-read", "clipboard-write")) as tab:
         tab.open_page(address)
@@ -203,6 +208,7 @@ HURRIED = "const slow = window.setInterval; window.setInterval = (f, ms) => slow
 
 
 def test_a_change_reaches_an_open_page(chromium: Tabs, agent: Callable[..., tuple[str, State]]) -> None:
+    """A node falls sick: its page and the cluster's show it without a reload, and say it; what was opened stays so."""
     well, sick = (snapshot(name) for name in ("hgx-h100-8xH100-8hca", "sick-h100-rdma-off"))
     served = [well]
     address, state = agent(lambda: tuple(served))
@@ -227,6 +233,7 @@ def test_a_change_reaches_an_open_page(chromium: Tabs, agent: Callable[..., tupl
 
 
 def follow(tab: Tab, name: str) -> None:
+    """Click the link of a node."""
     tab.follow(tab.page.locator(".nodes").get_by_role("link", name=name, exact=True).first.click)
 
 
@@ -253,6 +260,7 @@ DRAWN = "performance.getEntriesByType('navigation')[0].loadEventEnd"
 
 
 def drawn(tab: Tab, address: str) -> float:
+    """The milliseconds until a page is loaded."""
     tab.open_page(address)
     return float(tab.run(DRAWN))
 
@@ -318,6 +326,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
 def test_runs_are_shown_with_their_network_and_their_forecast(
     chromium: Tabs, agent: Callable[..., tuple[str, State]], tmp_path: Path
 ) -> None:
+    """Three real runs of one fine-tune over three networks."""
     shutil.copytree(MEASURED / "runs", tmp_path / "runs")
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     state.refresh()

@@ -19,6 +19,7 @@ def _tables() -> dict[str, list[Any]]:
 
 
 def rows(name: str) -> list[Any]:
+    """Rows of one table: tuples, or single lines."""
     return [tuple(row) if isinstance(row, list) else row for row in _tables()[name]]
 
 

@@ -36,6 +36,7 @@ def spec(tmp_path, **changes):
 
 
 def meeting(tmp_path, port, **changes):
+    """One of two hosts with a rank each."""
     return spec(tmp_path, hosts=2, rendezvous=f"127.0.0.1:{port}", ranks_per_host=1, **changes)
 
 
@@ -77,6 +78,7 @@ STANDS_STILL = {"silence_seconds": SILENCE_SECONDS}
     ids=["died", "was stopped", "stalls", "fails", "prints"],
 )  # fmt: skip
 def test_a_rank_that_stops_dies_or_is_late_is_named(tmp_path, fault, changes, words, never, measured):
+    """It is named and told from those that wait for it, and what was measured before stays."""
     found = with_fault(tmp_path, fault, **changes)
     assert_ended(found, tmp_path, *words)
     assert not never or never not in "\n".join(found.problems)

@@ -103,6 +103,7 @@ def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
 
 
 def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:
+    """What the command line and the preflight both build their benchmark with."""
     (sound,) = host("hgx-h100-8xH100-8hca")
     gpus = sound.facts(GpuFacts)
     busy = changed(sound, GpuFacts, gpus=(replace(gpus.gpus[0], processes=(GpuProcess(pid=4711),)), *gpus.gpus[1:]))

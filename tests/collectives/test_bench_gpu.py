@@ -32,6 +32,7 @@ def test_two_ranks_on_one_gpu_use_sockets_and_no_gdrdma(tmp_path):
 
 
 def test_two_ranks_on_one_gpu_are_held_to_no_link(tmp_path):
+    """They meet in the GPU's memory: what that should carry is unknown, and says so."""
     found = snapshots((), ALL)
     spec = preflight_spec(found, 2, 20, force=True, backend="nccl")
     one = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"}
@@ -44,6 +45,7 @@ def test_two_ranks_on_one_gpu_are_held_to_no_link(tmp_path):
 
 
 def test_the_gpus_of_this_host_carry_what_their_links_should(tmp_path):
+    """The gate's own measurement, on whatever links there are."""
     found = snapshots((), ALL)
     ranks = default_ranks(found)
     if ranks < 2:

@@ -32,6 +32,7 @@ def start(rig, count, settings, env=None):
 
 
 def finish(processes, seconds=500):
+    """Wait for all; returns their results by host."""
     outs = [process.communicate(timeout=seconds)[0] for process in processes]
     return [results.read_as(json.loads(out.splitlines()[-1]), results.BenchResult) for out in outs]
 

@@ -28,6 +28,7 @@ def bar_of(op, size_bytes, hello):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
+    """A benchmark whose ranks are started; those of the tests below are forked."""
     events = []
     spec = bench.BenchSpec(
         ops=tuple(OPS), sizes_bytes=(100_000, 1_000_000), max_iterations=20, budget_seconds=240, startup_seconds=240,
@@ -56,6 +57,7 @@ def test_sizes_are_those_that_were_run_after_rounding_to_a_grain(result):
 
 
 def test_versions_and_a_bar_of_its_own_for_each_size(result):
+    """The ranks told each other what their hosts' links are before anything was measured."""
     found, _ = result
     assert found.versions["torch"] and found.versions["python"]
     small, large = [m for m in found.measurements if m.op == "all_gather"]
@@ -87,6 +89,7 @@ def test_the_starting_process_imports_no_torch():
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_size_that_is_slow_costs_no_more_than_its_budget(tmp_path):
+    """64 MiB of each rank on a slow wire: fewer iterations and warm-ups, a result all the same."""
     found = measured(tmp_path, ops=("all_reduce",), sizes_bytes=(64 << 20,), warmup=1000, min_iterations=1000,
                      max_iterations=1000, budget_seconds=2)  # fmt: skip
     assert found.complete, found.problems

@@ -146,6 +146,7 @@ def test_too_few_meetings_lone_ranks_and_a_rank_late_once_name_nobody():
 
 
 def test_the_time_of_a_size_is_predicted_from_a_large_enough_one():
+    """From the largest alike; not from one that is all latency."""
     small, middle = Case(op="all_gather", bytes=1 << 20), Case(op="all_gather", bytes=16 << 20)
     large = Case(op="all_gather", bytes=256 << 20)
     assert predict_seconds(large, {small: 0.2}) is None

@@ -23,6 +23,7 @@ from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError
 
 
 def test_generations_by_name() -> None:
+    """Names as drivers print them; a name without a generation tells nothing."""
     newer, older = rows("gpus_from_ampere_on"), rows("gpus_before_ampere")
     assert [name for name in newer if gpus_before_ampere([name]) is not False] == []
     assert [name for name in older if gpus_before_ampere([name]) is not True] == []
@@ -34,6 +35,7 @@ FIRST, SECOND = rows("first_run"), rows("second_run")
 
 
 def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
+    """One rank per file, packed or not, with the name of the file behind each line; what is no text is left out."""
     (tmp_path / "rank0.log").write_text("\n".join(SECOND) + "\n")
     (tmp_path / "sub").mkdir()
     lines = "\n".join(
@@ -56,6 +58,7 @@ def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
 
 
 def test_folders_of_runs_are_told_apart_by_communicator(tmp_path: Path) -> None:
+    """Files of two runs lie in the order of their names: each goes to its own run."""
     for number, lines in enumerate((FIRST, SECOND)):
         for rank in (0, 1):
             text = "\n".join(lines).replace("rank 0", f"rank {rank}").replace("node-1", f"node-{rank}")
@@ -77,6 +80,7 @@ def test_folders_of_runs_are_told_apart_by_communicator(tmp_path: Path) -> None:
 def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(
     other: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
+    """By hosts and sizes of communicators, in either order of the files, and in `why` too."""
     text = "\n".join(FIRST)
     for old, new in other.items():
         text = text.replace(old, new)
@@ -94,6 +98,7 @@ def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_a_packed_log_is_read_as_it_is(pack: object, tmp_path: Path) -> None:
+    """By its first bytes, whatever its name; from standard input too; of several members; and cut short."""
     assert callable(pack)
     log = ("\n".join([*SECOND, *["x" * 400] * 12]) + "\n").encode() * 500
     packed = pack(log)
@@ -110,6 +115,7 @@ def test_a_packed_log_is_read_as_it_is(pack: object, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
+    """A format that is not read, and a damaged file."""
     path = tmp_path / "nccl.log"
     damaged = bytearray(gzip.compress(bytes(range(256)) * 400))
     damaged[40:60] = b"\xff" * 20
@@ -132,6 +138,7 @@ def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
 def test_other_texts_prove_no_channel(
     pack: Callable[[bytes], bytes], name: str, text: str, code: str, word: str, hosts: list[str], exit_code: int
 ) -> None:
+    """Saved RAS, ibstat and kernel logs; the faults in a kernel log are found."""
     verdict = evidence.read_files([io.BytesIO(pack(text.encode()))])
     first = verdict.problems[0]
     assert (first.code, list(first.hosts), evidence.exit_code(verdict)) == (code, hosts, exit_code), name

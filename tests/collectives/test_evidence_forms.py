@@ -22,6 +22,7 @@ HEAD = "gpu-a:101:131 [0] NCCL INFO "
 @each_row("prefix", rows("prefixes"))
 @each_row(("line", "transport", "direction", "gdrdma"), rows("network_forms"))
 def test_network_forms(prefix: str, line: str, transport: str, direction: str, gdrdma: bool) -> None:
+    """Transport, direction and tag are read behind every launcher's prefix."""
     verdict = read([f"{prefix}{HEAD}{line}\n"])
     assert verdict.transports == {transport: 1}
     assert getattr(verdict, direction) == ChannelCount(total=1, gdrdma=int(gdrdma))
@@ -40,6 +41,7 @@ def test_forms_within_a_node(line: str, transport: str) -> None:
 
 @each_row(("network", "name"), rows("network_names"))
 def test_names_between_nodes(network: str, name: str) -> None:
+    """The same name from channel lines and from the line that selects the network."""
     channel = read([f"{HEAD}Channel 00/0 : 0[0] -> 1[0] [send] via NET/{network}/0\n"])
     selected = read([f"{HEAD}Using network {network}\n"])
     assert channel.inter_node_transport == selected.inter_node_transport == name
@@ -48,6 +50,7 @@ def test_names_between_nodes(network: str, name: str) -> None:
 
 @each_row(("text", "version"), rows("versions"))
 def test_versions(text: str, version: str) -> None:
+    """Printed bare, at INFO, by RCCL, and glued to a neighbour."""
     verdict = read([text + "\n"])
     assert verdict.nccl_version == version
     assert verdict.library == ("rccl" if "RCCL" in version else "nccl")

@@ -18,6 +18,7 @@ from collectives.nccl_log.codes import CODES, PROVIDERS, SIGNS
 
 @each_row(("expected", "line"), rows("warnings"))
 def test_warnings(line: str, expected: list[str]) -> None:
+    """The text of each version, its code, and the line as proof."""
     verdict = read(["loss 1.0", line])
     got = sorted(problem.code for problem in verdict.problems)
     assert [code for code in got if code not in ("no_transport_evidence",)] == [
@@ -40,6 +41,7 @@ def net(name: str = "IB/0", tag: str = "/GDRDMA", direction: str = "send") -> st
 
 @each_row(("name", "gdrdma", "expected", "exit_code", "lines"), rows("scenes"))
 def test_scenes(name: str, gdrdma: str, expected: list[str], exit_code: int, lines: list[str]) -> None:
+    """The whole verdict: GPUDirect RDMA, problems, and what a gate does with it."""
     verdict = read(lines)
     assert verdict.gdrdma == gdrdma
     assert sorted(problem.code for problem in verdict.problems) == expected
@@ -48,10 +50,12 @@ def test_scenes(name: str, gdrdma: str, expected: list[str], exit_code: int, lin
 
 @each_row(("listing", "ports"), rows("device_lists"))
 def test_lists_of_devices(listing: str, ports: list[str]) -> None:
+    """Merged NICs, rails and planes, SHARP, RCCL, data-direct devices, and the empty list."""
     assert read([f"{INFO}NET/IB : Using {listing} eth0:10.0.0.1<0>"]).hcas == tuple(ports)
 
 
 def test_gate_without_gdrdma() -> None:
+    """A gate that does not ask for GPUDirect RDMA passes a proven socket run, and still fails a fault."""
     socket = read([net("Socket/0", "")])
     assert (evidence.exit_code(socket), evidence.exit_code(socket, require_gdrdma=False)) == (3, 0)
     broken = read([net(), rows("warnings")[0][1]])
@@ -60,12 +64,14 @@ def test_gate_without_gdrdma() -> None:
 
 @each_row(("code", "has", "lacks", "lines"), rows("remedies"))
 def test_the_first_action_is_for_what_the_log_says(code: str, has: str, lacks: str, lines: list[str]) -> None:
+    """The type and the number of an error, the devices, the version and the provider decide on the advice."""
     actions = {problem.code: problem.action for problem in read(lines).problems}
     assert has in actions[code]
     assert lacks not in actions[code]
 
 
 def test_no_case_of_an_action_is_hidden_or_without_a_row() -> None:
+    """Each case of codes.toml is the action of a row above, and its keys are known."""
     given = {problem.action for row in rows("remedies") for problem in read(row[3]).problems}
     cases = [case for meaning in CODES.values() for case in meaning.cases]
     assert [case for case in cases if case.keys() != {"seen", "action"}] == []
@@ -92,6 +98,7 @@ def test_rows_of_the_tables_are_valid() -> None:
 
 
 def test_every_code_can_be_reached() -> None:
+    """A code that nothing gives is no vocabulary."""
     of_providers = {code for _, code in PROVIDERS}
     assert of_providers <= CODES.keys()
     given = of_providers | {sign.code for sign in SIGNS} | {meaning.other_provider for meaning in CODES.values()}
@@ -101,6 +108,7 @@ def test_every_code_can_be_reached() -> None:
 
 @each_row("line", rows("harmless"))
 def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
+    """Retries, NCCL's way on without SHARP, the shutdown, and variables set to their default."""
     verdict = read([P2P, line])
     assert evidence.exit_code(verdict, fail_on="warn") == evidence.PASS
     assert [note.code for note in verdict.notes] == []
@@ -115,6 +123,7 @@ GOOD = [
 @each_row("steps", [1, 900])
 @each_row(("code", "line"), [*rows("ends"), *rows("ends_of_launchers"), *rows("failures")])
 def test_a_job_that_died_is_not_a_pass(line: str, code: str, steps: int) -> None:
+    """Two statements: GPUDirect RDMA was on, and the job failed, with the line as proof; the exit code is the worse."""
     verdict = read([*GOOD, *(f"step {n} loss 1.0" for n in range(steps)), line])
     assert (verdict.gdrdma, verdict.outcome) == ("on", "failed")
     assert [problem.code for problem in verdict.problems] == [code]
@@ -137,11 +146,13 @@ def test_a_failure_that_training_outlives_is_a_note(caught: str, step: str) -> N
 @each_row("launcher", rows("launchers"))
 @each_row(("code", "line"), [rows("ends")[n] for n in (4, 11, 19, -4)])
 def test_behind_a_launcher_too(launcher: str, line: str, code: str) -> None:
+    """The line that ended the job has the prefix of the launcher."""
     assert [p.code for p in read([launcher + text for text in (*GOOD, line)]).problems] == [code]
 
 
 @each_row("line", [*rows("alive"), *rows("resembling")])
 def test_words_of_a_living_job_are_no_end(line: str) -> None:
+    """Handlers, zeros, retries, texts about errors and other libraries' words."""
     verdict = read([*GOOD, line])
     assert (verdict.problems, verdict.outcome) in [((), "unknown"), ((), "finished")]
 

@@ -50,6 +50,7 @@ print(json.dumps({"kib": sizes, "lines": verdict.lines_read, "gdrdma": verdict.g
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_memory_is_flat() -> None:
+    """Ever new hosts, variables, devices and warnings: three times the log takes no more memory."""
     seen = json.loads(python(CHILD).stdout)
     assert seen["gdrdma"] == "on"
     assert seen["lines"] > 40_000
@@ -57,6 +58,7 @@ def test_memory_is_flat() -> None:
 
 
 def test_a_file_without_newlines() -> None:
+    """Binary or one endless line: an answer, and nothing kept."""
     assert evidence.read_files([io.BytesIO(b"\x00" * 5_000_000)]).gdrdma == "none"
     assert evidence.read_files([io.BytesIO(b"x" * 3_000_000 + b"\n" + ON.encode() + b"\n")]).gdrdma == "on"
 
@@ -64,6 +66,7 @@ def test_a_file_without_newlines() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 400))
 def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
+    """The number in a proof is that of the file, wherever blocks end and whatever was skipped."""
     lines: list[str] = []
     for index, gap in enumerate(gaps):
         lines += ["noise"] * gap

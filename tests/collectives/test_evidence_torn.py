@@ -49,6 +49,7 @@ def test_glued_lines(log: list[str], at: int, through_json: bool) -> None:
 
 @given(st.integers(0, 7))
 def test_a_line_torn_inside_its_tag_is_not_off(cut: int) -> None:
+    """ "/GDRDMA" cut anywhere: on where enough is left, never off."""
     neighbour = "n2:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
     verdict = read(
         [f"n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0{'/GDRDMA'[:cut]}{neighbour}\n"]
@@ -71,6 +72,7 @@ def test_a_wrapped_line_is_never_called_off(cut: int, prefix: str) -> None:
 
 
 def test_names_made_up_by_tearing_are_no_mix() -> None:
+    """One torn line in hundreds does not make a second transport."""
     head = "n1:1:2 [0] NCCL INFO"
     lines = [f"{head} Using network IBext", f"{head} Channel 00/0 : 0[0] -> 1[1] via P2P/IPC"]
     lines += [f"{head} Channel 00/0 : 0[0] -> 1[1] via P2P/IPC/read"] * 300
@@ -180,6 +182,7 @@ def test_a_dash_and_a_number_in_a_hosts_name_are_kept() -> None:
 
 @each_row("size", [64, 8192])
 def test_a_runtime_that_cuts_wherever_its_buffer_ends(size: int) -> None:
+    """Every buffer's last line is cut anywhere: in a name, in a tag, before the end of the line itself."""
     text = "".join(f"{line}\n" for _ in range(40) for line in LOG)
     rows = []
     for start in range(0, len(text), size):
@@ -215,6 +218,7 @@ def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
 
 
 def test_proof_stands_in_the_line_that_completes_it() -> None:
+    """Lines are counted as they stand in the file."""
     rows = [f"{row}\n" for line in lines_of("gpu-a") for row in torn(line, 30)]
     numbers = {proof.line for proof in read(rows).proof}
     assert numbers

@@ -35,6 +35,7 @@ def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
 @pytest.mark.long
 @each_row(("name", "more"), RUNS.items())
 def test_every_run_of_the_tier_can_be_launched_on_a_gpu(name, more, tmp_path):
+    """Planned for one H100, with the model and the rows that the tier makes: nothing of it is refused."""
     host = ROOT / "tests" / "machines" / "hgx-h100-8xH100-8hca.json"
     words = ["--api", "job", "--dry-run", "--image", "x", "--host", host, "--nodes", "1", "--ranks", "1"]
     path = config_file(tmp_path, more, model=more.get("model", "gpu"))
@@ -45,6 +46,7 @@ def test_every_run_of_the_tier_can_be_launched_on_a_gpu(name, more, tmp_path):
 
 @pytest.mark.long
 def test_no_page_of_a_gpu_is_written_without_one(tmp_path):
+    """What was not reached is named; without a GPU nothing runs."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this host has a GPU")
     page = tmp_path / "gpu.md"

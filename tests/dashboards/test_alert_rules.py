@@ -23,6 +23,7 @@ RUNBOOK = ROOT / "docs/reference/alerts.md"
 
 @each_row("alert", ALERTS, ids=lambda alert: alert.name)
 def test_alert_is_whole(alert) -> None:  # type: ignore[no-untyped-def]
+    """A hold time, a severity of the three, words for the reader, and a runbook section with its parts."""
     assert re.fullmatch(r"Topoflight([A-Z][a-z0-9]+)+", alert.name)
     rule = alert.rule
     assert re.fullmatch(r"[1-9]\d*m", rule["for"])
@@ -44,6 +45,7 @@ def test_alert_is_whole(alert) -> None:  # type: ignore[no-untyped-def]
 
 @each_row("alert", ALERTS, ids=lambda alert: alert.name)
 def test_alert_asks_for_what_exists(alert) -> None:  # type: ignore[no-untyped-def]
+    """Every metric and label of the expression is exported, and every pattern of codes matches a real code."""
     declared = {family.exposed: family for family in CATALOGUE}
     for name in re.findall(r"\btopoflight_\w+", alert.expr):
         assert name in declared, f"{alert.name}: nothing exports {name}"
@@ -56,6 +58,7 @@ def test_alert_asks_for_what_exists(alert) -> None:  # type: ignore[no-untyped-d
 
 
 def test_the_runbook_speaks_of_what_exists() -> None:
+    """Metrics and codes that the runbook names are exported and known."""
     text = RUNBOOK.read_text(encoding="utf-8")
     assert set(re.findall(r"\btopoflight_\w+", text)) <= {family.exposed for family in CATALOGUE}
     firsts = "|".join(sorted({code.split(".")[0] for code in ALL_CODES}))
@@ -64,6 +67,7 @@ def test_the_runbook_speaks_of_what_exists() -> None:
 
 
 def test_faults_that_an_operator_must_hear_of_have_an_alert() -> None:
+    """Each kind of fault is matched by some expression."""
     for code in (
         "pci.peermem.missing", "rdma.port.down", "rdma.port.rate", "limits.memlock.low", "interfaces.choice.wrong",
         "pci.link.width", "gpu.nvlink.missing", "topology.nvlink.asymmetric", "gpu.xid.hardware", "gpu.device.lost",
@@ -73,6 +77,7 @@ def test_faults_that_an_operator_must_hear_of_have_an_alert() -> None:
 
 
 def test_heat_and_the_power_brake_are_critical_under_a_job() -> None:
+    """Each has a warning for a GPU without a known job, and a critical alert for one with processes."""
     for name in ("TopoflightThermalThrottling", "TopoflightPowerBrake"):
         found = {alert.name: alert for alert in ALERTS if alert.name.startswith(name)}
         assert {each: alert.severity for each, alert in found.items()} == {
@@ -83,6 +88,7 @@ def test_heat_and_the_power_brake_are_critical_under_a_job() -> None:
 
 
 def test_links_lead_where_the_operator_says() -> None:
+    """Other addresses change the links of every rule and nothing else."""
     made, plain = generate.made("https://d.test/x/", "https://g.test", "https://p.test/fleet/"), generate.made()
     for name in ("dashboards/rules.yaml", "dashboards/rules_test.yaml", "deploy/monitoring/prometheusrule.yaml"):
         assert made[name].count("https://d.test/x/reference/alerts/#") == plain[name].count("https://docs.example/") > 0
@@ -95,6 +101,7 @@ def test_links_lead_where_the_operator_says() -> None:
 
 @pytest.mark.prometheus
 def test_promtool_sees_the_page_of_the_node_by_its_name(programs: dict[str, str], tmp_path: Path) -> None:
+    """With an address from outside the link names the node, and without a node's name it leads to the fleet."""
     made = generate.made(page="https://p.test/fleet/")
     whole = yaml.safe_load(made["dashboards/rules_test.yaml"])
     (named,) = [case for case in whole["tests"] if case["name"] == "TopoflightFactTooOld fires"]

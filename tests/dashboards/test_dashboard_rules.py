@@ -45,6 +45,7 @@ every_board = each_row("document", lambda: (json.loads(path.read_text()) for pat
 
 
 def test_there_are_three_with_stable_names() -> None:
+    """A link to a dashboard stays good: uid and title are part of the surface."""
     found = {(d["uid"], d["title"]) for d in (json.loads(path.read_text()) for path in FILES)}
     assert found == {
         ("topoflight-cluster", "Topoflight / Cluster"),
@@ -113,6 +114,7 @@ def test_changes_are_marked_at_their_time(document: dict[str, Any]) -> None:
 
 @every_board
 def test_dashboards_link_to_each_other(document: dict[str, Any]) -> None:
+    """One menu leads from each to the others and takes variables and time along."""
     (link,) = document["links"]
     assert link["type"] == "dashboards" and link["tags"] == ["topoflight"]
     assert link["includeVars"] and link["keepTime"]

@@ -211,6 +211,7 @@ def test_panel_has_something_to_draw(prometheus: Prometheus, panel: Panel) -> No
 
 @each_row(("panel", "machine"), lambda: ((panel, machine) for _, panel in boards.panels() for machine in panel.shows))
 def test_sick_machine_differs_from_its_healthy_twin(prometheus: Prometheus, panel: Panel, machine: str) -> None:
+    """What the panel draws is not what it draws of the same machine in health, which agrees with itself a while ago."""
     healthy = [prometheus.shown(target.expr, twin(machine)) for target in panel.targets]
     sick = [prometheus.shown(target.expr, machine) for target in panel.targets]
     assert sick != healthy

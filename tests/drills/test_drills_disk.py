@@ -29,6 +29,7 @@ def _disk(place: Path) -> Iterator[None]:
 
 
 def _fill(place: Path) -> None:
+    """To the last byte."""
     with contextlib.suppress(OSError), (place / "filler").open("wb", buffering=0) as filler:
         while True:
             filler.write(bytes(1024))

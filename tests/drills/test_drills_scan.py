@@ -32,6 +32,7 @@ HURRIED_SECONDS = 5.0  # for an answer of a driver that gives none; a driver tha
 
 
 def machine_root(ground: Ground) -> Path:
+    """A recorded machine's files."""
     root = ground.folder / "root"
     nvml_profile.restore_files(ANSWERS, root)
     return root
@@ -47,6 +48,7 @@ def variables(ground: Ground, **more: str) -> Iterator[None]:
 
 
 def failed(snapshot: Snapshot) -> list[str]:
+    """The probes that did not answer."""
     return [name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)]
 
 

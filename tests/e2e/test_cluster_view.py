@@ -58,6 +58,7 @@ def node(client: Client) -> Iterator[str]:
 
 @each_row("machine", NAMES)
 def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, node: str, machine: str) -> None:
+    """What the CRD admits, the printer columns show and other agents read is what was scanned."""
     record = record_of(machine, node)
     publisher = Publisher(client, lambda: record)
     publisher.write(record)
@@ -86,6 +87,7 @@ def schemas() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_the_definition_bounds_every_field() -> None:
+    """Lengths, counts, no negative number, no control character; structural, nothing unknown kept."""
     for path, schema in schemas():
         kind = schema["type"]
         if path in ("", ".apiVersion", ".kind", ".metadata"):  # the API server's own
@@ -136,6 +138,7 @@ def publish_in(api: ApiServer, name: str, machine: str = H100) -> NodeRecord:
 
 
 def test_publisher_writes_changes_at_once_and_silence_seldom(api: ApiServer) -> None:
+    """A new scan with the same facts costs the API server nothing until the interval is over."""
     record = record_of(H100, "n1")
     held = [record]
     publisher = Publisher(client_of(api), lambda: held[0], look_seconds=0.01)
@@ -186,6 +189,8 @@ def test_a_record_ends_with_its_node(token: str, uid: str | None) -> None:
 
 
 def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api: ApiServer) -> None:
+    """What kubectl prints, /nodes and the gate agree: nothing is known of a node that nothing watches."""
+
     def agent_runs(scanned_at_seconds: float) -> Publisher:
         record = replace(record_of(H100, "n1"), verdict="warn", scanned_at_seconds=scanned_at_seconds)
         publisher = Publisher(client_of(api), lambda: record, look_seconds=0.01)
@@ -213,6 +218,7 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
 
 @each_row(("status", "headers"), [(429, {"Retry-After": "1"}), (500, {}), (503, {}), (504, {})])
 def test_a_busy_server_is_asked_again(status: int, headers: dict[str, str]) -> None:
+    """And not before it said."""
     with ApiServer() as api:
         api.faults = [(status, headers)] * 2
         before = time.monotonic()
@@ -233,6 +239,7 @@ def test_what_was_refused_or_may_have_happened_is_not_asked_again(api: ApiServer
 
 
 def test_a_rotated_token_is_read_anew(api: ApiServer, tmp_path: Path) -> None:
+    """The kubelet replaces the file; the next request carries the new token."""
     token = tmp_path / "token"
     token.write_text("agent-token\n")
     config = write_kubeconfig(tmp_path / "config", api.url, user="{tokenFile: token}", namespace="team")
@@ -257,6 +264,7 @@ def agent(api: ApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Test
 
 
 def test_any_agent_answers_for_the_cluster(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes, one of them silent, from an agent on one; if the list fails later, the older records are shown."""
     for name in ("n1", "n2"):
         publish_in(api, name)
     old = replace(record_of(H100, "n3"), scanned_at_seconds=time.time() - 7200)
@@ -283,6 +291,7 @@ def test_a_server_that_refuses_connections_is_said(
 def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(
     api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unchanged records are the same objects; where the server is away, the records of the last list stay."""
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
     for name in ("n1", "n2"):
         publish_in(api, name)
@@ -303,6 +312,7 @@ def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(
 
 
 def test_a_server_that_hangs_stalls_no_other_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More questions about the cluster than there are threads: page, gate, metrics and health answer meanwhile."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", url)))
@@ -337,6 +347,7 @@ def test_a_stale_record_is_never_a_pass(late_seconds: float) -> None:
 
 
 def test_metrics_say_how_publishing_goes(api: ApiServer) -> None:
+    """Attempts, failures by reason, the last success."""
     state = State(lambda: (snapshot(),), interval_seconds=3600)
     state.refresh()
     publisher = Publisher(client_of(api).limited(tries=1), lambda: record_of(H100, "n1"), look_seconds=0.01)

@@ -46,6 +46,7 @@ def compare(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
 
 
 def test_each_network_has_a_job_and_each_record_comes_back(cluster: Networks, tmp_path: Path) -> None:
+    """Three bars, in the order asked for; time and money of 100 steps on two nodes."""
     code, found, output = compare(tmp_path, "--price", "98")
     assert code == 0, output
     bars = {bar["network"]: bar for bar in found["bars"]}
@@ -118,6 +119,7 @@ def test_a_comparison_without_proof_of_the_network_is_no_pass(
     cluster: Networks, tmp_path: Path, condition: dict[str, str], pods: bool, takes: dict[str, str], code: int,
     status: str, why: str,
 ) -> None:  # fmt: skip
+    """Each says why; the other jobs are run all the same."""
     cluster.condition, cluster.controllers, cluster.takes = condition, pods, takes
     waited = ("--timeout", "1") if condition["type"] == "Suspended" else ()
     ended, found, output = compare(tmp_path, *waited)
@@ -129,11 +131,13 @@ def test_a_comparison_without_proof_of_the_network_is_no_pass(
 
 @each_row(("words", "told"), rows("refused"))
 def test_what_cannot_be_meant_is_refused(cluster: Networks, tmp_path: Path, words: list[str], told: str) -> None:
+    """Exit code 2, with what is allowed."""
     done = CliRunner().invoke(compare_networks, [*WORDS, *words])
     assert (done.exit_code, told in done.output) == (2, True), done.output
 
 
 def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Networks, tmp_path: Path) -> None:
+    """It is told, never drawn."""
     words = [word if word != str(path_of()) else str(path_of("cpu-only-vm")) for word in WORDS]
     done = CliRunner().invoke(compare_networks, [*words, "--dry-run"])
     assert done.exit_code == 0, done.output
@@ -143,5 +147,6 @@ def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Networks, tmp_path
 
 
 def test_a_rate_is_written_as_recommend_takes_it() -> None:
+    """Fractions and megabits too."""
     wide, narrow = networks.parse(["eth0,8.4G", "net1=training/macvlan,800M"], here=False)
     assert (wide.rate, narrow.rate, narrow.attachment) == ("8.4G", "800M", "training/macvlan")

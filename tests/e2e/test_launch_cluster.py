@@ -27,6 +27,7 @@ GSM = ["--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main"]
 
 
 def printed(*words: str) -> dict[str, dict[str, Any]]:
+    """What the dry run prints, by kind; as a user's kubectl reads it."""
     done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "yaml"])
     assert done.exit_code == 0, done.output
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
@@ -49,6 +50,7 @@ def planned(made: dict[str, dict[str, Any]], folder: Path) -> JobPlan:
 
 
 def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_path: Path) -> None:
+    """The job's own reader takes the ConfigMap and the command line: weights, data, and the run on the claim."""
     made = printed(*WORDS, *GSM, "--api", "job", "--name", "sft", "--token-secret", "hub", "--restarts", "5")
     container = made["Job"]["spec"]["template"]["spec"]["containers"][0]
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}} in container["env"]
@@ -73,6 +75,7 @@ def test_the_job_is_told_whose_runs_it_joins_where_that_is_asked_for(words: list
 
 @each_row("text", ["dataset_name: a/b\noutput_dir: /mnt/shared/a\n", "dataset_name: a/b\noutput_dir: ./a\n"])
 def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) -> None:
+    """What the file says stands; what it leaves open is the model of the plan. A folder is one of the claim."""
     path = tmp_path / "config.yaml"
     path.write_text(text)
     words = ["--host", str(H100), "--model", "NousResearch/Meta-Llama-3.1-8B", "--image", "r.example/f:1"]
@@ -97,6 +100,7 @@ LAUNCHES = yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())
 
 @each_row(("base", "words", "told"), LAUNCHES["refused"])
 def test_options_that_no_cluster_could_follow_are_refused(base: str, words: list[str], told: str) -> None:
+    """Usage: the message names the option and its value; nothing is asked of a cluster."""
     done = CliRunner().invoke(launch, [*BASES[base], *words])
     assert done.exit_code == 2 and told in done.output, done.output
 
@@ -109,6 +113,7 @@ def test_what_a_dry_run_warns_of(base: str, words: list[str], told: str) -> None
 
 
 def test_the_claim_is_printed_and_made(kubeconfig: ApiServer) -> None:
+    """--storage-class makes the claim that the pods mount, writable by all of them."""
     more = ["--api", "job", "--name", "sft", "--storage-class", "cephfs", "--storage-size", "80Gi"]
     claim = printed(*NO_CLAIM, *more)["PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -127,6 +132,7 @@ ROCE = [str(path_of("r760xa-2xA40-bf3")) if word == str(H100) else word for word
 
 
 def limits(*words: str) -> dict[str, str]:
+    """What each pod of the printed job asks for."""
     container = printed(*ROCE, *words, "--api", "job")["Job"]["spec"]["template"]["spec"]["containers"][0]
     found: dict[str, str] = container["resources"]["limits"]
     return found
@@ -147,6 +153,7 @@ COLLECTIONS = {
 
 
 def launched(*words: str) -> Any:
+    """The verb, against the stand-in."""
     return CliRunner().invoke(launch, [*WORDS, "--name", "sft", *words])
 
 
@@ -161,6 +168,7 @@ def launched(*words: str) -> Any:
 def test_a_job_that_was_there_stays_and_its_state_is_said(
     kubeconfig: ApiServer, kind: str, condition: str | None, code: int, told: str
 ) -> None:
+    """What is left to do is in the message."""
     assert launched("--api", kind).exit_code == 0
     ((_, namespace, name), former) = next(
         (key, o) for key, o in kubeconfig.objects.items() if key[0] == COLLECTIONS[kind]
@@ -175,6 +183,7 @@ def test_a_job_that_was_there_stays_and_its_state_is_said(
 
 
 def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
+    """A claim stays as it is, whatever its size; a ConfigMap is updated."""
     claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "shared"}, "spec": {"resources": "of its owner"}}
     kubeconfig.put("/api/v1/persistentvolumeclaims", "default", claim)
     kubeconfig.put("/api/v1/configmaps", "default", {"kind": "ConfigMap", "metadata": {"name": "sft-config"}})
@@ -218,6 +227,7 @@ def test_a_launch_says_how_its_pods_come(kubeconfig: ApiServer, status: dict[str
 
 
 def test_no_pod_and_no_event_is_unknown(kubeconfig: ApiServer) -> None:
+    """Bounded; a job that waits for its queue is as it should be, and --wait 0 asks nothing."""
     kubeconfig.controllers = False
     done = launched("--api", "pytorchjob", "--wait", "0.1")
     assert done.exit_code == 5 and "is its operator running?" in done.stderr
@@ -232,6 +242,7 @@ def test_no_pod_and_no_event_is_unknown(kubeconfig: ApiServer) -> None:
 
 
 def test_pods_that_may_not_be_listed_are_unknown(kubeconfig: ApiServer) -> None:
+    """A user who may make jobs and not look at pods; the job stands."""
     kubeconfig.forbidden = {"/api/v1/pods"}
     done = launched("--api", "job")
     assert done.exit_code == 0 and "unknown whether its pods come: pods is forbidden" in done.stderr

@@ -34,6 +34,7 @@ def run_job(*words: str, host: Path | None = None) -> Result:
 
 
 def limits(document: dict[str, Any]) -> dict[str, str]:
+    """What the job's pods ask of device plugins."""
     found: dict[str, str] = document["spec"]["template"]["spec"]["containers"][0]["resources"].get("limits", {})
     return found
 
@@ -53,6 +54,7 @@ def test_the_claim_takes_the_devices_and_nothing_else_does(kubeconfig: ApiServer
 
 
 def test_without_the_option_the_device_plugins_are_asked(kubeconfig: ApiServer) -> None:
+    """Whatever the cluster serves; nothing of its DRA is read."""
     run_job()
     assert kubeconfig.of_kind("ResourceClaimTemplate") == []
     assert limits(kubeconfig.of_kind("Job")[0])["nvidia.com/gpu"] == "8"
@@ -100,6 +102,7 @@ def refused(*words: str) -> Result:
 
 
 def test_a_cluster_without_dra_refuses_the_claim(kubeconfig: ApiServer) -> None:
+    """Its API server does, in the dry run, by its own words and the object; nothing is made."""
     for path in [path for path in kubeconfig.kinds if "resource.k8s.io" in path]:
         del kubeconfig.kinds[path]
     done = refused(*DRA)
@@ -111,6 +114,7 @@ def test_a_cluster_without_dra_refuses_the_claim(kubeconfig: ApiServer) -> None:
 
 @each_row(("words", "told"), rows("no_class"))
 def test_what_names_no_class_is_refused(kubeconfig: ApiServer, words: tuple[str, ...], told: str) -> None:
+    """By its option, as a usage error."""
     done = refused(*words)
     assert done.exit_code == 2 and told in done.output
 

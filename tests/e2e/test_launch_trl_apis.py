@@ -36,6 +36,7 @@ def planned(folder: Path, files: dict[str, Any]) -> JobPlan:
 def test_the_user_s_file_is_launched_as_it_stands(
     kubeconfig: ApiServer, tmp_path: Path, kind: str, created: str
 ) -> None:
+    """Admitted and created; the pods' one document says what the file says, and the plan is made around it."""
     dry = launched(kind, "--dry-run", "-o", "json")
     assert dry.exit_code == 0, dry.output
     done = launched(kind)
@@ -106,6 +107,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer
 def test_other_words_of_such_a_file_are_what_is_planned(
     tmp_path: Path, changed: dict[str, Any], words: list[str]
 ) -> None:
+    """Each value of the layout that is printed is the file's."""
     job = tmp_path / "job.yaml"
     file = {**yaml.safe_load(USERS.read_text()), **changed}
     job.write_text(yaml.safe_dump({name: value for name, value in file.items() if value is not None}))

@@ -26,6 +26,7 @@ def _time(at: float) -> str:
 
 
 def test_a_raised_finding_has_its_start_in_the_record() -> None:
+    """It is raised by the second scan and keeps the time of the first; one that no history has raised has no time."""
     down, history = with_ports(snapshot("gb200-nvl72-tray"), "mlx5_2", state="DOWN"), History()
     for scan in range(3):
         view = history.seen(build_view((replace(down, taken_at_seconds=START + 30 * scan),)))
@@ -36,6 +37,7 @@ def test_a_raised_finding_has_its_start_in_the_record() -> None:
 
 
 def test_the_record_holds_the_newest_and_says_so_by_its_schema() -> None:
+    """As many as the definition admits, and no more bytes than fit beside every finding."""
     tray = snapshot("gb200-nvl72-tray")
     events = tuple(Event(at_seconds=START + i, kind="raised", text="t" * 300, code="c" * 128, subject="s" * 128)
                    for i in range(100))  # fmt: skip

@@ -40,6 +40,7 @@ def rights_of(documents: list[Document]) -> set[Right]:
 
 
 def test_every_request_of_the_agent_is_granted_and_every_right_is_used(tmp_path: Path) -> None:
+    """Start, publish, show the page of the cluster, judge a caller's token, end."""
     granted = {name: rights_of(render(ROOT / "deploy/daemonset/overlays" / name)) for name in OVERLAYS}
     rights = granted["kubernetes"]
     assert not {name: found ^ rights for name, found in granted.items() if found != rights}

@@ -178,6 +178,7 @@ def fork(path, world, main):
 
 
 def main(path, rank, world):
+    """Run the cases of a file."""
     cases = json.loads(Path(path).read_text())
     dist.init_process_group("gloo", init_method=f"file://{path}.{world}", rank=rank, world_size=world)
     if any(case["method"] == "qlora" for case in cases):

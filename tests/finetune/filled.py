@@ -7,6 +7,7 @@ from finetune.weights import fill, source_of
 
 
 def filled_model(config, precision="fp32", note=lambda _text: None):
+    """Whole, on the CPU."""
     model = build_model(config, precision, note)
     fill(source_of(config), config.seed, model, torch.device("cpu"))
     return model

@@ -36,6 +36,7 @@ ROUNDS = 3  # at most: something else may have had the cores
 
 
 def record(**members):
+    """A run's record as a job writes it."""
     due = {"low": 0.8, "mid": 1.0, "high": 1.2}
     plan = {"forecast": {"step_seconds": due}}
     return record_of({"status": "complete", "plan": plan, "measured": {"step_seconds": 1.1}, **members})
@@ -48,6 +49,7 @@ def test_a_run_stands_for_a_network_only_where_it_was_seen_to_take_it(members, i
 
 
 def test_only_a_proven_complete_run_is_a_bar():
+    """What failed, was not proven or names no step time says why, and has no number."""
     over = {"transports": ["gloo: TCP over net1 (10.0.0.1)"]}
     bar = Bar(network="net1")
     good = bar_of(bar, record(**over), "net1")
@@ -82,6 +84,7 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
 
 @each_row(("codes", "logs", "why"), ROWS["failed_ranks"])
 def test_a_run_that_failed_names_the_rank_that_failed_first_and_its_error(tmp_path, codes, logs, why):
+    """The other ranks lose their connections; the picture has the reason where the bar would be."""
     for rank, log in enumerate(logs):
         (tmp_path / f"rank{rank}.log").write_text(log)
     told = _how_ended(codes, tmp_path)
@@ -94,17 +97,20 @@ def test_a_run_that_failed_names_the_rank_that_failed_first_and_its_error(tmp_pa
 
 @each_row("word", ["eth0", "eth0,fast", "eth0,0M", "lo,10M", "e th,1G", "a" * 16 + ",1G", "eth0=a/b,1G"])
 def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
+    """As any user's mistake: exit code 2."""
     done = CliRunner().invoke(compare_networks, ["--over", word])
     assert done.exit_code == 2
     assert f"--over {word!r}: must be INTERFACE,RATE" in done.stderr
 
 
 def compare(*words, **options):
+    """Run the verb."""
     argv = [sys.executable, "-m", "agent.cli", "compare-networks", *words]
     return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False, timeout=600, **options)
 
 
 def test_where_no_namespace_can_be_made_it_is_refused_with_the_reason_or_left_out_where_that_was_asked():
+    """Nothing is made or measured."""
     why = "not installed: unshare (util-linux)" if os.geteuid() == 0 else "network namespaces need root"
     elsewhere = {"env": {**os.environ, "PATH": "/nowhere"}}
     refused = compare(**elsewhere)
@@ -122,6 +128,7 @@ needs_namespaces = pytest.mark.skipif(bool(namespaces.missing()), reason=namespa
 @pytest.mark.alone
 @pytest.mark.timeout(1200)
 def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
+    """Two networks measured, forecast, run and proven; RDMA, which no device offers, is no bar."""
     before = {process.pid for process in psutil.process_iter()}
     for number in range(ROUNDS):
         folder = tmp_path / str(number)
@@ -213,6 +220,7 @@ def cmdline(process):
 @pytest.mark.netns
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_however_it_ends(tmp_path, number):
+    """The namespaces go with the processes that hold them, and these with the verb."""
     argv = [*OWN_LOCK, sys.executable, "-m", "agent.cli", "compare-networks", "--report", str(tmp_path)]
     verb = psutil.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

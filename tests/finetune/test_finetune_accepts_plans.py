@@ -75,6 +75,7 @@ def questions(count):
 
 @pytest.mark.long
 def test_whatever_is_recommended_for_the_job_it_accepts():
+    """A model that it does not train has no layout; every family ranked for one that it trains, it would run."""
     ranked = 0
     for name, machine, nodes, train in questions(300):
         model, asked = model_named(name), (name, machine, nodes, train)
@@ -97,6 +98,7 @@ def test_whatever_is_recommended_for_the_job_it_accepts():
     ],
 )
 def test_sequence_parallelism_is_refused_where_a_mask_is_built(shape, says):
+    """The reason names the setting; without sequence parallelism there is none."""
     given = SimpleNamespace(
         num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4, intermediate_size=128, **shape
     )
@@ -154,6 +156,7 @@ def test_recommended_combinations_are_accepted_and_among_those_compared_with_one
     ],
 )
 def test_planner_and_job_allow_the_same_combinations(layout):
+    """Combinations that the job's equivalence tests cover break no rule of the planner."""
     asked = Question(
         model=MODELS["Llama-3.1-8B"], train=TrainSpec(), engine=TOPOFLIGHT, host_memory_bytes=2e12,
         links=links_of(ClusterTopology(nodes=(build(snapshot(H100)),)), ()),
@@ -163,6 +166,7 @@ def test_planner_and_job_allow_the_same_combinations(layout):
 
 
 def test_zero2_of_fsdp_is_fsdp_that_keeps_its_weights_gathered():
+    """The same job under two names is forecast the same."""
     model, train = MODELS["Llama-3.1-8B"], TrainSpec(method="full")
     zero2 = Layout(world_size=8, dp_shard=8, sharding="zero2")
     kept = Layout(world_size=8, dp_shard=8, reshard_after_forward=False)

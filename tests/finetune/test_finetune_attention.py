@@ -38,6 +38,7 @@ def dense(rows, window):
 @each_row("name", ROWS)
 @each_row("window", [None, 5, 16, 64, 100])
 def test_documents_and_windows_equal_a_dense_mask(name, window):
+    """Results and gradients of grouped heads; windows are shorter and longer than the documents, and than the row."""
     draw, rows = torch.Generator().manual_seed(1), ROWS[name]
     shapes = ((2, 8, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 16))
     given = [torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes]
@@ -61,6 +62,7 @@ def test_a_window_alone_waits_for_no_value_of_the_device():
 
 
 def test_a_packed_row_trains_as_under_the_mask_of_transformers():
+    """The whole model: loss and every gradient, against transformers' own mask for packed rows."""
     config = JobConfig(
         model_name_or_path="random:micro-llama", tokenizer_name="builtin:bytes", use_peft=False, dataset_rows=12
     )

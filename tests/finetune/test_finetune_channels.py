@@ -50,6 +50,7 @@ def differs(path, environment=None, transport=None, hosts=2):
 @each_row("version", FORMS)
 @each_row(("network", "gdr", "environment", "transport", "wrong"), ROWS["channels"])
 def test_channels_are_held_against_the_plan(tmp_path, version, network, gdr, environment, transport, wrong):
+    """A difference names what asked for it, and file and line as an editor takes them; that line says so."""
     path = written(tmp_path, version, network, gdr=gdr)
     plan = planned_channels(environment, transport)
     seen = read_log(path, plan, hosts=2)
@@ -75,6 +76,7 @@ def test_sending_without_gpudirect_is_what_older_gpus_do(tmp_path):
 
 @each_row("text", [None, "", "epoch 1\n", log(*start("2.21.5"), "Using network Socket"), log(*LOCAL)])
 def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text):
+    """No file, no line, no channel, or none between the hosts; a network that was selected has carried nothing yet."""
     path = tmp_path / "log"
     path.unlink(missing_ok=True)
     if text is not None:
@@ -87,6 +89,7 @@ def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text)
 
 
 def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_path):
+    """Neither is a pass."""
     plan = planned_channels({}, {"network": "IB"})
     strange = read_log(written(tmp_path, "2.21", "Strange"), plan, hosts=2)
     assert strange.wrong == ()
@@ -107,6 +110,7 @@ def test_nothing_between_hosts_is_compared_on_one_host(tmp_path):
 
 
 def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
+    """The names are those of ever; the numbers are the ranks' together."""
     plan = planned_channels({}, {})
     path = tmp_path / "log"
     more = (
@@ -124,6 +128,7 @@ def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
 
 
 def test_a_log_without_end_is_read_to_a_bound(tmp_path):
+    """What stands behind the bound is not looked at."""
     path = tmp_path / "log"
     filler = log("AllReduce: 1024 Bytes") * 1000
     with path.open("w") as file:
@@ -142,6 +147,7 @@ def test_a_log_without_end_is_read_to_a_bound(tmp_path):
      ({"NCCL_DEBUG": "info", "NCCL_DEBUG_FILE": "x"}, {"NCCL_DEBUG_SUBSYS"}), ({"NCCL_DEBUG": "WARN"}, set())],
 )  # fmt: skip
 def test_the_log_is_set_up_where_the_user_has_not(tmp_path, monkeypatch, own, added):
+    """One file per process; a user's file and a quieter level stay as they are."""
     monkeypatch.setattr(os, "environ", dict(own))
     channels.start_log(tmp_path / "nccl")
     made = {name: value for name, value in os.environ.items() if name not in own}
@@ -210,6 +216,7 @@ def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_a_job_over_gloo_asks_nccl_nothing(tmp_path):
+    """Whatever the plan says of it: the record has gloo's transports, and no log is set up."""
     from finetune import train
 
     layout = {"world_size": 1, "sharding": "ddp", "micro_batch": 4, "precision": "fp32"}

@@ -34,6 +34,7 @@ def kernels(tmp_path_factory):
 
 
 def job(folder, compiled):
+    """The command's words; the same length in every row."""
     rows, out, model = folder / "train.jsonl", folder / f"out-{compiled}", folder / "model"
     model.mkdir(exist_ok=True)  # each layer is compiled by itself: two show it
     (model / "config.json").write_text(json.dumps({**SHAPE, "model_type": "llama", "num_hidden_layers": 2}))
@@ -45,6 +46,7 @@ def job(folder, compiled):
 
 
 def test_the_job_alone_compiles(kernels, tmp_path):
+    """The command: the same losses with and without."""
     losses = []
     for compiled in (False, True):
         before = counters["stats"]["unique_graphs"]
@@ -60,6 +62,7 @@ def test_the_job_alone_compiles(kernels, tmp_path):
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_without_a_compiler_the_job_is_refused(tmp_path):
+    """Before the first step, in one line that says what to install or to set."""
     argv, record = job(tmp_path, True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tmp_path)}
     env.pop("CXX", None)

@@ -31,6 +31,7 @@ SETTINGS = yaml.safe_load((JOBS / "settings.yaml").read_text())
 
 
 def test_a_config_of_older_releases_reads_as_it_stands():
+    """Each old name is taken, and a note says today's."""
     config, _, notes = read_config(SEED)
     assert config.max_length == 4096
     assert config.dtype == "bfloat16"
@@ -53,12 +54,14 @@ def test_a_config_of_older_releases_reads_as_it_stands():
 
 
 def test_trl_s_parser_gets_todays_names_and_nothing_that_the_layout_holds():
+    """Liger's older name too; what the plan's layout says is left out."""
     raw = {"use_liger": True, "max_seq_length": 8, "bf16": True, "per_device_train_batch_size": 2, "warmup_ratio": 0.1}
     assert trl.trl_settings(raw, {}) == {"use_liger_kernel": True, "max_length": 8, "warmup_steps": 0.1}
 
 
 @each_row(("raw", "words"), [*SETTINGS["wrong"], *SETTINGS["trl_only"]])
 def test_a_wrong_setting_is_named(raw, words):
+    """The message names the setting, the value and what is allowed or close."""
     with pytest.raises(ConfigError) as caught:
         parse_config(raw)
     for word in words:
@@ -76,6 +79,7 @@ def test_overrides_win_and_reach_into_mappings(tmp_path):
 
 @each_row(("text", "overrides", "words"), SETTINGS["files"])
 def test_a_file_or_an_override_that_is_no_mapping_is_refused(tmp_path, text, overrides, words):
+    """Lists, broken YAML, nothing at all, and a key that occurs twice, of which the loader would take the last."""
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2,\n "stage": 3}}')
     path = tmp_path / "job.yaml"
     path.write_text(text)
@@ -95,6 +99,7 @@ def test_a_value_that_contradicts_the_plan_is_refused(raw, name):
 
 
 def test_a_plan_or_a_degree_for_other_ranks_is_refused():
+    """Two ranks do not run a plan of four, and tp=3 does not divide four."""
     with pytest.raises(ConfigError, match=r"world_size is 4, 2 ranks"):
         settle_layout(JobPlan(layout=Layout(world_size=4, dp_shard=4)), 2, has_gpu=False)
     with pytest.raises(ConfigError, match=r"layout\.tp=3"):
@@ -102,6 +107,7 @@ def test_a_plan_or_a_degree_for_other_ranks_is_refused():
 
 
 def test_the_plan_is_one_document(tmp_path):
+    """Settings, layout and the rest read back as they were written; settings over it are the job's own words."""
     config, _, notes = read_config(SEED)
     layout = Layout(world_size=2, dp_shard=2, micro_batch=32, checkpointing="full", fused_cross_entropy=True)
     plan = JobPlan(config=config, layout=layout, notes=tuple(notes),
@@ -151,6 +157,7 @@ def test_every_field_with_a_strange_value_is_honoured_noted_or_refused_by_name()
 
 @each_row(("raw", "layout"), SETTINGS["layout"])
 def test_what_trl_says_of_the_layout(raw, layout):
+    """Strings, lists, numbers and mappings of FSDP and DeepSpeed, in members of the layout."""
     found = dict(parse_config(raw)[0].layout)
     if "sharding" in layout:  # every rank is a data-parallel one
         assert [found.pop(degree) for degree in ("tp", "pp", "cp")] == [1, 1, 1]
@@ -162,6 +169,7 @@ def test_what_trl_says_of_the_layout(raw, layout):
 
 
 def test_all_wrong_settings_of_a_file_are_named_at_once():
+    """One correction, not one a start; of a long value its beginning."""
     several = {"push_to_hub": True, "trust_remote_code": True, "lora_r": "x", "lora_alpha": -1, "report_to": "wandb",
                "fp16": True, "warmup_ratio": "y", "bf16": "perhaps", "fsdp": "all",
                "deepspeed": "no.json",
@@ -222,6 +230,7 @@ def test_a_schedule_of_deepspeed_is_transformers_own():
 
 
 def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
+    """DeepSpeed's JSON and a chat template, beside the settings; the launcher hands on one document."""
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}))
     (tmp_path / "talk.jinja").write_text("{{ messages }}")
     job = tmp_path / "job.yaml"
@@ -234,6 +243,7 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
 
 @each_row(("ranks", "node", "degrees"), [(16, 8, (2, 8)), (8, 8, (1, 8)), (4, 1, (4, 1)), (1, 1, (1, 1))])
 def test_hybrid_shard_shards_within_a_node(ranks, node, degrees):
+    """However many the job comes to have."""
     asked = resolve_layout(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0].layout, ranks, node)
     assert (asked["dp_replicate"], asked["dp_shard"]) == degrees
 

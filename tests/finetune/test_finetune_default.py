@@ -55,6 +55,7 @@ def test_logged_steps_tell_memory_and_communication(trained):
 
 
 def test_the_adapter_in_plain_transformers_has_the_loss_of_the_trained_engine(trained):
+    """Base and adapter, loaded without a line of this project: the test split's loss is the one that the ranks told."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -100,6 +100,7 @@ def rows_of(tier):
 
 @each_row(("world", "name"), rows_of("ci"))
 def test_ranks_equal_one(results, world, name):
+    """So many ranks under this layout compute what one process alone computes."""
     hold(results(world, "ci"), name)
 
 

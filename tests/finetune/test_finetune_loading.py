@@ -32,6 +32,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory, forked_ranks):
+    """A model of 200 MiB in fp32, 12 layers in files of 40 MB, and the report of each case."""
     folder = tmp_path_factory.mktemp("loading")
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -56,6 +57,7 @@ def loaded(tmp_path_factory, forked_ranks):
 
 @each_row("name", ["FSDP full", "TP x FSDP", "PP x FSDP"])
 def test_a_rank_takes_its_share_of_the_model_while_it_loads(loaded, name):
+    """The whole would be four times as much. Under PP one stage has an end and the other has the other."""
     _, told, size = loaded
     assert size["whole"] > 180 * MIB
     for rank in told[name]:
@@ -63,6 +65,7 @@ def test_a_rank_takes_its_share_of_the_model_while_it_loads(loaded, name):
 
 
 def test_weights_become_4_bit_a_layer_at_a_time(loaded):
+    """A rank's share of NF4 weights and of the ends, and one layer's weights at a time, whole, beside them."""
     _, told, size = loaded
     packed = 12 * size["layer"] / 8  # half a byte of four
     for rank in told["FSDP QLoRA"]:
@@ -70,6 +73,7 @@ def test_weights_become_4_bit_a_layer_at_a_time(loaded):
 
 
 def test_a_full_fine_tune_is_exported_in_the_type_asked_for(loaded):
+    """Transformers loads it as it is: the weights of the base, which nothing has trained."""
     folder, told, size = loaded
     exported = told["FSDP full"][0]["saved_model"]
     files = list((folder / exported).glob("*.safetensors"))
@@ -84,6 +88,7 @@ def test_a_full_fine_tune_is_exported_in_the_type_asked_for(loaded):
 
 
 def test_a_merged_model_has_the_type_that_the_base_came_in(loaded):
+    """Adapters that nothing has trained add nothing."""
     folder, told, _ = loaded
     base = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
     merged = AutoModelForCausalLM.from_pretrained(told["TP x FSDP"][0]["merged"], dtype="auto").eval()
@@ -94,6 +99,7 @@ def test_a_merged_model_has_the_type_that_the_base_came_in(loaded):
 
 
 def test_a_weight_that_the_files_lack_is_named(loaded):
+    """Never drawn at random in its place."""
     config = JobConfig(model_name_or_path=str(loaded[0] / "base"))
     with pytest.raises(ConfigError, match=r"hold no model\.layers\.12\.input_layernorm\.weight"):
         source_of(config).read("model.layers.12.input_layernorm.weight")

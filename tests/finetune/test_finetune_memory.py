@@ -73,4 +73,5 @@ def test_memory_that_runs_out_is_an_end_of_its_own_and_the_settings_named_instea
     ],
 )
 def test_other_errors_are_no_lack_of_memory(error, is_memory):
+    """A fault of the program stays one."""
     assert ran_out(error) is is_memory

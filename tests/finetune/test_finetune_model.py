@@ -45,6 +45,7 @@ FAMILIES = {
 
 
 def job(tmp_path, family, **settings):
+    """A random model of the family."""
     name = "random:micro-llama"
     if FAMILIES[family] is not None:
         FAMILIES[family].save_pretrained(tmp_path)
@@ -55,12 +56,14 @@ def job(tmp_path, family, **settings):
 
 
 def batch_of(config, packed):
+    """Four sequences."""
     rows, _ = prepare(config, "train", load_tokenizer(config))
     rows = pack(rows, 64) if packed else rows
     return collate(rows[:4], 4, 64, 2)
 
 
 def total(chunks, batch):
+    """The summed loss through all chunks."""
     x = batch.tokens
     for chunk in chunks:
         x = chunk(x, batch.positions, batch.labels, batch.packed)
@@ -70,6 +73,7 @@ def total(chunks, batch):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora", [False, True])
 def test_chunks_together_are_the_model(tmp_path, family, lora):
+    """Cut in uneven thirds, with or without adapters, the loss is transformers' own."""
     config = job(tmp_path, family, use_peft=lora)
     batch = batch_of(config, packed=False)
     whole = filled_model(config).eval()
@@ -88,6 +92,7 @@ def test_chunks_together_are_the_model(tmp_path, family, lora):
 
 @each_row(("lora", "kernel"), [(True, "sdpa"), (False, "sdpa"), (True, "eager")])
 def test_a_layer_keeps_in_bf16_what_the_planner_counts(tmp_path, lora, kernel):
+    """What autograd keeps of a layer more for more tokens; the softmax of eager attention in both types."""
     shape = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "model_type": "llama"}
     kept, said = [], []
     for layers, length in ((1, 64), (1, 128), (3, 64), (3, 128)):
@@ -169,6 +174,7 @@ def test_the_bytes_of_the_loss_are_those_that_the_forecast_counts(tmp_path, fuse
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_do_not_see_each_other(tmp_path, family):
+    """Packing gives the loss of the rows by themselves."""
     config = job(tmp_path, family)
     rows, _ = prepare(config, "train", load_tokenizer(config))
     batch, alone = collate(pack(rows[:6], 128), 3, 128, 2), collate(rows[:6], 6, 64, 2)
@@ -180,12 +186,14 @@ def test_packed_rows_do_not_see_each_other(tmp_path, family):
 
 @each_row("family", ["gpt2", "falcon", "gpt_neox", "bloom", "phi"])
 def test_other_families_are_refused(tmp_path, family):
+    """A model that the job cannot cut is named, also one whose code does not take this job's attention."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(ConfigError, match=f"is a {family}: this job runs"):
         build_model(JobConfig(model_name_or_path=f"random:{tmp_path}"), "fp32")
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused_before_anything_loads(tmp_path, capsys):
+    """Exit code 2 and one line."""
     (tmp_path / "file").touch()
     place = tmp_path / "file/run"
     assert train.main([f"output_dir={place}"]) == ConfigError.code
@@ -203,6 +211,7 @@ def test_warm_up_below_one_is_a_share():
 
 @each_row("limit", [0.0, 0.5, 1e9])
 def test_clipping_is_torch_s(limit):
+    """The same norm and the same gradients as torch's own, and 0 only measures."""
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
     for w in weights:
@@ -218,6 +227,7 @@ def test_clipping_is_torch_s(limit):
 
 @each_row(("members", "lora", "word"), ROWS["refused_layouts"])
 def test_layouts_that_cannot_run_have_a_reason(members, lora, word):
+    """Refused before anything is built; the reason names the member."""
     world = math.prod(members.get(n, 1) for n in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
     shape = build_model(JobConfig(model_name_or_path="random:micro-llama"), "fp32").config
     why = refusals(Layout(**{"world_size": world, "precision": "fp32", **members}), shape, lora)
@@ -226,6 +236,7 @@ def test_layouts_that_cannot_run_have_a_reason(members, lora, word):
 
 
 def test_stage_bounds_cover_every_layer_once():
+    """Even, uneven by arithmetic, uneven by request."""
     piped = {"world_size": 4, "pp": 4, "gradient_accumulation": 4}
     assert stage_bounds(Layout(**piped), 10) == [(0, 3), (3, 6), (6, 8), (8, 10)]
     assert stage_bounds(Layout(**piped, stage_layers=(1, 4, 4, 1)), 10) == [(0, 1), (1, 5), (5, 9), (9, 10)]
@@ -316,6 +327,7 @@ def test_the_planner_knows_the_bytes_of_a_checkpoint(tmp_path, family, lora):
 
 
 def test_rotary_positions_that_nobody_knows_are_refused_by_name(tmp_path):
+    """By the job, and before it by the plan; those that are named are transformers' own."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}

@@ -112,6 +112,7 @@ def both_up(rig, times=1):
 
 @pytest.mark.nightly
 def test_a_pod_that_does_not_come_is_named(scripted, tmp_path):
+    """Bounded, with a code that no controller tries again; the record does not stay "running"."""
     job = scripted(wait=2)
     log = job.start(0)
     assert job.ended(0) == pod.UNAVAILABLE
@@ -120,6 +121,7 @@ def test_a_pod_that_does_not_come_is_named(scripted, tmp_path):
 
 
 def test_a_rank_that_is_killed_is_started_again_with_all_others(scripted, tmp_path):
+    """The record says "interrupted" meanwhile; both pods stay."""
     job = scripted()
     log = job.start(0)
     job.start(1)
@@ -134,6 +136,7 @@ def test_a_rank_that_is_killed_is_started_again_with_all_others(scripted, tmp_pa
 
 @pytest.mark.nightly
 def test_another_exit_code_ends_all_pods_at_once(scripted, tmp_path, code=65):
+    """The job's own code, not torchrun's 1; pod 0 goes first."""
     job = scripted()
     log = job.start(0)
     job.start(1)
@@ -151,6 +154,7 @@ def test_another_exit_code_ends_all_pods_at_once(scripted, tmp_path, code=65):
 
 @pytest.mark.nightly
 def test_restarts_are_counted_and_used_up(scripted, tmp_path):
+    """Of a pod that is lost again and again; the record then says how to go on."""
     job = scripted(restarts=1, wait=60)
     log = job.start(0)
     job.start(1)
@@ -176,6 +180,7 @@ def test_restarts_are_counted_and_used_up(scripted, tmp_path):
     ],
 )
 def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wanted):
+    """The job's own exit code, or SIGTERM's with time to save; the operator restarts pods and counts."""
     job = scripted(nodes=1, once=None)
     log = job.start(0, python=PYTHON, TOPOFLIGHT_RESTARTS="2")
     eventually(lambda: job.ups(0) == 1, "the rank is up", 300)
@@ -250,12 +255,14 @@ def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(t
 
 
 def test_a_pod_that_is_stopped_is_given_up():
+    """Its node answers, so the connection stays; the ranks of pod 0 have ended well."""
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=(), wait=0.2)
     wires, _stopped = connected(1)
     assert watch(settings, wires, SimpleNamespace(poll=lambda **_: 0)) == ({0: 0}, {1})
 
 
 def test_connections_that_name_no_pod_are_bounded():
+    """A port scanner's, or what breaks the parser: pod 0 goes on."""
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=())
     with pod._listen(0) as listener:
         leader = pod.Pod(settings=settings)
@@ -281,6 +288,7 @@ def measured_pod(job, index, **environment):
 @pytest.mark.nightly
 @pytest.mark.netns
 def test_pods_measure_together_before_each_start_of_their_ranks(scripted, tmp_path):
+    """Real benchmark ranks, of both pods in one run, and again after a pod was lost."""
     job = scripted(measure=None)
     log = measured_pod(job, 0)
     measured_pod(job, 1)
@@ -310,6 +318,7 @@ def test_a_measurement_that_fails_ends_all_pods_and_no_rank_trains(scripted, tmp
 
 @pytest.mark.nightly
 def test_nccls_lines_reach_the_pods_log(scripted, tmp_path):
+    """Of this pod's files, of this start: what `logs POD | topoflight evidence -` reads."""
     host = os.uname().nodename.partition(".")[0]
     (tmp_path / "nccl").mkdir()
     (tmp_path / "nccl" / f"nccl.{host}.1.log").write_text("n1:1:1 [0] NCCL INFO of an earlier start\n")

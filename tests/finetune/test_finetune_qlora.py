@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
+    """A model in a folder, of whole 64-weight blocks."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -54,6 +55,7 @@ def test_base_weights_are_4_bit_and_only_adapters_train(base, prefix):
 
 
 def job(base, out, **settings):
+    """The command's words."""
     config = {
         "model_name_or_path": str(base), "tokenizer_name": "builtin:bytes", "use_peft": True, "lora_r": 8,
         "load_in_4bit": True, "dataset_rows": 64, "max_length": 48, "per_device_train_batch_size": 16,
@@ -67,6 +69,7 @@ def job(base, out, **settings):
 
 
 def test_the_job_trains_saves_resumes_and_loads(base, tmp_path):
+    """Loss falls; stopped half-way it ends at the same loss; adapter on 4-bit base and merged model load plainly."""
     whole = tmp_path / "whole"
     assert train.main(job(base, whole)) == 0
     record = json.loads((whole / "run.json").read_text())
@@ -95,6 +98,7 @@ def test_the_job_trains_saves_resumes_and_loads(base, tmp_path):
 
 
 def test_without_bitsandbytes_the_extra_is_named(base, tmp_path, monkeypatch, capsys):
+    """It is looked for before anything imports it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "bitsandbytes" else find(name, *more)

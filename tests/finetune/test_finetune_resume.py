@@ -20,6 +20,7 @@ JOB = Path(__file__).with_name("resume_job.yaml").read_text(encoding="utf-8")
 
 
 def start(folder, ranks, **layout):
+    """Start the job on so many ranks, as its own process group."""
     config = folder.parent / "job.yaml"
     config.write_text(JOB)
     argv = ["--config", str(config), f"output_dir={folder}", *(f"layout.{k}={v}" for k, v in layout.items())]
@@ -32,11 +33,13 @@ def start(folder, ranks, **layout):
 
 
 def ranks_of(folder):
+    """The processes of its ranks."""
     words = ((p, p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
     return [p for p, line in words if f"output_dir={folder}" in line and "torch.distributed.run" not in line]
 
 
 def lines(folder):
+    """What the runs so far have logged."""
     path = folder / "metrics.jsonl"
     return [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
 

@@ -38,6 +38,7 @@ UNKNOWN = "gloo: unknown: no connection is seen from both of its ends, as behind
     ],
 )  # fmt: skip
 def test_connections_between_ranks_are_told_with_their_interface(first, second, interfaces, told):
+    """Those of which two ranks hold the two ends."""
     others = [] if second is None else [GlooSeen(second, INTERFACES[1])]
     assert gloo_transports([GlooSeen(first, interfaces), *others]) == told
 

@@ -24,6 +24,7 @@ JOB = Path(__file__).with_name("survival_job.yaml").read_text(encoding="utf-8")
 
 
 def run_job(folder, *overrides, plan=None):
+    """Run the job in this process; returns exit code and run."""
     folder.mkdir(exist_ok=True, parents=True)
     config = folder.parent / "job.yaml"
     config.write_text(JOB)
@@ -44,12 +45,14 @@ def curve(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
+    """An uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     code, record = run_job(folder, "export_merged=true", "eval_strategy=epoch")
     return folder, code, record
 
 
 def test_a_run_ends_with_everything_written(whole):
+    """Loss fell, run complete, checkpoints limited, evaluation each epoch."""
     folder, code, record = whole
     assert code == 0
     assert (record["schema_version"], record["status"], record["exit_code"]) == (1, "complete", 0)
@@ -72,6 +75,7 @@ def test_left_away_or_null_are_what_transformers_makes_of_them(tmp_path):
 
 
 def test_adapter_and_merged_model_load_in_plain_transformers(whole):
+    """Base + adapter and the merged model give the same logits; the base alone does not."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -111,6 +115,7 @@ def test_sigterm_saves_and_the_next_run_ends_on_the_same_curve(whole, tmp_path):
 
 
 def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, tmp_path):
+    """Exit code 65; the checkpoint before still resumes."""
     folder = tmp_path / "out"
     assert run_job(folder, "max_steps=4")[0] == 0
     code, record = run_job(folder, "max_steps=12", "learning_rate=1e29", "save_steps=100")
@@ -138,6 +143,7 @@ def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_pat
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    """Exit code 74; no half checkpoint is left, the one before resumes once there is room."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3400k", "tmpfs", str(disk)], capture_output=True)
@@ -161,6 +167,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
 
 
 def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkeypatch):
+    """Exit code 76, before the first step, with the difference as its reason."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     plan = {
         "layout": {"world_size": 1, "micro_batch": 16, "precision": "fp32"},
@@ -174,6 +181,7 @@ def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkey
 
 
 def test_forecast_and_measurement_stand_side_by_side(tmp_path, capsys):
+    """One line per quantity, with the interval and whether it held; in the log of rank 0 too."""
     plan = {
         "layout": {"world_size": 1, "micro_batch": 16, "precision": "fp32"},
         "forecast": {
@@ -200,12 +208,14 @@ def test_forecast_and_measurement_stand_side_by_side(tmp_path, capsys):
     ],
 )
 def test_what_cannot_run_is_refused_with_its_reason(tmp_path, overrides, word):
+    """Exit code 2 and the setting's name."""
     code, record = run_job(tmp_path / "out", *overrides)
     assert code == ConfigError.code
     assert word in record["reason"]
 
 
 def test_a_second_run_does_not_mix_with_the_first(tmp_path):
+    """Another model, or a fresh start, in a folder with checkpoints is refused."""
     folder = tmp_path / "out"
     assert run_job(folder, "max_steps=2")[0] == 0
     assert run_job(folder, "lora_r=8")[0] == ConfigError.code

@@ -45,10 +45,12 @@ NORMS = 2e-4
 
 
 def training_of(method, world):
+    """A run on machines of eight H100s."""
     return TrainSpec(method=method, sequence_length=LENGTH, global_batch=max(64, 2 * world), engine="topoflight")
 
 
 def planned(model, method, world):
+    """The planner's numbers."""
     return plan(machines.cluster("p5.48xlarge", world // 8), (), model, training_of(method, world))
 
 
@@ -91,6 +93,7 @@ def stages(layout):
 
 
 def case_of(folder, name, method, layout, layers=None, stage=0):
+    """A case for the tracer."""
     model, layers = model_named(name), layers or layers_of(layout)
     home = folder / f"{name}-{layers}"
     if not home.exists():
@@ -106,6 +109,7 @@ def case_of(folder, name, method, layout, layers=None, stage=0):
 
 
 def traced(folder, cases):
+    """What the tracer says of each case, by name."""
     listed = folder / f"{len(list(folder.iterdir()))}.json"
     listed.write_text(json.dumps(cases))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -199,6 +203,7 @@ MADE_AGAIN = yaml.safe_load(Path(__file__).with_name("traced_layouts.yaml").read
 
 
 def test_what_is_made_again_and_gathered_again_is_counted(tmp_path):
+    """Recomputation sends again; what was given back after the forward pass travels again."""
     rows = MADE_AGAIN if WHOLE else MADE_AGAIN[1:8:2]
     made = [("Llama-3.1-8B", method, Layout(world_size=8, **more)) for method, more in rows]
     hold_all(tmp_path, made)
@@ -206,6 +211,7 @@ def test_what_is_made_again_and_gathered_again_is_counted(tmp_path):
 
 @pytest.mark.nightly
 def test_recommended_layouts_send_what_the_forecast_counts(tmp_path):
+    """Each is accepted, built as asked, and sends those bytes."""
     found = every()
     assert len(found) > 5 and {name for name, *_ in found} == {*MODELS}
     hold_all(tmp_path, found)

@@ -66,6 +66,7 @@ def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
                       "resume from the last checkpoint, if one was saved")],
 )  # fmt: skip
 def test_sigterm_is_passed_on_and_its_outcome_told(tmp_path, does, code, fate):
+    """75 only where the job saved; the handler of before is back."""
     before = signal.getsignal(signal.SIGTERM)
     done = ended(tmp_path, does)
     assert (done.exit_code, done.ending, done.killed) == (code, fate, False)
@@ -85,6 +86,7 @@ def test_a_job_that_runs_out_of_time_is_told_the_same_way(tmp_path):
 
 
 def test_a_job_that_ends_by_itself_was_not_cut_short(tmp_path):
+    """Its code stands, also where its record says nothing."""
     done = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
     assert (done.ending, done.cut_short) == ("the job ended with exit code 3", "")
 
@@ -105,6 +107,7 @@ SLOW = "time.sleep(1.5); pathlib.Path('{record}').write_text('{{\"exit_code\": 7
 
 @pytest.mark.parametrize("grace_seconds", [20, 1])
 def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
+    """Their launcher is not told to end while they do, and after the time all of it is ended, which is said."""
     ready, record = tmp_path / "ready", tmp_path / "run.json"
     job = JOB.format(stop=SLOW.format(record=record), ready=ready)
 

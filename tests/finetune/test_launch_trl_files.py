@@ -39,6 +39,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path) -> None:
+    """Ten epochs under FSDP in bf16 with full recomputation; the record holds the plan that the launcher wrote."""
     out = tmp_path / "out"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KUBE"))}
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*", "OMP_NUM_THREADS": "1",

@@ -29,6 +29,7 @@ TOKEN = "hunter2-hunter2-hunter2-hunter2"  # noqa: S105 - of this test
 
 @pytest.fixture
 def token_file(tmp_path, monkeypatch):
+    """The token as a volume of the pod holds it."""
     path = tmp_path / "token"
     path.write_text(TOKEN)
     monkeypatch.setenv("TOPOFLIGHT_AGENT_TOKEN_FILE", str(path))
@@ -69,6 +70,7 @@ def test_the_record_is_sent_with_the_token(note_of, tmp_path, monkeypatch):
 
 @each_row("status", [301, 302, 303, 307, 308, 403])
 def test_a_refusal_is_told_by_its_status_and_no_redirect_is_followed(note_of, status):
+    """Neither by the token nor by the record."""
     with answering() as (elsewhere, asked), answering((status, {"Location": elsewhere}, b"")) as (url, _):
         assert note_of(url).endswith(f"it answered {status}")
         assert asked == []
@@ -76,6 +78,7 @@ def test_a_refusal_is_told_by_its_status_and_no_redirect_is_followed(note_of, st
 
 @each_row("content", [None, b"", b"a b", b"a\r\nX-Other: b", b"\xff\xfe", b"t" * 20_000])
 def test_a_token_file_that_holds_none_sends_nothing(note_of, token_file, content):
+    """No header is made of it, and none of it is told."""
     token_file.unlink(missing_ok=True)
     if content is not None:
         token_file.write_bytes(content)
@@ -101,12 +104,14 @@ def test_an_address_name_or_port_that_cannot_be_is_a_note(note_of, url, words):
 
 
 def test_nobody_there_is_a_note(note_of):
+    """A node without an agent."""
     with socket.socket() as kept:  # and not listened on: nobody else can take the port meanwhile
         kept.bind(("127.0.0.1", 0))
         assert "refused" in note_of(f"http://127.0.0.1:{kept.getsockname()[1]}")
 
 
 def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(note_of):
+    """It takes the connection and says nothing, or a byte now and then for ever."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
         def trickle():
@@ -125,6 +130,7 @@ def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(note_of
 
 
 def test_only_rank_0_tells(note_of, monkeypatch):
+    """And nobody where no agent is named."""
     with answering() as (url, asked):
         assert note_of("") == ""
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
@@ -138,6 +144,7 @@ def test_only_rank_0_tells(note_of, monkeypatch):
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_a_job_s_record_stands_in_the_agents_runs(tmp_path, token_file):
+    """A real agent and a real job."""
     tokens, out = tmp_path / "tokens", tmp_path / "run"
     tokens.write_text(TOKEN + "\n")
     tokens.chmod(0o600)

@@ -31,6 +31,7 @@ RECORD = {
 
 
 def test_measurements_are_compared_with_the_forecast():
+    """What was not measured is unknown."""
     record = record_of(RECORD)
     step, memory = compare(record)
     assert (step.verdict, memory.verdict) == ("inside", "unknown")

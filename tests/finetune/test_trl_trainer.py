@@ -103,6 +103,7 @@ def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[in
 
 
 def test_public_recipes_are_accepted(at_hub: Hub, tmp_path: Path) -> None:
+    """Each is TRL's, with the reason; what the layout holds is not told twice."""
     wrong = []
     for name, row in RECIPES.items():
         plan, said = planned(tmp_path / name, row["settings"], "--machine", "p5.48xlarge")
@@ -124,6 +125,7 @@ def test_public_recipes_are_accepted(at_hub: Hub, tmp_path: Path) -> None:
 
 
 def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Path) -> None:
+    """All refusals of a file in one answer; a layout that TRL's trainer lacks; what only the built-in one makes."""
     whole = {"model_name_or_path": "own/llama", "dataset_name": "own/sums", "use_peft": True}
     wrong = []
     for settings, words, told in (
@@ -139,6 +141,7 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
 
 
 def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an unknown kind or with a broken line. Neither is a traceback."""
     from finetune import sft_trl
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

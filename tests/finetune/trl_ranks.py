@@ -25,6 +25,7 @@ def stopped(self, args, state, control, **words):
 
 
 def main(path, rank, world):
+    """All cases."""
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a thread started after the fork has no pool of torch's
     codes = []
     for case in json.loads(Path(path).read_text()):

@@ -98,6 +98,7 @@ def test_what_an_adapters_ids_say() -> None:
 @each_row("machine", ["mi300x", "mi325x"])
 @each_row("hosts", [1, 2])
 def test_what_rccl_serves_is_refused_and_not_guessed(machine: str, hosts: int) -> None:
+    """No plan of links, no environment, no layout: the answer says that nothing of it was measured."""
     cluster = machines.cluster(machine, hosts)
     gpus = [gpu for node in cluster.nodes for gpu in node.gpus]
     assert len(gpus) == 8 * hosts and all(gpu.compute_capability is None for gpu in gpus)

@@ -62,6 +62,7 @@ ONE_STEP = ("--set", "max_steps=1", "--set", "dataset_rows=8", "--set", "eval_st
     ids=lambda words: f"{words[0]} {words[-1]}".replace("/", ""),
 )
 def test_no_verb_imports_from_the_current_folder(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Each verb that starts Python, from a folder of such modules; the script has a module of its own beside it."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "helper.py").write_text("WORD = 'of its own folder'\n")
     (tmp_path / "own" / "train.py").write_text("import helper, torch\nprint(helper.WORD, torch.__version__)\n")

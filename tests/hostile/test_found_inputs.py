@@ -48,6 +48,7 @@ FOUND |= {what: (target, aliases(*made)) for what, (target, *made) in ROWS["alia
 
 @each_row("name", FOUND)
 def test_an_input_that_once_broke_a_reader_is_read_or_refused(name: str) -> None:
+    """A result, or the reader's own error; anything else comes out of here."""
     target, data = FOUND[name]
     check(targets()[target], data)
 

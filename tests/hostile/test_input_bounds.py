@@ -99,6 +99,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
 def test_too_much_is_refused_by_name(
     what: str, reader: Callable[[Path], object], error: type[Exception], refused: tuple[bytes, ...], tmp_path: Path
 ) -> None:
+    """Too large, too deep, too many: the reader's own error, with words in it."""
     path = tmp_path / ("config.json" if "config" in what else "input.json")
     for content in refused:
         path.write_bytes(content)
@@ -130,6 +131,7 @@ for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_0
 
 
 def zip_of(*files: tuple[str, bytes], kind: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """An archive of these files."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", kind) as archive:
         for name, content in files:
@@ -138,6 +140,7 @@ def zip_of(*files: tuple[str, bytes], kind: int = zipfile.ZIP_DEFLATED) -> bytes
 
 
 def test_an_archive_costs_no_more_than_its_files(tmp_path: Path) -> None:
+    """Bombs, damage and entries without end are refused; a bundle keeps the files of a host and no path beside them."""
     file = ("h/recording.json", b"{}")
     plain_zip, large = zip_of(file), ("h/recording.json", bytes(40 * MIB))
     entry = plain_zip.index(b"PK\1\2")
@@ -213,6 +216,7 @@ def test_the_bound_is_the_last_size_that_is_read(tmp_path: Path) -> None:
 
 
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
+    """A new target is thought about."""
     bounded = {
         "recording", "network_status", "baseline", "run", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",

@@ -45,6 +45,7 @@ def wanted_of(*extras: str) -> list[Requirement]:
 
 @each_row(("name", "extras"), rows("locks"))
 def test_a_lock_holds_what_pyproject_asks_for(name: str, extras: tuple[str, ...]) -> None:
+    """Every dependency is there, in a version that is allowed."""
     found = locked(name)
     for wanted in wanted_of(*extras):
         entry = found.get(canonicalize_name(wanted.name))
@@ -53,6 +54,7 @@ def test_a_lock_holds_what_pyproject_asks_for(name: str, extras: tuple[str, ...]
 
 
 def test_the_smaller_locks_are_parts_of_the_larger() -> None:
+    """One package has one version."""
     agent, finetune, image, dev, build = (locked(name) for name in LOCKS)
     for part, whole in ((agent, finetune), (finetune, image), (image, dev), (build, dev)):
         assert {name: version(entry) for name, entry in part.items()}.items() <= {
@@ -74,6 +76,7 @@ def test_torch_is_pinned_by_version_and_not_by_hash() -> None:
 
 
 def test_what_runs_here_is_what_is_locked() -> None:
+    """The environment of these tests was installed from the lock."""
     wrong = {}
     for name, entry in locked("dev").items():
         if entry.marker is not None and not entry.marker.evaluate(dict(default_environment())):

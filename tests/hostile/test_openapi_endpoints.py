@@ -44,12 +44,14 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 
 def endpoints() -> list[str]:
+    """Every operation of the document."""
     paths = create(State(lambda: (), interval_seconds=3600)).openapi()["paths"]
     return sorted(operation["operationId"] for methods in paths.values() for operation in methods.values())
 
 
 @cache
 def described(url: str) -> BaseSchema:
+    """The document that an agent serves."""
     import schemathesis  # two seconds, which only who runs this pays
 
     return schemathesis.openapi.from_url(f"{url}/openapi.json", headers=bearer())

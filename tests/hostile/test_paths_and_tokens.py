@@ -58,6 +58,7 @@ def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None
 
 @each_row("name", ["..", ".", "a/b", "a\0b", "", "x" * 129, "a\n", "../x"])
 def test_no_name_from_the_machine_leads_out_of_its_folder(name: str) -> None:
+    """What may become part of a path under /sys."""
     assert sysfs.NAME.fullmatch(name) is None
 
 
@@ -87,6 +88,7 @@ def test_no_http_door_opens_a_file(client: TestClient, tmp_path: Path) -> None:
 
 
 def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
+    """Page, metrics and JSON of a machine that calls itself a script, a metric and a document."""
     content = json.loads(path_of(MACHINE).read_text())
     content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
     record = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
@@ -106,6 +108,7 @@ ANY = st.text(max_size=60)
 @settings(max_examples=60, deadline=None)
 @given(words=st.lists(ANY, min_size=1, max_size=3), value=ANY, network=ANY, file=ANY)
 def test_manifests_hold_any_text_as_data(words: list[str], value: str, network: str, file: str) -> None:
+    """What is rendered reads back as exactly what was meant: no text opens a key, a document or a tag."""
     try:
         spec = JobSpec(
             name="job", image="i", nodes=2, processes_per_node=1, command=tuple(words), environment={"NCCL_X": value},
@@ -124,6 +127,7 @@ def test_manifests_hold_any_text_as_data(words: list[str], value: str, network: 
 @settings(max_examples=40, deadline=None)
 @given(value=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40))
 def test_values_stay_values_in_shell_and_env_lists(value: str) -> None:
+    """A value from a machine that calls its interface $(reboot) is set, not run."""
     setting = Setting(name="NCCL_SOCKET_IFNAME", value=value, reason=Reason(rule="r", evidence="e", source="s"))
     try:
         shell, listed = render_settings([setting], "shell"), render_settings([setting], "k8s")
@@ -142,6 +146,7 @@ def test_values_stay_values_in_shell_and_env_lists(value: str) -> None:
 
 
 def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
+    """A real agent at its most talkative; tokens in every place of a request; all of its output is searched."""
     tokens = token_file(tmp_path)
     port = resident.free_port()
     said = tmp_path / "said"

@@ -43,6 +43,7 @@ def test_the_image_holds_the_agent_and_little_else(agent_image: str) -> None:
 
 
 def test_the_bill_of_materials_names_what_is_installed(agent_image: str, tmp_path: Path) -> None:
+    """`make image` writes it beside the image, from the image's own packages."""
     mount = ("--volume", f"{ROOT / 'locks'}:/src/locks:ro")
     words = ("python", agent_image, "/src/locks/inventory.py", "--sbom", "/dev/stdout")
     document = json.loads(podman("run", "--rm", "--network", "none", *mount, "--entrypoint", *words).stdout)
@@ -113,6 +114,7 @@ def agent(agent_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_it_runs_as_the_daemonset_says(agent: Agent) -> None:
+    """User, read-only root, no capability and the limit are the manifest's, seen from inside and from the engine."""
     status = dict(
         line.split(":\t", 1)
         for line in podman("exec", agent.name, "cat", "/proc/1/status").stdout.splitlines() if ":\t" in line
@@ -131,6 +133,7 @@ def test_what_it_holds(agent: Agent) -> None:
 
 
 def test_every_endpoint_answers(agent: Agent) -> None:
+    """All reads of the OpenAPI document, none of them with a fault of the server."""
     paths = json.loads(resident.get(agent.port, "/openapi.json")[1])["paths"]
     for path in [name for name, verbs in paths.items() if "get" in verbs and "{" not in name]:
         status, body = resident.get(agent.port, path)
@@ -138,6 +141,7 @@ def test_every_endpoint_answers(agent: Agent) -> None:
 
 
 def test_every_verb_answers_from_inside(agent: Agent) -> None:
+    """`kubectl exec` of each probe, with the exit codes of a host without GPUs."""
     for words in VERBS:
         done = agent.run(words)
         assert done.returncode in (0, 4, 5), f"{words}: {done.returncode} {done.stderr[-800:]}"
@@ -155,6 +159,7 @@ def test_a_dozen_verbs_at_once_do_not_kill_it(agent: Agent) -> None:
 
 
 def test_it_comes_back_after_a_kill(agent: Agent) -> None:
+    """SIGKILL, started again: it answers; its state was on a volume."""
     podman("kill", "--signal", "KILL", agent.name)
     eventually(lambda: not agent.is_running() or answers(agent.port, "/readyz?wait=40"), "it ended or was restarted")
 

@@ -38,6 +38,7 @@ def network() -> Iterator[None]:
 
 
 def address(index: int) -> str:
+    """IPv4 of a pod."""
     return f"{SUBNET.rpartition('.')[0]}.{index + 10}"
 
 
@@ -81,11 +82,13 @@ def said_at(shared: Path, job: str, index: int) -> Path:
 
 
 def start(pod: dict[str, Any], maps: Sequence[dict[str, Any]], index: int, place: Path) -> None:
+    """Play one pod on the network."""
     place.write_text(yaml.safe_dump_all([*maps, pod]))
     podman("kube", "play", f"--network={BRIDGE}:interface_name=eth0,ip={address(index)}", str(place))
 
 
 def end(pod: str) -> tuple[int, str]:
+    """Wait for its container; its exit code and log."""
     code = int(podman("wait", f"{pod}-rank", timeout=END_SECONDS).stdout)
     done = podman("logs", f"{pod}-rank", check=False)
     return code, done.stdout + done.stderr
@@ -109,6 +112,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
 
 
 def rendered(*words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The Job that `launch` prints, and its ConfigMaps."""
     done = topoflight("launch", *JOB, *words, "--dry-run")
     assert done.exit_code == 0, done.output
     documents = list(yaml.safe_load_all(done.stdout))
@@ -117,6 +121,7 @@ def rendered(*words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def test_the_rendered_job_trains_after_its_gate(finetune_image: str, agent_image: str, shared: Path) -> None:
+    """Two pods: the agent's image judges in the init container, then the fine-tune's trains to its end."""
     job, maps = rendered("--image", finetune_image, "--preflight-image", agent_image)
     assert [one["image"] for one in job["spec"]["template"]["spec"]["initContainers"]] == [agent_image]
     for index in range(2):

@@ -103,6 +103,7 @@ def works(agent: Served) -> bool:
 
 
 def test_a_question_that_takes_too_long_is_ended_and_its_process_replaced(agent: Served) -> None:
+    """503 says so; the next question is answered by another process; everything else is served meanwhile."""
     assert cheap(agent, 2) == 200
     before = worker(agent)
     with ask(agent, "/endless") as one:
@@ -115,6 +116,7 @@ def test_a_question_that_takes_too_long_is_ended_and_its_process_replaced(agent:
 
 
 def test_one_more_than_may_wait_is_told_to_come_back(agent: Served) -> None:
+    """503 with Retry-After as a problem document; scrapes and probes do not wait behind questions."""
     asked = [ask(agent, f"/endless?number={number}") for number in range(MOST_WAITING + 1)]
     refused = select.select(asked, [], [], 60)[0]  # whichever came last: the others have no answer yet
     assert len(refused) == 1
@@ -127,6 +129,7 @@ def test_one_more_than_may_wait_is_told_to_come_back(agent: Served) -> None:
 
 
 def test_who_leaves_stops_the_computing(agent: Served) -> None:
+    """Those at work and those that wait; afterwards a question is answered."""
     asked = [ask(agent, f"/endless?number={number}") for number in range(3)]
     eventually(lambda: works(agent), "one of them is computed")
     for one in asked:
@@ -136,6 +139,7 @@ def test_who_leaves_stops_the_computing(agent: Served) -> None:
 
 
 def test_who_asks_the_same_shares_the_answer(agent: Served) -> None:
+    """More of them than there are places: it is one question."""
     asked = [ask(agent, "/endless?number=99") for _ in range(2 * MOST_WAITING)]
     answers = [read(one) for one in asked]
     assert all(b"longer than" in answer for answer in answers)
@@ -150,6 +154,7 @@ def test_an_error_of_ours_is_500_and_the_next_is_answered(agent: Served) -> None
 
 
 def test_a_process_that_is_killed_is_replaced(agent: Served) -> None:
+    """As where memory ends: who waits is told, and the next is answered."""
     with ask(agent, "/endless") as one:
         eventually(lambda: works(agent), "it is computed")
         process = worker(agent)
@@ -160,6 +165,7 @@ def test_a_process_that_is_killed_is_replaced(agent: Served) -> None:
 
 
 def test_where_memory_ends_the_worker_goes_first(agent: Served) -> None:
+    """And the scrape is scheduled before it."""
     assert cheap(agent, 9) == 200
     process = worker(agent)
     assert process is not None
@@ -175,6 +181,7 @@ def test_an_idle_process_ends_and_comes_back(agent: Served) -> None:
 
 
 def test_it_ends_with_the_agent(tmp_path: Path) -> None:
+    """In the middle of a question, whether the agent is told to end or killed."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         port = resident.free_port()
         with resident.process([sys.executable, "-c", AGENT, str(port), str(H100)], log=tmp_path / "log") as one:

@@ -30,6 +30,7 @@ def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: 
 
 @pytest.mark.timeout(900)
 def test_nothing_grows(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """From the first third of many scans and requests to the last."""
     root, environment = restored
     found = footprint.steady(tmp_path / "busy", root, environment, scans=40, requests=330)
     assert found.errors == 0

@@ -71,6 +71,8 @@ LONG = {
 
 
 def rows(table: str) -> Callable[[], list[tuple[bytes, Any]]]:
+    """Requests of a table, and what is expected of each."""
+
     def read_table() -> list[tuple[bytes, Any]]:
         found = []
         for text, wanted in rows_of(__file__)(table)().values():
@@ -121,6 +123,7 @@ def test_a_request_that_never_ends_is_closed(impatient: Served, start: bytes, an
 
 
 def test_a_client_that_does_not_read_is_let_go(impatient: Served) -> None:
+    """It asks for far more than the sockets hold and takes nothing."""
     before = impatient.descriptors()
     deaf = []
     for number in range(10):
@@ -134,6 +137,7 @@ def test_a_client_that_does_not_read_is_let_go(impatient: Served) -> None:
 
 @pytest.mark.parametrize("how", ["half-open", "reset"])
 def test_a_client_that_leaves_in_the_midst_is_let_go(impatient: Served, how: str) -> None:
+    """It shuts its side after half a request and keeps the socket; or it is killed while its answer comes."""
     before = impatient.descriptors()
     asked = get_of("/snapshot") if how == "reset" else get_of("/snapshot")[:-2]
     left = [connect(impatient.port, asked, HOSTILE) for _ in range(10)]
@@ -220,6 +224,7 @@ def test_without_descriptors_it_waits_and_does_not_spin(served: Served) -> None:
 
 
 def test_the_log_stays_short(impatient: Served) -> None:
+    """Hundreds of lines of nonsense are none in the log."""
     assert impatient.log is not None
     before = len(impatient.log.read_text().splitlines())
     for _ in range(300):

@@ -40,6 +40,7 @@ def client() -> TestClient:
 
 @each_row("path", STORED)
 def test_the_second_answer_is_the_first(client: TestClient, path: str) -> None:
+    """Byte for byte, compressed or not, until the next scan."""
     first, second = (client.get(path, headers={"Accept-Encoding": "identity"}) for _ in range(2))
     packed = client.get(path, headers={"Accept-Encoding": "br, gzip"})
     assert first.content == second.content == packed.content
@@ -53,6 +54,7 @@ def test_the_second_answer_is_the_first(client: TestClient, path: str) -> None:
 
 
 def test_a_scan_ends_it() -> None:
+    """A request after a scan reads that scan."""
     state = State(lambda: (scan(load(path_of())),), interval_seconds=3600)
     state.refresh()
     client = TestClient(create(state))
@@ -65,6 +67,7 @@ def test_a_scan_ends_it() -> None:
 
 
 def test_formats_do_not_mix(client: TestClient) -> None:
+    """By Accept and by query, each in every order."""
     for _ in range(2):
         assert client.get("/metrics", headers={"Accept": OPENMETRICS}).text.endswith("# EOF\n")
         assert "# EOF" not in client.get("/metrics", headers={"Accept": "text/plain"}).text
@@ -115,6 +118,7 @@ def taken(agent: Served) -> float:
 @pytest.mark.long
 @pytest.mark.parametrize("path", ["/nodes", "/cluster"])
 def test_many_clients_share_one_answer(cluster: Served, path: str) -> None:
+    """Each of them slow to read; the agent and its worker stay below the pod's limit, and others are served."""
     clients = [connect_deaf(cluster.port, get_of(path, "Connection: close")) for _ in range(CLIENTS)]
     highest = 0.0
 

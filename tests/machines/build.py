@@ -38,6 +38,7 @@ LOOPBACK = Netdev(name="lo", index=1, mtu=65536, mac="00:00:00:00:00:00", addres
 
 
 def gpu(bus_id: str, device: int, *, generation: int = 5, **more: Any) -> Dev:
+    """An NVIDIA 3D controller."""
     usual = {"class_code": 0x030200, "vendor": NVIDIA, "driver": "nvidia", "generation": generation}
     return Dev(bus_id=bus_id, device=device, **{**usual, **more})
 

@@ -195,10 +195,12 @@ MACHINES: dict[str, Callable[[Tree], Machine]] = {
 
 @cache
 def snapshot(name: str) -> Snapshot:
+    """The machine, built and scanned."""
     return snapshot_of(MACHINES[name])
 
 
 def snapshot_of(made: Callable[[Tree], Machine]) -> Snapshot:
+    """A machine of a test's own."""
     with build.built(made) as (host, _):
         return scan(host)
 

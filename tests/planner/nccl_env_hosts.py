@@ -21,10 +21,12 @@ GBIT = 1e9 / 8
 
 
 def settings(*given: Any, **more: Any) -> Recommendation:
+    """What is advised in a situation."""
     return environment.settings(situation(*given, **more))
 
 
 def interface(name: str, role: str, address: str = "10.0.0.1/24", **more: Any) -> Interface:
+    """An interface that is up and running."""
     addresses = (address,) if address else ()
     return Interface(**{"name": name, "role": role, "up": True, "running": True, "addresses": addresses, **more})
 
@@ -32,6 +34,7 @@ def interface(name: str, role: str, address: str = "10.0.0.1/24", **more: Any) -
 def port(
     name: str, *, layer: str = "InfiniBand", gbit: float = 400, gids: Sequence[Gid] = (), **more: Any
 ) -> RdmaDevice:
+    """A device with one port; `more` are members of either."""
     of_device = {"kind": "hca", "model": "ConnectX-7", "is_vf": more.pop("vf", None)}
     of_device |= {key: more.pop(key) for key in ("kind", "model", "driver") if key in more}
     of_port = {"state": "ACTIVE", "link_layer": layer, "rate_bytes_per_second": gbit * GBIT, **more}
@@ -40,6 +43,7 @@ def port(
 
 
 def pci(bus_id: str, class_code: int, vendor: int, *, driver: str | None = None, **more: Any) -> PciDevice:
+    """A PCI function."""
     return PciDevice(bus_id=bus_id, class_code=class_code, vendor_id=vendor, device_id=0x1000, driver=driver, **more)
 
 

@@ -40,6 +40,7 @@ NAMED = {"FSDP": FSDP, "PP": PIPELINE}
 
 
 def request(layout: Layout, ranks_per_node: int = 8, **train: Any) -> ExportRequest:
+    """A request for Llama-3-8B."""
     spec = TrainSpec(**{"method": "full", "engine": "deepspeed", **train})
     return ExportRequest(layout=layout, model=LLAMA, train=spec, ranks_per_node=ranks_per_node)
 
@@ -49,6 +50,7 @@ PUBLISHED = json.loads(Path(__file__).with_name("deepspeed_published.json").read
 
 
 def test_deepspeed_gives_the_published_configuration_back() -> None:
+    """Same job, same JSON, key by key and in its order."""
     layout = Layout(world_size=4, dp_shard=4, gradient_accumulation=4, checkpointing="full", offload="all",
                     reshard_after_forward=True)  # fmt: skip
     text = export("deepspeed", request(layout, 4))
@@ -57,6 +59,7 @@ def test_deepspeed_gives_the_published_configuration_back() -> None:
 
 
 def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
+    """The job's own reader settles on exactly the recommended layout."""
     for machine, nodes, train in (
         ("dgx-h100", 2, TrainSpec(method="full", global_batch=64, sequence_length=4096)),
         ("2xa40-roce", 2, TrainSpec(method="lora", global_batch=128, sequence_length=1024)),
@@ -89,6 +92,7 @@ def test_accelerate_reads_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_trl_names_are_those_of_training_arguments() -> None:
+    """Every key that is not TRL's or the model's is a field of transformers' TrainingArguments."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     data = yaml.safe_load(export("trl", request(FSDP, method="lora")))
     assert data["use_liger_kernel"] is FSDP.fused_cross_entropy
@@ -133,6 +137,7 @@ def test_transformers_trains_weights_in_the_type_that_they_were_loaded_in(dtype:
 
 
 def test_torchtitan_degrees_multiply_to_the_world_size() -> None:
+    """The TOML parses, and its degrees are the layout's."""
     layout = Layout(world_size=64, tp=4, pp=2, dp_shard=8, sequence_parallel=True, gradient_accumulation=4,
                     checkpointing="selective")  # fmt: skip
     data = tomllib.loads(export("torchtitan", request(layout, engine="torchtitan")))
@@ -145,6 +150,7 @@ def test_torchtitan_degrees_multiply_to_the_world_size() -> None:
 
 
 def test_megatron_arguments() -> None:
+    """Interleaving, sequence parallelism and the distributed optimizer, in its words."""
     words = export("megatron", request(PIPELINE, engine="megatron")).splitlines()
     assert set(words) >= {
         "--tensor-model-parallel-size 2", "--sequence-parallel", "--use-distributed-optimizer",
@@ -163,6 +169,7 @@ def test_megatron_arguments() -> None:
 def test_an_export_has_the_steps_of_the_forecast(
     form: str, train: dict[str, Any], steps: int | None, has: str, has_not: object
 ) -> None:
+    """However the length of the run was given; where it was not given no number is made up."""
     spec = TrainSpec(method="full", engine=form if form in ENGINES else "topoflight", global_batch=64, **train)
     answer = recommend(machines.cluster("dgx-h100", 2), (), model_named("Llama-3.1-8B"), spec)
     text = export(form, request_of(dataclasses.replace(answer, total_steps=steps), ranks_per_node=8))
@@ -174,11 +181,13 @@ def test_an_export_has_the_steps_of_the_forecast(
 def test_a_framework_that_cannot_is_refused_with_the_reason(
     name: str, layout: str | dict[str, Any], train: dict[str, Any], reason: str
 ) -> None:
+    """Never something else than what was asked for."""
     with pytest.raises(ExportError, match=reason):
         export(name, request(NAMED[layout] if isinstance(layout, str) else Layout(**layout), **train))
 
 
 def test_every_refusal_names_a_format_and_attributes_of_the_request() -> None:
+    """A list of precisions has all of eight bits."""
     for row in read_table(exports.__file__, "refusals.toml")["refusal"]:
         assert {*row["formats"]} <= {*FORMATS} and {*row} <= {"formats", "when", "unless", "why"}
         for name, wanted in {**row.get("when", {}), **row.get("unless", {})}.items():
@@ -187,6 +196,7 @@ def test_every_refusal_names_a_format_and_attributes_of_the_request() -> None:
 
 
 def test_unknown_format_and_empty_recommendation_are_errors() -> None:
+    """The message lists the formats, or says why there is nothing to export."""
     with pytest.raises(ExportError, match="format='docker': allowed are finetune"):
         export("docker", request(FSDP))
     train = TrainSpec(method="full", global_batch=8, sequence_length=4096)

@@ -37,10 +37,12 @@ CPU = Calibration(device="CPU", precision="fp32", gemm_flops_per_second=60e9, la
 
 
 def cluster() -> ClusterTopology:
+    """A node without GPUs."""
     return ClusterTopology(nodes=(NodeTopology(hostname="cpu", gpus=(), nics=(), pairs=(), cpu_count=2),))
 
 
 def test_measured_numbers_narrow_the_interval_and_are_named() -> None:
+    """The interval shrinks, and the inputs say what was measured."""
     model = model_named("tiny")
     plain = recommend(cluster(), (), model, TRAIN, ranks_per_node=2).chosen
     better = recommend(cluster(), (), model, TRAIN, calibration=CPU, ranks_per_node=2).chosen
@@ -50,6 +52,7 @@ def test_measured_numbers_narrow_the_interval_and_are_named() -> None:
 
 
 def test_a_slower_layer_is_a_slower_step() -> None:
+    """Half the speed of a layer is nearly twice the step."""
     half = replace(TIMING, forward_seconds=0.008, backward_seconds=0.012)
     fast, slow = (
         recommend(cluster(), (), model_named("tiny"), TRAIN, calibration=each, ranks_per_node=2).chosen.forecast
@@ -59,6 +62,7 @@ def test_a_slower_layer_is_a_slower_step() -> None:
 
 
 def test_a_measured_step_moves_every_forecast_as_far() -> None:
+    """A step that took 1.3 times its forecast: so do the others, whatever is chosen; and the interval narrows."""
     model, train = model_named("Llama-3.1-8B"), TrainSpec(global_batch=64)
     box = machines.cluster("dgx-h100")
     before = recommend(box, (), model, train).chosen
@@ -81,6 +85,7 @@ def test_a_measured_step_moves_every_forecast_as_far() -> None:
 
 
 def test_file_round_trip_and_errors(tmp_path: Path) -> None:
+    """What is written is read; a wrong file is refused by the field's name."""
     file = tmp_path / "calibration.json"
     file.write_text(json.dumps(plain.write(CPU)))
     assert load_calibration(file) == CPU
@@ -96,6 +101,7 @@ def test_file_round_trip_and_errors(tmp_path: Path) -> None:
 
 
 def test_another_device_or_precision_is_refused() -> None:
+    """A CPU's numbers are not a GPU's."""
     with pytest.raises(CalibrationError, match="'CPU'"):
         recommend(machines.cluster("dgx-h100"), (), model_named("GPT-2"), TrainSpec(), calibration=CPU)
     other = Calibration(device="NVIDIA H100 80GB HBM3", precision="fp16")
@@ -119,6 +125,7 @@ def test_this_host_is_measured_for_real() -> None:
 
 @pytest.mark.ranks
 def test_a_device_that_is_not_there_is_an_error_with_its_words() -> None:
+    """No invented numbers."""
     request = CalibrationRequest(
         hidden=64, ffn=64, heads=1, kv_heads=1, head_dim=64, tokens=64, sequence=64, device="cuda", precision="bf16"
     )
@@ -130,6 +137,7 @@ def test_a_device_that_is_not_there_is_an_error_with_its_words() -> None:
 
 
 def test_a_reduce_scatter_has_its_own_bandwidth() -> None:
+    """Measured half as fast as the all-gather, it takes so much longer; gathers keep theirs."""
     measured = tuple(
         Measurement(
             op=op, backend="gloo", bytes=1 << 24, ranks=(0, 1), hosts=("cpu", "cpu"), median_seconds=seconds,

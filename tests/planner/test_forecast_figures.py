@@ -49,6 +49,7 @@ def test_documents_cite_the_figures_of_the_page() -> None:
 
 
 def test_the_page_has_the_widths_that_ship() -> None:
+    """Written by one command."""
     kinds = tables(PAGE.read_text(encoding="utf-8"))["Width of the interval by the kind of job"]
     table = widths()
     for name, sigma in table.kinds.items():

@@ -46,6 +46,7 @@ def test_padding_makes_a_large_micro_batch_dearer_and_packing_does_not() -> None
 
 
 def test_memory_follows_the_longest_row_and_grows_with_batch_and_length() -> None:
+    """A micro-batch is padded to its longest row: what no row reaches is not held, and the longest row bounds it."""
     model, rows = model_named("Llama-3.1-8B"), ((100, 900), (249, 100))
     wrong = []
     for engine in ("topoflight", "trl", "deepspeed", "torchtitan", "megatron"):
@@ -90,6 +91,7 @@ def test_attention_in_packed_rows_follows_the_samples() -> None:
 
 
 def test_the_recommendation_takes_small_micro_batches_for_a_long_tail() -> None:
+    """What padding wastes is part of the choice."""
     model, box = model_named("Llama-3.2-1B"), machines.cluster("dgx-h100")
     even = TrainSpec(method="full", sequence_length=2048, length_histogram=((290, 1000),), global_batch=256)
     tail = replace(even, length_histogram=((100, 900), (2000, 100)))
@@ -99,5 +101,6 @@ def test_the_recommendation_takes_small_micro_batches_for_a_long_tail() -> None:
 
 @each_row("broken", [((0, 1),), ((1, -1),), ((1, True),), ((1.5, 2),), ((1, 2, 3),)])
 def test_broken_histograms_are_refused(broken: tuple[tuple[int, int], ...]) -> None:
+    """The row in question is in the message."""
     with pytest.raises(LengthsError, match="at least 1"):
         check_histogram(broken)

@@ -35,6 +35,7 @@ def slot(index: int, slot: float, running: float | None = None, link: str = "Gen
 
 
 def server(hostname: str, *gpus: GpuNode) -> NodeTopology:
+    """Without NVLink."""
     return NodeTopology(hostname=hostname, gpus=gpus, nics=(), pairs=())
 
 
@@ -59,6 +60,7 @@ def test_a_link_that_runs_below_its_slot_bounds_what_crosses_pcie() -> None:
 
 
 def test_the_narrowest_link_of_any_node_counts() -> None:
+    """Ranks wait for the slowest: the second node's GPU is named with its host."""
     first = server("a", slot(0, 24e9), slot(1, 24e9))
     second = server("b", slot(0, 24e9), slot(1, 24e9, 3e9, "Gen4 x2 of x16"))
     links = links_of(ClusterTopology(nodes=(first, second)))
@@ -66,6 +68,7 @@ def test_the_narrowest_link_of_any_node_counts() -> None:
 
 
 def test_offloading_is_forecast_over_the_probed_link() -> None:
+    """The part says which link; a quarter of the lanes takes longer than the figure assumed elsewhere."""
     train = TrainSpec(method="full", sequence_length=512, global_batch=8)
     at = Layout(world_size=2, dp_shard=2, offload="all", gradient_accumulation=4)
     gpus = slot(0, 24e9), slot(1, 24e9), slot(1, 24e9, 3e9, "Gen4 x2 of x16")
@@ -90,6 +93,7 @@ def test_an_nvlink_domain_stays_one_where_a_job_spans_several(machine: str, node
 
 
 def test_scanned_nodes_are_an_island_where_they_follow_each_other() -> None:
+    """Two domains of two nodes, in the order of the ranks or not; a node outside any domain."""
     one, other = (machines.cluster("gb300", 36).nodes[i] for i in (0, -1))
     alone = replace(one, gpus=tuple(replace(gpu, nvlink_domain=None) for gpu in one.gpus))
     for nodes, ranks in (((one, one, other, other), 8), ((one, other, one, other), 4), ((one, one, alone), 4)):

@@ -26,6 +26,7 @@ OURS = engine_named("topoflight")
 
 
 def in_fp32(layout: Layout) -> Layout:
+    """The same layout, computed in fp32."""
     return replace(layout, precision="fp32")
 
 

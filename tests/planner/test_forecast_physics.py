@@ -28,11 +28,13 @@ MODEL = model_named("Llama-3.1-8B")
 
 
 def links(nodes: int, network: float = 340 * GB) -> Links:
+    """8-GPU NVSwitch nodes."""
     outside = replace(RDMA, bytes_per_second=network) if nodes > 1 else None
     return Links(ranks_per_node=8, nodes=nodes, island_size=8, island=NVLINK, node=NVLINK, network=outside)
 
 
 def job(given: Links, train: TrainSpec = FULL, engine: str = "topoflight") -> Job:
+    """The model on H100s."""
     gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine)
     return Job(model=MODEL, train=train, links=given, rates=gpu_rates(gpu, train, runs, "bf16"), engine=runs)
 
@@ -66,6 +68,7 @@ def test_states_are_eighteen_bytes_per_weight_as_published() -> None:
 
 
 def test_a_slower_network_is_never_faster() -> None:
+    """Step time falls or stays with every step up in bandwidth, down to the compute."""
     layout = Layout(world_size=32, dp_shard=32, micro_batch=1)
     seconds = [step_parts(job(links(4, rate * GB)), layout).total for rate in (1, 3, 10, 30, 100, 300)]
     assert seconds == sorted(seconds, reverse=True)
@@ -73,6 +76,7 @@ def test_a_slower_network_is_never_faster() -> None:
 
 
 def test_hsdp_keeps_the_gathers_inside_the_node() -> None:
+    """On a slow network sharding within the node beats sharding over all of it."""
     given = job(links(4, 5 * GB))
     flat = step_parts(given, Layout(world_size=32, dp_shard=32, micro_batch=2))
     hybrid = step_parts(given, Layout(world_size=32, dp_shard=8, dp_replicate=4, micro_batch=2))
@@ -81,6 +85,7 @@ def test_hsdp_keeps_the_gathers_inside_the_node() -> None:
 
 
 def test_more_micro_batches_shrink_the_bubble_as_p_minus_1_over_v_m() -> None:
+    """(p - 1) / (v m) of the ideal time."""
     given = job(links(1), engine="megatron")
 
     def share(micro_batches: int, virtual: int) -> float:
@@ -95,6 +100,7 @@ def test_more_micro_batches_shrink_the_bubble_as_p_minus_1_over_v_m() -> None:
 
 
 def test_recomputation_costs_a_forward_pass_and_saves_activations() -> None:
+    """Full checkpointing: a third more compute, a fraction of the memory."""
     given = job(links(1))
     none = Layout(world_size=8, dp_shard=8, micro_batch=2)
     full = replace(none, checkpointing="full")
@@ -306,6 +312,7 @@ def test_with_full_checkpointing_logits_and_a_remade_layer_never_meet() -> None:
 
 
 def test_adapters_are_sharded_like_the_weights() -> None:
+    """FSDP divides adapters, their gradients and states by the shard group."""
     train = TrainSpec(sequence_length=512, lora_rank=256)
     engine = engine_named("topoflight")
     one = memory_parts(MODEL, train, Layout(world_size=1), engine)
@@ -316,6 +323,7 @@ def test_adapters_are_sharded_like_the_weights() -> None:
 
 
 def test_an_optimizer_in_the_backward_pass_leaves_one_gradient() -> None:
+    """The head's is the largest of them."""
     engine = Engine(name="torchtune", adapter_bytes=2.0, ends_apart=True)
     layout = Layout(world_size=1, checkpointing="full", fused_cross_entropy=True)
     parts = memory_parts(MODEL, replace(FULL, optimizer_in_backward=True), layout, engine)

@@ -28,6 +28,7 @@ TABLES: Table = yaml.safe_load(Path(__file__).with_name("published_rows.yaml").r
 
 
 def score(folder: Path, rows: list[dict[str, str]]) -> str:
+    """What the benchmark prints of these rows."""
     file = folder / "rows.csv"
     names = list(dict.fromkeys(name for row in rows for name in row))
     with file.open("w", newline="", encoding="utf-8") as out:
@@ -47,16 +48,19 @@ def cells(printed: str, title: str, source: str) -> list[str]:
 
 
 def read(row: dict[str, str]) -> Row:
+    """One row through the reader."""
     return read_row({**BASE, **row})
 
 
 def test_one_row_is_scored(tmp_path: Path) -> None:
+    """A row with a throughput gets an error, its interval is judged."""
     done = score(tmp_path, [BASE])
     assert cells(done, "Rows", "a table")[:3] == ["1", "0", "1"]
     assert cells(done, "Step time", "a table")[0] == "1"
 
 
 def test_what_the_reader_cannot_place_is_counted_under_its_reason(tmp_path: Path) -> None:
+    """Never skipped in silence: a column of its own, and the reason of each."""
     rows = [
         BASE,
         {**BASE, "gpu": "Cerebras WSE-3"},

@@ -23,6 +23,7 @@ GB = 1e9
 
 
 def links(*, ranks: int, nodes: int, inside: float, network: float | None, island: int = 1, name: str = "TCP") -> Links:
+    """Measured bandwidths, bytes/s."""
     speed = Speed(bytes_per_second=inside, how="measured", link="NVLink" if island > 1 else "PCIe")
     outside = Speed(bytes_per_second=network, how="measured", link=name) if network else None
     return Links(ranks_per_node=ranks, nodes=nodes, island_size=island, island=speed, node=speed, network=outside)
@@ -40,6 +41,7 @@ ARTICLE_LAYOUT = Layout(world_size=4, dp_shard=4, micro_batch=32, checkpointing=
 
 
 def planned_over(network: float, name: str) -> Planned:
+    """The job over one network."""
     given = links(ranks=2, nodes=2, inside=10 * GB, network=network, name=name)
     return plan(machines.cluster("2xa40-roce", 2), (), model_named("Llama-3.1-8B"), ARTICLE, links=given)
 
@@ -82,6 +84,7 @@ def test_on_the_slow_network_more_sequences_per_step_is_the_advice_and_with_rdma
 
 
 def test_a_slow_network_changes_the_layout_that_is_recommended() -> None:
+    """What crosses the slow link every micro-batch is not what is recommended there."""
     slow = links(ranks=2, nodes=2, inside=10 * GB, network=1.2 * GB, name="OVN")
     answer = recommend(machines.cluster("2xa40-roce", 2), (), model_named("Llama-3.1-8B"), ARTICLE, links=slow)
     assert answer.chosen.layout.dp_shard <= 2

@@ -24,11 +24,13 @@ from topology.graph import ClusterTopology, NodeTopology
 
 
 def cpu_cluster(cpus: int = 2) -> ClusterTopology:
+    """A node without GPUs."""
     node = NodeTopology(hostname="cpu", gpus=(), nics=(), pairs=(), cpu_count=cpus)
     return ClusterTopology(nodes=(node,))
 
 
 def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
+    """Two ranks without a GPU: a layout that the fine-tune runs, with a wide interval."""
     train = TrainSpec(global_batch=8, sequence_length=128)
     answer = recommend(cpu_cluster(), (), model_named("tiny"), train, ranks_per_node=2)
     layout, seconds = answer.chosen.layout, answer.chosen.forecast.step_seconds
@@ -41,6 +43,7 @@ def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
 
 @each_row(("machine", "nodes"), [("p5.48xlarge", 4), ("2xa40-roce", 2), ("4xl40s", 1)])
 def test_catalogue_machines_get_a_layout_and_every_rejection_a_reason(machine: str, nodes: int) -> None:
+    """What-if answers name rule and reason for all that was turned down."""
     answer = recommend(machines.cluster(machine, nodes), (), model_named("Llama-3.1-8B"), TrainSpec(global_batch=128))
     assert answer.chosen.forecast.memory_bytes.mid < (answer.chosen.forecast.capacity_bytes or 0)
     assert answer.rejected
@@ -48,6 +51,7 @@ def test_catalogue_machines_get_a_layout_and_every_rejection_a_reason(machine: s
 
 
 def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:
+    """Errors name the setting, the value and what is allowed."""
     cluster = machines.cluster("dgx-h100")
     with pytest.raises(ValueError, match=r"engine=.keras.*topoflight"):
         recommend(cluster, (), model_named("GPT-2"), TrainSpec(engine="keras"))
@@ -63,6 +67,7 @@ def found(machine: str, nodes: int, model: str, train: TrainSpec) -> list[Candid
 
 
 def test_experts_are_divided_without_a_global_batch() -> None:
+    """Expert parallelism is among what is tried for an engine that has it, whatever sharding it has."""
     for engine in ("megatron", "torchtitan"):
         best = found("dgx-h100", 8, "Mixtral-8x7B", TrainSpec(method="full", sequence_length=4096, engine=engine))
         assert min(best, key=lambda candidate: candidate.seconds).layout.ep > 1, engine
@@ -205,6 +210,7 @@ def test_a_named_layout_that_does_not_fit_has_the_options_of_one_that_does() -> 
 
 
 def test_what_a_question_says_in_vain_is_said_back() -> None:
+    """Rows that are cut, and a release of NCCL that nobody knows."""
     train = TrainSpec(sequence_length=2048, length_histogram=((100, 10), (9000, 5)))
     answer = recommend(
         machines.cluster("p5.48xlarge"), (), model_named("Llama-3.1-8B"), train, nccl_version=(99, 99, 0)
@@ -218,6 +224,7 @@ TRAIN = TrainSpec(method="lora", sequence_length=2048, global_batch=32)
 
 
 def recommended(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN) -> Recommendation:
+    """What is recommended on one recording."""
     found = host(name)
     node = build(found)
     ranks = None if node.gpus else 2

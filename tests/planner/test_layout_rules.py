@@ -30,6 +30,7 @@ def question(
     engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu: bool = True, quantised: str = "",
     **train: Any,
 ) -> Question:  # fmt: skip
+    """A question about four 8-GPU nodes."""
     named = model_named(model)
     return Question(
         model=replace(named, quantised=quantised or named.quantised),
@@ -51,6 +52,7 @@ SLIDING = replace(
 def test_each_rule_forbids_what_it_names(
     rule: str, engine: str, settings: dict[str, Any], layout: dict[str, Any], says: str
 ) -> None:
+    """The named rule is the one that answers, with the number in question."""
     reason = dict(RULES)[rule](question(engine, **settings), Layout(**layout))
     assert reason is not None
     assert says in reason
@@ -58,6 +60,7 @@ def test_each_rule_forbids_what_it_names(
 
 @each_row(("experts", "ranks"), [(2, 8), (4, 8), (16, 16), (32, 32)])
 def test_every_degree_that_divides_the_experts_is_tried(experts: int, ranks: int) -> None:
+    """Inside the fast domain or not: what is named is found."""
     train = TrainSpec(method="full", sequence_length=4096, global_batch=64, engine="megatron")
     planned = plan(machines.cluster("p5.48xlarge", ranks // 8), (), model_named("gpt-oss-20b"), train)
     assert search(planned, {"ep": experts}).best
@@ -72,6 +75,7 @@ def test_every_degree_that_divides_the_experts_is_tried(experts: int, ranks: int
     ],
 )
 def test_what_no_degree_changes_is_said_of_every_layout(model: str, settings: dict[str, Any], says: str) -> None:
+    """One reason, and not the same one for each degree."""
     train = TrainSpec(**{"method": "full", **settings})
     found = search(plan(machines.cluster("p5.48xlarge", 2), (), model_named(model), train))
     assert ([row.what for row in found.rejected], found.best) == (["every layout"], [])
@@ -84,6 +88,7 @@ DDP = Layout(world_size=8, dp_replicate=8, sharding="ddp")
 
 
 def on(capability: tuple[int, int], engine: str = "megatron") -> Question:
+    """The question on GPUs of this compute capability."""
     return replace(question(engine), compute_capability=capability)
 
 
@@ -110,6 +115,7 @@ def on(capability: tuple[int, int], engine: str = "megatron") -> Question:
     ],
 )  # fmt: skip
 def test_the_first_rule_that_a_layout_breaks(asked: Question, layout: Layout, says: tuple[str, ...]) -> None:
+    """Its name and reason; none where the layout is allowed."""
     broken = first_broken(asked, layout)
     assert bool(broken) == bool(says), broken
     assert [words for words in says if words not in ": ".join(broken or ())] == [], broken
@@ -117,6 +123,7 @@ def test_the_first_rule_that_a_layout_breaks(asked: Question, layout: Layout, sa
 
 @each_row(("layers", "pp"), [(126, 8), (126, 16), (62, 4), (30, 4), (7, 4), (80, 8)])
 def test_uneven_stages_hold_every_layer_once(layers: int, pp: int) -> None:
+    """No stage is empty, none is fuller than an even split needs, and all layers are there."""
     stages = uneven_stages(layers, pp)
     if layers % pp == 0:
         assert stages == ()
@@ -139,6 +146,7 @@ def test_megatron_may_leave_the_first_and_the_last_chunk_without_layers() -> Non
 
 
 def test_a_layout_that_cannot_exist_is_never_built() -> None:
+    """Degrees that do not multiply to the world size are an error that names them."""
     with pytest.raises(LayoutError, match=r"world_size is 8$"):
         Layout(world_size=8, tp=3)
     with pytest.raises(LayoutError, match="ep is no factor, its groups lie inside dp_shard x cp x tp: name dp_shard=4"):
@@ -146,6 +154,7 @@ def test_a_layout_that_cannot_exist_is_never_built() -> None:
 
 
 def test_offloading_needs_host_memory_that_is_known_and_enough() -> None:
+    """A 70B full fine-tune on 8 GPUs goes to the host of a p5, and nowhere where the host is too small."""
     train = TrainSpec(method="full", sequence_length=2048, global_batch=8, engine="deepspeed")
     model = model_named("Llama-3.1-70B")
     large = recommend(machines.cluster("p5.48xlarge"), (), model, train)

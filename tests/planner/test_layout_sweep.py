@@ -16,6 +16,7 @@ TRAIN = TrainSpec(method="full", sequence_length=8192, global_batch=256, engine=
 
 
 def test_compare_puts_two_layouts_side_by_side() -> None:
+    """Every part of either, and the step last; a layout that breaks a rule says so."""
     planned = plan(machines.cluster("p5.48xlarge", 4), (), model_named("Llama-3.1-70B"), TRAIN)
     first = forecast_layout(planned, Layout(world_size=32, dp_shard=32, micro_batch=2, gradient_accumulation=4,
                                             checkpointing="full"))  # fmt: skip
@@ -40,6 +41,7 @@ def a40() -> tuple[Planned, RankedLayout]:
 
 
 def test_a_comparison_shows_the_layout_that_recommend_shows() -> None:
+    """What is not named is chosen in the same way: same micro-batch, same memory, same step, same global batch."""
     planned, chosen = a40()
     shape = chosen.layout
     named = {"dp_replicate": shape.dp_replicate, "dp_shard": shape.dp_shard, "tp": shape.tp, "pp": shape.pp}
@@ -52,12 +54,14 @@ def test_a_comparison_shows_the_layout_that_recommend_shows() -> None:
 
 
 def test_a_comparison_refuses_a_batch_that_does_not_divide() -> None:
+    """And names both numbers."""
     planned, _ = a40()
     with pytest.raises(LayoutError, match=r"global batch 64 .* micro_batch 3"):
         forecast_named(planned, {"dp_shard": 8, "micro_batch": 3})
 
 
 def test_the_frontier_holds_what_nothing_beats_in_time_and_money() -> None:
+    """Of the same tokens: a point that is beaten in both is not on it, and the fastest and the cheapest always are."""
     train = TrainSpec(method="full", sequence_length=2048, global_batch=512)
     prices = {"p5.48xlarge": 98.0, "p4d.24xlarge": 33.0}
     points = frontier(tuple(prices), (1, 4), (None,), model_named("Llama-3.1-8B"), train, tokens=1e9, prices=prices)
@@ -76,6 +80,7 @@ def test_the_frontier_holds_what_nothing_beats_in_time_and_money() -> None:
 
 
 def test_the_frontier_goes_over_networks_and_says_why_nothing_fits() -> None:
+    """A slower network is never faster, one node has none, and a 70B model does not fit on one p5."""
     model = model_named("Llama-3.1-70B")
     points = frontier(("p5.48xlarge",), (1, 4, 8), (None, "100G"), model, TRAIN, tokens=1e9, transport="tcp")
     assert [p.network for p in points] == ["-", *["catalogue", "100G tcp"] * 2]

@@ -68,6 +68,7 @@ def meant_for_retry(job: dict[str, Any], code: int) -> bool:
 
 
 def test_75_and_lost_pods_of_an_indexed_job_come_again_and_other_codes_end_it() -> None:
+    """A pod that went with its node is counted."""
     spec = manifests.APIS["job"](SPEC)[-1]["spec"]
     assert spec["backoffLimit"] == SPEC.restarts * SPEC.nodes
     assert [code for code in range(1, 256) if meant_for_retry(spec, code)] == [75, 137, 143]
@@ -94,6 +95,7 @@ def test_jobset_restarts_all_pods_and_the_jobs_own_codes_end_it(api: str) -> Non
 
 
 def test_a_pytorchjobs_operator_restarts_its_containers() -> None:
+    """And counts their restarts over all pods, with a claim or without."""
     for spec in (SPEC, replace(SPEC, claim=None)):
         (job,) = manifests.APIS["pytorchjob"](spec)
         assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"OnFailure"}
@@ -105,6 +107,7 @@ def test_a_pytorchjobs_operator_restarts_its_containers() -> None:
 
 @each_row("api", APIS)
 def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
+    """The names that each controller gives it; torchrun's own words follow."""
     command = command_of(manifests.APIS[api](SPEC))
     of_jobset = "sft-node-0-0.sft"
     meet = {"job": "sft-0.sft", "trainjob": of_jobset, "jobset": of_jobset, "pytorchjob": "sft-master-0"}[api]
@@ -172,6 +175,7 @@ def test_pods_meet_the_restricted_profile_but_for_what_rdma_needs(api: str, spec
 
 @each_row("api", APIS)
 def test_pods_of_one_job_are_kept_on_nodes_of_their_own(api: str) -> None:
+    """By the label that the job's controller gives its pods; a single pod needs none of it."""
     of_jobset = "jobset.sigs.k8s.io/jobset-name"
     label = {"job": "job-name", "trainjob": of_jobset, "jobset": of_jobset,
              "pytorchjob": "training.kubeflow.org/job-name"}[api]  # fmt: skip
@@ -274,6 +278,7 @@ def test_an_environment_for_pods_is_held_to_the_same() -> None:
 
 
 def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The administrator's machine is no node's pod, whatever its interfaces are called."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     documents, _ = launched("--nodes", "2", "--no-preflight", "--claim", "c")
     assert "SOCKET_IFNAME" not in str(documents)
@@ -296,6 +301,7 @@ def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
 
 
 def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
+    """A record without nvidia_peermem; the options answer."""
     words = ("--host", MACHINES / "sick-h100-no-peermem.json", "--network", "--claim", "c", "--model",
              "Qwen/Qwen2.5-0.5B", "--no-preflight")  # fmt: skip
     assert "--no-host-mofed if the network operator installs it" in launched(*words)[1]

@@ -29,6 +29,7 @@ NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
 def spec(count: int, **more: Any) -> network_manifests.NetworkSpec:
+    """Of as many interfaces."""
     names = tuple(f"ens{i}f0np0" for i in range(count))
     return network_manifests.NetworkSpec(**{"interfaces": names, "mtu_bytes": 9000, **more})
 
@@ -51,6 +52,7 @@ def node(
 
 
 def test_one_interface_is_as_it_always_was() -> None:
+    """No number in the name, the range and the gateway as given; InfiniBand alone has no network."""
     one = spec(1, range="8.8.8.0/24", gateway="1.1.1.1")
     assert one.rails() == (one,)
     documents = network_manifests.network(one)
@@ -63,6 +65,7 @@ def test_one_interface_is_as_it_always_was() -> None:
 
 @each_row("count", [2, 8])
 def test_each_interface_has_its_network(count: int) -> None:
+    """Numbered in the order of the interfaces, each on its own master, with the next addresses of the same size."""
     documents = network_manifests.network(spec(count, gateway="192.168.2.1", namespace="training"))
     made = of_kind(documents, "MacvlanNetwork")
     assert [d["metadata"]["name"] for d in made] == [f"rdmashared-net-{i + 1}" for i in range(count)]
@@ -81,6 +84,7 @@ def test_each_interface_has_its_network(count: int) -> None:
 
 
 def test_the_device_plugin_shares_all_rails_as_one_resource() -> None:
+    """One unit of it brings every HCA into the pod."""
     (policy,) = of_kind(network_manifests.network(spec(8)), "NicClusterPolicy")
     (shared,) = json.loads(policy["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
     assert shared["selectors"]["ifNames"] == [f"ens{i}f0np0" for i in range(8)]
@@ -88,6 +92,7 @@ def test_the_device_plugin_shares_all_rails_as_one_resource() -> None:
 
 @each_row(("given", "last"), rows("follow"))
 def test_ranges_follow_each_other(given: str, last: str) -> None:
+    """Of any size and family, up to the block's last one."""
     found = [rail.range for rail in spec(8, range=given).rails()]
     assert found[0] == given and found[-1] == last and len(set(found)) == 8
 
@@ -101,6 +106,7 @@ def test_ranges_end_with_the_private_block(given: str, why: str) -> None:
 
 @each_row("gateway", ["192.168.3.1", "fd00::1"])
 def test_a_gateway_is_the_first_ranges(gateway: str) -> None:
+    """So that the others' can be told from it."""
     with pytest.raises(JobError, match=f"gateway='{gateway}': must be within range='192.168.2.0/24'"):
         spec(2, gateway=gateway)
 
@@ -110,6 +116,7 @@ def interfaces(*snapshots: Snapshot) -> tuple[str, ...]:
 
 
 def test_every_rail_that_all_nodes_have_is_one() -> None:
+    """By their names."""
     assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
 
 
@@ -129,6 +136,7 @@ def test_no_macvlan_stands_on_a_bridges_member(link: Interface, kept: tuple[str,
 
 
 def test_the_only_interface_is_taken_as_it_is_and_management_beside_others_is_no_rail() -> None:
+    """There is no better one; and a slower port of another model NCCL is kept from too."""
     assert interfaces(node(rails=1, links=[interface("ens0f0np0", "host", "", master="ovs-system")])) == ("ens0f0np0",)
     slow = port("mlx5_9", layer="Ethernet", gbit=25, model="ConnectX-6 Lx", netdev="eno1")
     assert interfaces(node(rails=2, devices=[slow])) == ("ens0f0np0", "ens1f0np0")
@@ -136,6 +144,7 @@ def test_the_only_interface_is_taken_as_it_is_and_management_beside_others_is_no
 
 
 def test_ranges_that_a_node_is_on_are_told() -> None:
+    """With the interface and its network."""
     found = network_manifests.in_use(["10.1.0.0/24", "10.1.200.0/24"], [node(rails=2)])
     assert found == "10.1.0.0/24 (ens0f0np0 of a has 10.1.0.0/24)"
     assert network_manifests.in_use(["192.168.2.0/24"], [node()]) == ""
@@ -166,6 +175,7 @@ def environment(given: Recommendation) -> dict[str, str]:
 
 @each_row("rails", [2, 8, 12])
 def test_a_job_for_several_rails_is_told_what_its_pods_would_have_said(rails: int) -> None:
+    """Sockets on net1, every rail's HCA and no other, each ring on its rail, and all networks in their order."""
     storage = port(f"mlx5_{rails}", layer="Ethernet")
     nodes = [node(name, rails=rails, devices=[storage]) for name in "ab"]
     found = network_manifests.from_snapshots(nodes)
@@ -193,6 +203,7 @@ def attached(nodes: Sequence[Snapshot]) -> Recommendation:
 
 
 def test_hcas_are_listed_only_where_all_nodes_call_them_so_and_one_is_left_out() -> None:
+    """No list fits nodes that call them otherwise; the networks are theirs all the same."""
     other = host("b", rdma=[port(f"rocep{i}", layer="Ethernet", netdev=f"ens{i}f0np0") for i in range(2)])
     for second in (other, node("b", rails=2)):
         given = attached([node("a", rails=2), second])
@@ -222,6 +233,7 @@ def networked(recording: Path, *more: str) -> tuple[list[Document], str]:
 
 
 def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -> None:
+    """Annotation, environment and device of its pods; the networks whose addresses the node has are told."""
     documents, told = networked(four_rails, "--nodes", "2", "--namespace", "training")
     made = of_kind(documents, "MacvlanNetwork")
     assert [d["spec"]["master"] for d in made] == [f"ens{i}f0np0" for i in range(4)]
@@ -239,6 +251,7 @@ def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -
 
 
 def test_a_device_that_the_user_names_is_asked_for_alone(four_rails: Path) -> None:
+    """A cluster whose device plugin was there before."""
     documents, _ = networked(four_rails, "--nodes", "2", "--resource", "openshift.io/rails=4")
     (container,) = next(templates(of_kind(documents, "Job")))["spec"]["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4", "openshift.io/rails": "4"}
@@ -246,12 +259,14 @@ def test_a_device_that_the_user_names_is_asked_for_alone(four_rails: Path) -> No
 
 @each_row("more", [(), ("--nodes", "1")])
 def test_a_job_of_one_node_needs_no_network(four_rails: Path, more: tuple[str, ...]) -> None:
+    """The networks are printed, for the jobs to come."""
     documents, _ = networked(four_rails, *more)
     (job,) = of_kind(documents, "Job")
     assert "metadata" not in job["spec"]["template"] and len(of_kind(documents, "MacvlanNetwork")) == 4
 
 
 def test_one_rail_leaves_the_job_as_it_is() -> None:
+    """A record of one RoCE port: the network, and a job that says nothing of it."""
     documents, told = networked(MACHINES / "l40s-4x-pcie.json", "--nodes", "2")
     (job,) = of_kind(documents, "Job")
     assert "metadata" not in job["spec"]["template"]
@@ -318,6 +333,7 @@ def test_infiniband_is_shared_and_needs_no_second_network(machine: str) -> None:
 
 
 def test_a_node_with_both_shares_both() -> None:
+    """Storage over RoCE and compute over InfiniBand are two resources; the pod asks for one by name."""
     ports = (
         RdmaPort(port=1, state="ACTIVE", link_layer="Ethernet", netdev="ens8f0np0"),
         RdmaPort(port=2, state="ACTIVE", link_layer="InfiniBand"),
@@ -333,6 +349,7 @@ def test_a_node_with_both_shares_both() -> None:
 
 
 def test_efa_needs_none_of_it() -> None:
+    """And the error says so."""
     with pytest.raises(JobError, match="EFA needs none"):
         network_manifests.from_snapshots(snapshots([MACHINES / "aws-p4d-8xA100-4efa.json"], ALL))
 

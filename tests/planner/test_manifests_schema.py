@@ -39,17 +39,20 @@ SPEC = JobSpec(
 )  # fmt: skip
 NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
 
+SHARED_CLAIM = manifests.from_template("claim", name="shared", namespace="default", size="500Gi", storage_class="CLASS")
+
 
 def documents() -> list[dict[str, Any]]:
     """Everything we render, through YAML and back, as a user's kubectl would see it."""
     made = [d for api in manifests.APIS.values() for d in api(SPEC)]
     made += list(network_manifests.network(NETWORK))
-    made += [network_manifests.shared_claim(storage_class="ocs-storagecluster-cephfs")]
+    made += SHARED_CLAIM
     made += [manifests.config_map(SPEC, {"config.yaml": "a: 1\n"})]
     return list(yaml.safe_load_all(manifests.render(made)))
 
 
 def least_job(**given: Any) -> JobSpec:
+    """The least that a job is, and what is given."""
     least = {"name": "a", "image": "i", "nodes": 1, "processes_per_node": 1, "command": ("true",)}
     return JobSpec(**{**least, **given})
 
@@ -60,6 +63,7 @@ CORE = ("v1", "batch/v1", "resource.k8s.io/v1")
 @pytest.mark.long
 @pytest.mark.corpus
 def test_custom_resources_hold_no_field_their_api_would_drop(corpus: Path) -> None:
+    """The CRD's own schema, with unknown fields refused; those of eight rails too."""
     rails = network_manifests.network(replace(NETWORK, interfaces=tuple(f"ens{i}f0np0" for i in range(8))))
     judged, wrong = 0, []
     for document in [*documents(), *yaml.safe_load_all(manifests.render(rails))]:
@@ -108,6 +112,7 @@ def test_a_compute_domain_is_as_its_definition_has_it() -> None:
 
 @each_row("document", lambda: [d for d in documents() if d["apiVersion"] in CORE])
 def test_core_kinds_are_strictly_valid(document: dict[str, Any]) -> None:
+    """As the API server with strict field validation."""
     kubernetes_validate.validate(document, "1.35", strict=True)
 
 
@@ -124,6 +129,7 @@ def test_pod_templates_of_custom_jobs_are_valid_pods(api: str) -> None:
 
 
 def test_pytorchjob_carries_the_names_openshift_ai_documents() -> None:
+    """Container, annotation, resources and replicas of the documented RoCE job."""
     job = manifests.APIS["pytorchjob"](SPEC)[-1]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert job["spec"]["nprocPerNode"] == "2"
@@ -181,7 +187,7 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
     documents = (
         *network_manifests.network(network_manifests.from_snapshots(found)),
-        network_manifests.shared_claim(storage_class="CLASS"),
+        *SHARED_CLAIM,
     )
     head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":

@@ -49,6 +49,7 @@ def odd_configs(family: str, count: int) -> list[dict[str, Any]]:
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(family: str, tmp_path: Path) -> None:
+    """Read from the same config.json, as is; the model is built without memory."""
     torch = pytest.importorskip("torch", reason="the fine-tune extra is not installed")
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -100,6 +101,7 @@ def test_the_shape_and_the_layers_that_slide_are_what_transformers_says(family: 
 # that predict further tokens.
 @each_row(("name", "total"), rows("known"))
 def test_known_names_have_the_published_number_of_weights(name: str, total: int) -> None:
+    """The count is exact, so FLOPs and bytes start from the truth."""
     assert weights(model_named(name)).total == total
 
 
@@ -109,6 +111,7 @@ ON_THE_HUB = yaml.safe_load(Path(__file__).with_name("models_on_the_hub.yaml").r
 @pytest.mark.long
 @each_row("name", ON_THE_HUB)
 def test_a_known_name_is_what_its_config_json_describes(name: str) -> None:
+    """The table's row, the hub's config.json completed by transformers, and the model built of it."""
     torch = pytest.importorskip("torch", reason="the fine-tune extra is not installed")
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -170,6 +173,7 @@ def test_megatron_is_told_the_same_shape_or_refuses() -> None:
 
 @each_row("named", ["0", [0.5], [True], {"0": 1}, [None]])
 def test_dense_layers_that_are_no_list_of_numbers_are_refused(named: object) -> None:
+    """The message names the key."""
     config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     with pytest.raises(ModelError, match="mlp_only_layers"):
         model_from_config({**config, "vocab_size": 96, "mlp_only_layers": named})
@@ -182,16 +186,19 @@ LLAMA = {
 
 
 def test_lora_counts_the_adapters_of_all_seven_projections() -> None:
+    """As PEFT prints them of rank 16."""
     assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040
 
 
 @each_row(("change", "says"), rows("broken"))
 def test_broken_configs_name_the_key(change: dict[str, object], says: str) -> None:
+    """The message names the key and its value."""
     with pytest.raises(ModelError, match=says):
         model_from_config({**LLAMA, **change})
 
 
 def test_a_name_or_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    """A typing mistake is answered with the nearest names, garbage with the file's."""
     with pytest.raises(ModelError, match=r"Llama-3\.1-8B"):
         model_named("Llama-3.1-8C")
     assert model_named("qwen/qwen3-8b").hidden == model_named("Qwen3-8B").hidden
@@ -201,5 +208,6 @@ def test_a_name_or_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
 
 
 def test_quantised_weights_are_named() -> None:
+    """By the method that config.json names; the model that they were made from has none."""
     quantised = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     assert (model_from_config(quantised).quantised, model_from_config(LLAMA).quantised) == ("gptq", "")

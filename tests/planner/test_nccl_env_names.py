@@ -11,9 +11,8 @@ import pytest
 import yaml
 from rigs.tables import each_row, rows_of
 
-from planner.nccl_env import names as names_module
-from planner.nccl_env.environment import FORMATS, RenderError, render_settings
-from planner.nccl_env.names import (
+from planner import nccl_env as names_module
+from planner.nccl_env import (
     names,
     nearest,
     newest_read,
@@ -22,6 +21,7 @@ from planner.nccl_env.names import (
     plugin_of,
     replacement,
 )
+from planner.nccl_env.environment import FORMATS, RenderError, render_settings
 from planner.nccl_env.situation import Reason, Setting
 
 rows = rows_of(__file__)
@@ -30,6 +30,7 @@ REASON = Reason(rule="because", evidence="seen", source="read")
 
 
 def setting(name: str, value: str) -> Setting:
+    """A setting with some reason."""
     return Setting(name=name, value=value, reason=REASON)
 
 
@@ -37,6 +38,7 @@ AWKWARD = [setting("NCCL_NET", "AWS Libfabric"), setting("NCCL_IB_TC", "106"), s
 
 
 def test_table_is_whole() -> None:
+    """Every row is read, the well-known names are there, and release ranges make sense."""
     table = names()
     assert len(table) > 310
     assert {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_CROSS_NIC", "NCCL_ALGO"} <= set(table)
@@ -62,6 +64,7 @@ def test_replacements_exist_and_each_plugin_says_who_reads_its_names() -> None:
 
 @each_row(("name", "plugin"), rows("plugins"))
 def test_plugin_of(name: str, plugin: str) -> None:
+    """Names of plugins come first."""
     found = plugin_of(name)
     assert found is not None and found.plugin == plugin
 
@@ -106,6 +109,7 @@ def test_each_format_is_what_its_reader_takes() -> None:
 
 @each_row("bad", [setting("PET_NNODES", "2"), setting("A B", "1"), setting("NCCL_NET", "a\nB=c")])
 def test_what_no_format_can_carry_is_refused(bad: Setting) -> None:
+    """Reserved names, names that are none, and line breaks that would smuggle in a second setting."""
     for form in FORMATS:
         with pytest.raises(RenderError, match=bad.name.split()[0]):
             render_settings([bad], form)

@@ -77,6 +77,7 @@ def described(row: dict[str, Any], made: str, notes: list[str], usual: set[str])
 
 
 def test_golden_wraps(golden: Callable[..., None]) -> None:
+    """The lines of the user stay, but for additions in brackets; wrapping again changes nothing; names are unique."""
     head, rows = FILE.read_text(encoding="utf-8").partition("- what")[0], yaml.safe_load(FILE.read_text("utf-8"))
     results = [wrapped(row["text"], additions(row)) for row in rows]
     golden("wrapped.yaml", "\n---\n".join(made for made, _ in results), digest=True)
@@ -107,6 +108,7 @@ def test_what_cannot_be_wrapped_is_refused_with_its_reason(text: str, says: str)
 
 
 def test_the_gate_has_the_jobs_config_maps_and_shared_memory_beyond_the_limit_is_named() -> None:
+    """Secrets are no part of the gate; a volume that fits into the memory limit is not named."""
     for size, is_named in (("64Gi", True), ("16Gi", False)):
         text = yaml.safe_dump({"kind": "Job", "metadata": {"name": "a"}, "spec": {"template": {"spec": {
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}],
@@ -140,6 +142,7 @@ def test_an_edit_adds_and_never_changes() -> None:
 
 @each_row(("text", "made"), rows("brackets"))
 def test_a_collection_in_brackets_keeps_its_form(text: str, made: str) -> None:
+    """Characters are only added: in lines where the members are in lines, with quotes where they have them."""
     wanted = [{"a": [{"k": "v", "n": "2"}, {"m": "x y"}]}]
     assert extended(text, wanted) == made
     assert extended(text.replace("\n", "\r\n"), wanted) == made.replace("\n", "\r\n")
@@ -175,6 +178,7 @@ def test_a_command_says_what_it_trains(
 
 
 def test_accelerates_files_say_layouts_and_its_command_line_goes_over_them() -> None:
+    """FSDP alone leaves all ranks to data parallelism, beside degrees that the file names."""
     config = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n" \
              "parallelism_config: {parallelism_config_cp_size: 2, parallelism_config_dp_shard_size: 1}\n"  # fmt: skip
     said = read_command(["accelerate", "launch", "--config_file", "cp.yaml", "train.py"], {"cp.yaml": config}.get)

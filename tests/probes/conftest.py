@@ -20,6 +20,7 @@ import nvml_profile  # noqa: E402 - found through the line above
 
 @pytest.fixture(scope="session")
 def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the fake libnvidia-ml.so.1."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler (cc) to build the fake NVML with")
     return nvml_profile.build(tmp_path_factory.mktemp("nvml")).parent
@@ -27,6 +28,7 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recording() -> Callable[[str], dict[str, Any]]:
+    """A recording's content by its name."""
     return lambda name: json.loads((TESTS / "machines" / f"{name}.json").read_text(encoding="utf-8"))
 
 

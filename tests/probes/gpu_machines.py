@@ -22,6 +22,7 @@ H100, GB200, TITAN = "hgx-h100-8xH100-8hca", "gb200-nvl72-tray", "titan-rtx-2x-n
 
 @cache
 def recorded(name: str = H100) -> dict[str, Any]:
+    """A recording, which no test changes."""
     content: dict[str, Any] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
     return content
 

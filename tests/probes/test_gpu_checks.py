@@ -36,6 +36,7 @@ ALIKE = Gpu(
 
 
 def check(*gpus: Gpu, **facts: Any) -> list[Finding]:
+    """What is found of the GPUs, numbered in their order."""
     numbered = tuple(dataclasses.replace(gpu, index=n) for n, gpu in enumerate(gpus))
     found = GpuFacts(**{"driver_version": "550", "cuda_version": "12.4", "gpus": numbered, **facts})
     return list(PROBE.check(found))
@@ -48,6 +49,7 @@ def links(active: int, of: int, kind: str | None = None) -> dict[str, Any]:
 
 @each_row(("changes", "code", "severity"), rows("one_fault"))
 def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: str) -> None:
+    """Exactly the code that belongs to it, with evidence, and a remedy unless it is a note."""
     found = check(gpu_with(HEALTHY, changes))
     assert [(f.code, f.status) for f in found] == [(code, severity)]
     assert found[0].evidence
@@ -57,6 +59,7 @@ def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: 
 
 @each_row("changes", rows("usual"))
 def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None:
+    """An idle GPU's slow PCIe link above all."""
     assert check(gpu_with(HEALTHY, changes)) == []
 
 
@@ -135,6 +138,7 @@ def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault(
 
 
 def test_refused_p2p_is_one_finding_a_reason() -> None:
+    """Not one for each of 28 pairs."""
     ends = [(a, b) for a in range(8) for b in range(a + 1, 8)]
     for ancestor, severity in (("PIX", "fail"), ("SYS", "warn")):  # across the CPU NCCL goes by itself
         pairs = tuple(GpuPair(a=a, b=b, p2p_read="chipset_not_supported", ancestor=ancestor) for a, b in ends)
@@ -205,6 +209,7 @@ def test_a_gpu_or_a_driver_that_does_not_answer_has_no_links_and_no_sample_of_th
 
 
 def test_samples_carry_the_labels_of_dcgm_exporter_and_leave_out_the_unknown() -> None:
+    """No value where there is none."""
     unknown = GpuFacts(driver_version=None, cuda_version=None, gpus=(Gpu(index=0, bus_id="0000:1b:00.0"),))
     samples = {s.metric: s for s in PROBE.samples(unknown)}
     assert set(samples) == {"gpu_up", "gpu_info"}
@@ -230,6 +235,7 @@ def test_any_text_is_a_bus_id_or_none(text: str) -> None:
 
 @given(st.sets(st.integers(0, 511)))
 def test_a_cpu_mask_becomes_the_list_of_its_cpus(cpus: set[int]) -> None:
+    """As Linux prints lists."""
     words = [sum(1 << cpu % 64 for cpu in cpus if cpu // 64 == word) for word in range(8)]
     text = cpu_list(words)
     if not cpus:
@@ -261,6 +267,7 @@ def bus(
 def test_a_gpu_that_nvml_leaves_out(
     where: str, found: dict[str, Any], count: int, code: str, severity: str | None
 ) -> None:
+    """A missing one fails and is named; one that was given to others is told; none read is never fine."""
     findings = list(check_bus(bus(**found), set(EIGHT[:count]), count))
     worst = [(f.code, f.status) for f in findings if f.code == code]
     assert worst == ([(code, severity)] if code else []), (where, findings)

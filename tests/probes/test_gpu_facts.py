@@ -161,6 +161,7 @@ def test_p2p_that_is_switched_off_is_a_fault_on_a_mesh_too() -> None:
 
 
 def test_a_gpu_that_nvml_lists_has_its_driver() -> None:
+    """Whatever a part of sysfs shows; one that NVML does not list may have none."""
     content = changed(H100)
     bus = [gpu.bus_id for gpu in facts_of(content).gpus]
     for bus_id in bus:
@@ -215,6 +216,7 @@ def _whole_node() -> NodeTopology:
 
 @each_row(("model", "gpus", "sku"), rows("boards"))
 def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str | None) -> None:
+    """GB200 is no B200, and GH200 no H200."""
     node = _whole_node()
     renamed = dataclasses.replace(
         node, product=None, gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])

@@ -46,6 +46,7 @@ def _others(facts: GpuFacts, sick: int) -> list[object]:
 def test_the_same_facts_through_the_driver_library_as_from_the_recording(
     name: str, scanner_of: Callable[..., Scanner]
 ) -> None:
+    """Every symbol, structure and error code passes through ctypes unharmed."""
     replayed = facts_of(recorded(name))
     assert replayed.gpus
     assert _without_xids(_facts(scanner_of(name))) == _without_xids(replayed)
@@ -71,6 +72,7 @@ def test_an_h100_host_reads_as_its_data_sheet_says(scanner_of: Callable[..., Sca
 
 @pytest.mark.parametrize("symbol", ["nvmlDeviceGetHandleByIndex", "*"])
 def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Callable[..., Scanner]) -> None:
+    """Whichever call finds out that it is lost."""
     with scanner_of(H100, inject=f"{symbol}@gpu5=gpu_lost") as scanner:
         snapshot = scanner.scan()
     facts = snapshot.facts(GpuFacts)
@@ -80,6 +82,7 @@ def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Cal
 
 
 def test_nonsense_in_one_answer_leaves_the_other_gpus_alone(scanner_of: Callable[..., Scanner], tmp_path: Path) -> None:
+    """A driver that fills a structure with rubbish must not spread it."""
     replayed = facts_of(recorded())
     failures, spread = tmp_path / "failures", []
     failures.write_text("")
@@ -103,6 +106,7 @@ def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of: Call
 def test_a_call_that_hangs_or_crashes_fails_the_probe_by_its_name_and_is_repeated_after_a_pause(
     inject: str, words: str, call: str, scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The scans in between cost nothing, and the other probes answer all the while."""
     probes = (dataclasses.replace(BY_NAME["gpu"], timeout_seconds=3.0), BY_NAME["hostinfo"])
     with scanner_of(H100, inject=inject, probes=probes) as scanner:
         first = scanner.scan()
@@ -141,6 +145,7 @@ def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
 def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
     scanner_of: Callable[..., Scanner], tmp_path: Path
 ) -> None:
+    """What is kept between scans hides neither."""
     failures = tmp_path / "failures"
     failures.write_text("")
     with scanner_of(H100, inject=f"@{failures}") as scanner:
@@ -160,6 +165,7 @@ def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
 def test_the_library_is_found_where_the_node_has_it(
     scanner_of: Callable[..., Scanner], fake_nvml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Outside the loader's folders; what is there and is no library of this machine is passed over."""
     made = scanner_of(H100)
     monkeypatch.delenv("LD_LIBRARY_PATH")
     foreign = fake_nvml / "foreign"

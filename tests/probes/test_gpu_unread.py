@@ -88,6 +88,7 @@ def failing(symbol: str, name: str, link: int | None = None) -> Snapshot:
 
 @each_row("symbol", _symbols)
 def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str) -> None:
+    """Nothing else of this GPU or the others is lost, nothing is claimed, and its check is no pass."""
     healthy = facts_of(_healthy())
     snapshot = failing(symbol, SAYS_NOTHING)
     facts = facts_of(snapshot)
@@ -209,6 +210,7 @@ def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: st
 @each_row("name", ["UNKNOWN", "GPU_IS_LOST", "TIMEOUT", "NO_PERMISSION", "INVALID_ARGUMENT"])
 @each_row("link", [0, 7, 17])
 def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int) -> None:
+    """17 of 18 are up, of the last nothing is known: neither a failure nor a pass."""
     snapshot = failing("nvmlDeviceGetNvLinkState", name, link)
     facts = facts_of(snapshot)
     states = {one.link: one.active for one in facts.gpus[SICK].nvlinks}
@@ -224,6 +226,7 @@ def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int
 @each_row("symbol", ["nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType"])
 @each_row("machine", [H100, "polaris-4xA100-nv4", TITAN])
 def test_links_that_one_end_tells_are_links_though_the_other_end_is_silent(machine: str, symbol: str) -> None:
+    """Direct links are counted at the end that is known; through a switch the far end is not needed."""
     healthy = build(scan(RecordedHost(recorded(machine))))
     node = build(scan(FailingHost(recorded(machine), symbol, "UNKNOWN", gpu=1)))
     known = {(pair.a, pair.b): pair.label for pair in healthy.pairs}
@@ -233,6 +236,7 @@ def test_links_that_one_end_tells_are_links_though_the_other_end_is_silent(machi
 
 
 def test_a_count_that_fails_is_taken_from_the_bus() -> None:
+    """The GPUs answer all the same."""
     host = FailingHost(recorded(), "nvmlDeviceGetCount", "TIMEOUT", gpu=None)
     facts = facts_of(scan(host, (PROBE,)))
     assert [gpu.uuid for gpu in facts.gpus] == [gpu.uuid for gpu in facts_of(_healthy()).gpus]
@@ -258,6 +262,7 @@ def test_the_evidence_names_the_function_that_failed(
 
 
 def test_who_failed_is_kept_in_a_recording(scanner_of: Callable[..., Scanner]) -> None:
+    """The replay says the same."""
     with scanner_of(H100, inject=f"{HANDLE}@gpu2=no_permission") as scanner:
         live, content = scanner.capture()
     again = scan(RecordedHost(content), (PROBE,))
@@ -265,6 +270,7 @@ def test_who_failed_is_kept_in_a_recording(scanner_of: Callable[..., Scanner]) -
 
 
 def test_a_driver_that_was_unloaded_is_initialised_again(scanner_of: Callable[..., Scanner], tmp_path: Path) -> None:
+    """UNINITIALIZED in one scan is no state for ever."""
     failures = tmp_path / "failures"
     failures.write_text("nvmlDeviceGetTemperature=code:1")
     with scanner_of(H100, inject=f"@{failures}") as scanner:
@@ -276,5 +282,6 @@ def test_a_driver_that_was_unloaded_is_initialised_again(scanner_of: Callable[..
 
 
 def test_identity_is_a_code_of_the_probe() -> None:
+    """As is every other code that an unread question leads to."""
     assert IDENTITY in PROBE.codes
     assert {code for question in ("x", *_symbols()) for code in codes_of(question)} <= set(PROBE.codes)

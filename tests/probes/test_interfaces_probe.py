@@ -215,6 +215,7 @@ def wired(content: bytes, **more: object) -> str | None:
     ],
 )
 def test_switch_and_port_of_a_wire(content: bytes, neighbour: str | None) -> None:
+    """What names no one switch is left out."""
     assert wired(content) == neighbour
 
 
@@ -226,6 +227,7 @@ def test_file_of_another_interface_is_not_taken() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes(content: bytes) -> None:
+    """Bytes of a stranger end in a name or in nothing."""
     for each in (content, saved(frame()[:14] + content)):
         for found in map(lldp.neighbour, lldp.frames(each)):
             assert found is None or found.isprintable()

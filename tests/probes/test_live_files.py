@@ -32,6 +32,7 @@ def _plug(root: Path, device: str, bridge: str = "0000:00:01.0") -> None:
 
 
 def test_what_changes_is_seen_by_the_next_scan(tmp_path: Path) -> None:
+    """A narrower link, another device in the slot, another bridge above it."""
     _plug(tmp_path, "0x2330")
     host = LiveHost(str(tmp_path))
     host.begin_scan()
@@ -62,6 +63,7 @@ def test_what_changes_is_seen_by_the_next_scan(tmp_path: Path) -> None:
 
 
 def test_within_one_scan_two_probes_see_the_same(tmp_path: Path) -> None:
+    """A scan is one picture: the second question of a file is answered as the first."""
     _plug(tmp_path, "0x2330")
     host = LiveHost(str(tmp_path))
     host.begin_scan()
@@ -163,6 +165,7 @@ def test_lines_of_the_kernel_log_outlive_it() -> None:
 
 
 def test_a_kernel_log_that_may_not_be_read_is_an_error() -> None:
+    """And not an empty log."""
     try:
         found = LiveHost().kernel_log("no line of any kernel has these words in it")
     except OSError as error:

@@ -32,6 +32,7 @@ def link_modes(names: tuple[str, ...]) -> bytes:
 
 
 def test_the_fastest_of_the_named_modes_counts() -> None:
+    """Names that are no speed, and the speed of the moment, do not."""
     names = ("Autoneg", "FIBRE", "25000baseCR/Full", "400000baseCR8/Full", "100000baseSR4/Full", "RS")
     assert netlink.parse_modes(link_modes(names)) == {"speed_max_megabits": 400_000}
     assert netlink.parse_modes(link_modes(("Autoneg", "Pause"))) == {}
@@ -57,6 +58,7 @@ def test_the_ports_map_of_dscp_is_in_the_table_of_applications() -> None:
 
 @given(st.binary(max_size=200))
 def test_no_bytes_crash_the_reader(body: bytes) -> None:
+    """A driver's answer is taken as it comes."""
     assert isinstance(netlink.parse_modes(body), dict)
     assert isinstance(netlink.parse_pfc(body), dict)
 
@@ -83,6 +85,7 @@ MODE = attribute(0x4000 | 66, b"\x01")  # NLA_F_NET_BYTEORDER is not part of the
 
 
 def test_several_messages_share_a_datagram() -> None:
+    """And a cut one ends it without harm."""
     datagram = message(0x1401, NAMES) + message(0x1401, MODE) + message(3, bytes(4))
     assert [kind for kind, _ in netlink.messages(datagram)] == [0x1401, 0x1401, 3]
     assert [body for _, body in netlink.messages(datagram)][1] == MODE
@@ -91,6 +94,7 @@ def test_several_messages_share_a_datagram() -> None:
 
 @given(st.binary(max_size=512))
 def test_any_bytes_end(data: bytes) -> None:
+    """A kernel of next year must not hang or crash the scan."""
     for _, body in netlink.messages(data):
         list(netlink.pieces(body))
     assert dict(netlink.pieces(MODE)) == {66: b"\x01"} and list(netlink.pieces(data)) is not None

@@ -142,6 +142,7 @@ def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
 
 @each_row(("kind", "files", "mode"), rows("iommu"))
 def test_iommu_mode(kind: str | None, files: dict[str, Content], mode: str | None) -> None:
+    """By the device's group, else by the command line."""
     machine = switch(**({"group": ("7", kind)} if kind else {}))
     assert read_pci(machine.host(files=files)).iommu_mode == mode
 

@@ -46,6 +46,7 @@ def test_the_built_recordings_are_what_the_builder_writes() -> None:
 
 
 def test_a_recording_answers_as_the_host_did(tmp_path: Path) -> None:
+    """Answers and errors alike, through the file and back."""
     (tmp_path / "sys").mkdir()
     (tmp_path / "sys/value").write_text("7\n")
     (tmp_path / "sys/link").symlink_to("/sys/value")
@@ -134,6 +135,7 @@ def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
          ({"answers": {"nvml": {"x": 1}}, "hostname": "a", "captured_at": 1}, "answers.nvml")])],
 )  # fmt: skip
 def test_a_file_that_is_no_recording_is_refused_by_name(content: bytes, words: str, tmp_path: Path) -> None:
+    """The message names the file and what is allowed."""
     path = tmp_path / "node17.json"
     path.write_bytes(content)
     with pytest.raises(RecordingError, match="node17") as caught:
@@ -142,6 +144,7 @@ def test_a_file_that_is_no_recording_is_refused_by_name(content: bytes, words: s
 
 
 def test_gzip_is_read_like_plain_and_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
+    """Whatever the file is called; the system's own error says it best."""
     path = tmp_path / "packed.json"
     path.write_bytes(gzip.compress((MACHINES / f"{NAMES[0]}.json").read_bytes()))
     assert load(path).identity() == load(MACHINES / f"{NAMES[0]}.json").identity()
@@ -150,6 +153,7 @@ def test_gzip_is_read_like_plain_and_a_missing_file_is_a_missing_file(tmp_path: 
 
 
 def test_this_machine_is_captured_and_replayed(tmp_path: Path) -> None:
+    """`topoflight capture` end to end: every probe answers, and the replay finds what the live scan found."""
     with Scanner(probes=ALL) as scanner:
         snapshot, archive = scanner.capture("this machine")
     assert list(snapshot.outcomes) == [probe.name for probe in ALL]

@@ -37,6 +37,8 @@ rows = rows_of(__file__)
 
 
 def test_what_a_probe_does_becomes_an_outcome() -> None:
+    """Absent is not failed, and no error leaves the scan."""
+
     def absent(_host: Host) -> None:
         raise UnavailableError("no such thing here")
 
@@ -70,6 +72,7 @@ def test_resident_processes_import_neither_bindings_nor_converters(modules: str,
 
 
 def test_every_folder_of_a_probe_has_a_reader() -> None:
+    """The registry and the child name the same probes, each for its folder."""
     folders = {path.parent.name for path in Path(registry.__file__).parent.glob("*/read.py")}
     assert {probe.name for probe in ALL} == folders
     assert all(reader(probe.name).__annotations__["return"] == probe.facts.__name__ for probe in ALL)
@@ -77,6 +80,7 @@ def test_every_folder_of_a_probe_has_a_reader() -> None:
 
 @each_row("name", NAMES)
 def test_every_recorded_machine_is_read_judged_and_written(name: str) -> None:
+    """No probe fails, findings are whole and have codes that `explain` knows, and outcomes come back from JSON."""
     assert len(load(path_of(name)).content["source"]) > 40, "each file says where its facts come from"
     for finding in findings(snapshot(name)):
         assert finding.code in BY_NAME[finding.code.partition(".")[0]].codes, finding
@@ -91,6 +95,7 @@ def test_every_recorded_machine_is_read_judged_and_written(name: str) -> None:
 
 
 def test_a_failed_probe_is_an_unknown_finding() -> None:
+    """The gate can require a probe."""
     failed = with_outcomes(snapshot(), limits=Failed(error="ZeroDivisionError"))
     assert [(f.code, f.status) for f in failures(failed)] == [("limits.probe.failed", Status.UNKNOWN)]
 
@@ -113,6 +118,7 @@ def _gone(process: psutil.Process, seconds: float = 60.0) -> bool:
 
 
 def test_the_child_is_kept_between_scans_and_gone_after_close() -> None:
+    """One start, many scans."""
     scanner = Scanner(probes=(BY_NAME["limits"],))
     child = _child(scanner)
     assert _child(scanner).pid == child.pid
@@ -149,6 +155,7 @@ def _starts_nothing(scanner: Scanner, words: str) -> None:
 def test_a_child_that_cannot_start_fails_every_probe_once(
     code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A broken Python installation is said in words, and a fixed one works again."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Scanner(probes=(LIMITS, HOSTINFO)) as scanner:
@@ -158,6 +165,8 @@ def test_a_child_that_cannot_start_fails_every_probe_once(
 
 
 def test_a_child_that_the_system_refuses_fails_the_probes_and_not_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No program, no thread (as with a limit of processes) or no file is left."""
+
     def no_thread(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -253,11 +262,13 @@ def test_threads_may_share_a_scanner() -> None:
 
 
 def test_a_fact_without_a_plain_form_is_named() -> None:
+    """Nothing is lost silently."""
     with pytest.raises(TypeError, match="bytes"):
         json.dumps(outcome_to_json(Ok(facts=b"raw", seconds=0.0)))
 
 
 def test_unknown_fields_are_left_out() -> None:
+    """What a newer child says more does no harm."""
     data = outcome_to_json(snapshot().outcomes["limits"])
     data["facts"]["field_of_next_year"] = 1
     assert isinstance(outcome_from_json(BY_NAME["limits"], data), Ok)
@@ -265,6 +276,7 @@ def test_unknown_fields_are_left_out() -> None:
 
 @each_row(("outcome", "words"), rows("outcomes"))
 def test_an_outcome_that_does_not_fit_says_where(outcome: Any, words: str) -> None:
+    """The probe's name and the field."""
     with pytest.raises(OutcomeError, match="'limits'") as caught:
         outcome_from_json(BY_NAME["limits"], outcome)
     assert words in str(caught.value)

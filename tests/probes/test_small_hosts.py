@@ -20,6 +20,7 @@ from probes.worker import reader
 
 
 def said(row: dict[str, Any]) -> Any:
+    """The facts, the findings, and the codes that these facts cannot decide."""
     probe = BY_NAME[row["probe"]]
     try:
         facts = reader(probe.name)(DictHost(**row["host"]))
@@ -74,6 +75,7 @@ TABLES = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(e
 def host(
     status: str = UNPRIVILEGED, memlock: Any = (65536, 65536), files: Any = None, rdma: bool = True, **more: Any
 ) -> DictHost:
+    """A pod with an RDMA device and Docker's defaults."""
     device = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA"} if rdma else {}
     bounds = {"MEMLOCK": memlock, "NOFILE": (1024, 524288), "NPROC": (None, None)}
     shm = {"shm": (64 * MIB, 60 * MIB)}

@@ -24,11 +24,13 @@ Facts = TypeVar("Facts")
 
 
 def path_of(name: str = H100) -> Path:
+    """The recording's file."""
     return FOLDER / f"{name}.json"
 
 
 @cache
 def snapshot(name: str = H100) -> Snapshot:
+    """The scan of a recording."""
     return scan(load(path_of(name)), ALL)
 
 
@@ -83,6 +85,7 @@ def findings(found: Snapshot) -> tuple[Finding, ...]:
 
 
 def of_code(seen: View, code: str) -> list[Finding]:
+    """The checks of one code."""
     return [check for check in seen.checks if check.code == code]
 
 

@@ -79,6 +79,7 @@ def test_slurm_reads_the_topology_that_is_written(cluster: Slurm) -> None:
 
 
 def test_a_failed_check_drains_the_node_and_only_its_own_reason_is_lifted(cluster: Slurm) -> None:
+    """The finding is the reason; a pass resumes the node, but not one that an administrator has drained."""
     run = partial(check_health, cluster, "node02")
     expect(cluster.folder, "--expect gpus=8")
     every(cluster, 10)  # by slurmd itself, each time a preflight on each of three nodes
@@ -115,6 +116,7 @@ def every(cluster: Slurm, seconds: int) -> None:
 
 
 def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(cluster: Slurm) -> None:
+    """No job starts on a node whose check fails; what a job leaves in /dev/shm is written to the log."""
     expect(cluster.folder, "--expect gpus=8")
     number = cluster.run("sbatch", "--parsable", "-o", "/dev/null", "-w", "node01", "--wrap", "true").strip()
     eventually(lambda: cluster.node("node01") == "drained|Prolog error", "the prolog drains")
@@ -142,6 +144,7 @@ def test_the_prolog_drains_by_its_exit_code_and_the_epilog_notes_leftovers(clust
 
 
 def test_a_job_sees_the_limit_that_slurm_gives_it(cluster: Slurm) -> None:
+    """That of the shell that submits it, or of slurmd where slurm.conf leaves locked memory out."""
     config, before = cluster.folder / "slurm.conf", (cluster.folder / "slurm.conf").read_text()
     scan = shlex.join(["srun", "-w", "node01", sys.executable, "-m", "agent.cli", "scan", "-o", "json"])
     of_slurmd = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -195,6 +198,7 @@ def test_a_job_is_saved_queued_again_and_trained_to_its_end(cluster: Slurm, tmp_
 
 
 def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> None:
+    """The gate runs on both nodes before the ranks, and ends the job where a check fails."""
     path = tmp_path / "own.sbatch"
     ranks = "srun bash -c 'echo rank $PYTHONPATH $(env | grep ^TOPO)'"
     path.write_text(f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2\nset -eu\n{ranks}\n")
@@ -212,6 +216,7 @@ def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> 
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:
+    """It saves, and is not queued again."""
     output = tmp_path / "run"
     number = submitted(cluster, "--output", str(output))
     eventually(lambda: (output / "ranks").is_dir(), "the ranks start", 300)
@@ -248,6 +253,7 @@ def test_a_search_under_srun_names_the_bad_node_as_slurm_does(cluster: Slurm) ->
 
 
 def test_a_cancelled_benchmark_leaves_nothing(cluster: Slurm) -> None:
+    """Its ranks are processes of their own, which end with the job, too."""
     task = "srun --ntasks-per-node=1 " + load("bench", cluster.folder, "--budget", "500")
     words = ("--parsable", "--nodes=2", "-o", "/dev/null", "-D", str(ROOT), "--wrap", task)
     number = cluster.run("sbatch", *words).strip()
@@ -268,6 +274,7 @@ def processes_of(number: str) -> list[str]:
 
 
 def test_a_controller_that_does_not_answer_is_an_error(cluster: Slurm, tmp_path: Path) -> None:
+    """Every command that asks it ends and names it, nothing is submitted, and no node is changed."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = tmp_path / "slurm.conf"
         text = (cluster.folder / "slurm.conf").read_text()

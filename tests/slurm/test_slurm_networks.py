@@ -51,10 +51,12 @@ def commands(shared: Path) -> list[str]:
 
 
 def has_ended(cluster: Slurm, number: str) -> bool:
+    """Whether a job is over."""
     return cluster.job(number)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 
 def test_the_runs_of_the_tutorial_are_in_the_order_of_their_networks(tmp_path: Path) -> None:
+    """The commands run as a reader types them; the slower network has the longer step."""
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"}
     (tmp_path / "slurm").mkdir()
     with netns.hosts(2, default_rate="40mbit") as hosts, slurm_cluster(tmp_path / "slurm", hosts=hosts) as cluster:

@@ -45,6 +45,7 @@ rows = rows_of(__file__)
 
 
 def test_host_lists_are_written_and_read_as_slurm_does() -> None:
+    """Each list reads back as its hosts; what is none is refused with the part that is wrong."""
     for text, hosts in rows("lists")().items():
         assert (compress_host_list(reversed(hosts)), list(expand_host_list(text))) == (text, hosts), text
     for text, found in rows("read")().items():
@@ -60,6 +61,7 @@ LAUNCH = ("launch", "--api", "slurm", "--machine", "p5.48xlarge", "--nodes", "2"
 
 
 def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
+    """bash reads it; it contains the options, and each setting with its reason."""
     done = topoflight(
         *LAUNCH, "--output", tmp_path, "--exclude", "node[05-07],node9", "--time-limit", "2:00:00",
         "--partition", "gpu", "--sbatch", "account=physics", "--sbatch", "contiguous", "--require", "gpu.*",
@@ -106,6 +108,7 @@ def test_a_time_limit_is_read_as_sbatch_reads_it() -> None:
 
 
 def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
+    """Settings that the script has stay; the added lines are together, before the statement that starts ranks."""
     path, script = tmp_path / "job.sbatch", rows("script")()
     path.write_text(script)
     done = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
@@ -207,6 +210,7 @@ def test_a_signal_before_the_first_checkpoint_names_the_time_limit(tmp_path: Pat
 
 
 def test_a_job_gets_no_output_folder_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it waits for the end of the other job."""
     queue = f"echo '12 {tmp_path}/run/job.sbatch'; echo '13 {tmp_path}/run2/job.sbatch'"
     path = commands(tmp_path, squeue=queue, sbatch="echo 14")["PATH"]
     monkeypatch.setenv("PATH", path)
@@ -351,6 +355,7 @@ def test_a_job_that_the_gate_stopped_says_so(code: int, reason: str, line: str, 
 
 
 def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank and a recording have the name that slurmd gives them; other host names are without their domain."""
     (tmp_path / "ranks").mkdir()
     waits = topoflight("why", "--run", tmp_path)
     assert waits.exit_code == 5 and "no rank has written into" in waits.output and "init_process_group" in waits.output
@@ -421,6 +426,7 @@ def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path: Pat
 
 
 def rack(first: int, last: int, *leaves: str, clique: str = "") -> list[Placement]:
+    """Nodes that are wired alike."""
     numbers = range(first, last + 1)
     return [Placement(node=f"n{n:02d}", leaves=frozenset(leaves), clique=clique) for n in numbers]
 
@@ -431,6 +437,7 @@ TREE = ["SwitchName=leaf1 Nodes=n[01-04]", "SwitchName=leaf3 Nodes=n[05-06]", "S
 
 
 def test_topology_conf_is_written() -> None:
+    """Rails are one line; a node without LLDP is named."""
     tree, blocks = topology_conf(RAILS), topology_conf(NVL, has_blocks=True)
     assert [line for line in tree.splitlines() if not line.startswith("#")] == TREE
     assert "Unknown place, add them yourself: n07" in tree
@@ -440,6 +447,7 @@ def test_topology_conf_is_written() -> None:
 
 
 def test_a_node_is_placed_by_the_switches_of_its_rdma_ports() -> None:
+    """Not by that of its management port; the command writes the same."""
     recorded = snapshot()
     facts, rdma = recorded.facts(InterfacesFacts), recorded.facts(RdmaFacts)
     assert facts is not None and rdma is not None
@@ -456,6 +464,7 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports() -> None:
 def test_a_script_of_slurmd_ends_whatever_hangs(
     script: str, check: str, sinfo: str, logged: str, tmp_path: Path
 ) -> None:
+    """The check, the controller, or a process in a driver that no signal ends and that keeps the output open."""
     shutil.copytree(ROOT / "deploy" / "slurm", tmp_path, dirs_exist_ok=True)
     hangs = f"setsid sleep 600 & echo $! > {tmp_path}/pid\n{check}"
     environment = commands(tmp_path, topoflight=hangs, sinfo=sinfo)
@@ -487,6 +496,7 @@ def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: 
 
 
 def test_the_log_names_the_driver_call_that_hangs(tmp_path: Path) -> None:
+    """The node is not drained, because nothing is known of it."""
     answers = json.loads(path_of().read_text())["answers"]
     (tmp_path / "profile").write_text(nvml_profile.profile(answers["nvml"]))
     nvml_profile.restore_files(answers, tmp_path / "root")

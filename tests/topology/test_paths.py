@@ -68,6 +68,7 @@ def test_800g_nics_behind_gpus_of_their_own_switch_are_not_halved_by_the_hosts_l
     [("sick-h100-nvlink-missing", 8, "link"), ("sick-l40s-x4", 4, "link"), ("sick-h100-dead-hca", 8, "wire")],
 )
 def test_a_missing_link_lowers_what_is_and_not_what_should_be(machine: str, ranks: int, field: str) -> None:
+    """The sick node must not pass its own bar."""
     sick = node(machine)
     now, due = getattr(links(sick, ranks), field), getattr(links(sick, ranks, "as it should be"), field)
     assert now.high < due.low
@@ -85,6 +86,7 @@ def test_a_host_without_its_rdma_devices_is_held_to_no_socket() -> None:
 
 
 def test_more_ranks_than_gpus_have_no_link_that_is_known() -> None:
+    """Two ranks on one GPU meet in its memory."""
     one = replace(node("hgx-h100-8xH100-8hca"), gpus=node("hgx-h100-8xH100-8hca").gpus[:1])
     found = expected(joined([links(one, 2)], 2, nvls=True), "all_gather", 1 << 30, 2)
     assert isinstance(found, Unknown)
@@ -124,6 +126,7 @@ def test_a_matrix_without_a_model_gives_a_range() -> None:
 
 
 def test_a_node_tells_what_its_links_reach_and_a_catalogue_machine_too() -> None:
+    """With NCCL's plan beside it; where the speed of a link is not known the range alone."""
     for made, known in ((node("hgx-h100-8xH100-8hca"), True), (machines.get("p5.48xlarge"), True),
                         (machines.get("4xl40s"), False)):  # fmt: skip
         (found,) = [each for each in made.expectations if (each.scope, each.op) == ("node", "all_gather")]

@@ -62,6 +62,7 @@ def test_rails_islands_and_files_of_recorded_machines():
 
 
 def with_link(name, bus_id, **link):
+    """The node with one device's link as it is given."""
     whole = snapshot(name)
     facts = whole.facts(PciFacts)
     devices = tuple(replace(d, **link) if d.bus_id == bus_id else d for d in facts.devices)

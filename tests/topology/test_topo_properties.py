@@ -21,6 +21,7 @@ label = st.sampled_from([*GPU_LABELS, "SOC", "N/A"])
 
 @st.composite
 def nodes(draw):
+    """A node as a text matrix could hold it."""
     gpus = draw(st.integers(1, 9))
     nics = draw(st.integers(0, 4))
     cpu = draw(st.sampled_from([None, "0-31", "0-15,32-47", "0,2,4"]))

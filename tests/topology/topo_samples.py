@@ -18,4 +18,5 @@ NVSWITCH8 = ALL["eight GPUs behind NVSwitch"]
 
 @cache
 def topology(name: str) -> NodeTopology:
+    """One recording's topology."""
     return build(snapshot(name))

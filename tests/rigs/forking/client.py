@@ -31,6 +31,7 @@ def become(real, name, words):
 
 
 def main(real, place, name, words):
+    """Ask for a fork, and wait for its end."""
     if not is_forked(words):
         become(real, name, words)
     sys.path.insert(0, HERE)

@@ -57,6 +57,7 @@ def _recipe() -> str:
 
 
 def _run(*command: str | Path) -> None:
+    """Run a command; its words are in the error where it fails."""
     done = subprocess.run([*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2700)
     assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr[-2000:]}"
 
