@@ -25,7 +25,10 @@ FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
 
 
 @command("preflight")
-def preflight(forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None, **options: Any) -> None:  # fmt: skip
+def preflight(
+    forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Run the checks, write the results in each form, and exit with the verdict's code."""
     targets = [_target(form) for form in forms] or [("table", None)]
     from agent.advice.request import Request

@@ -323,10 +323,9 @@ def _cause_of(problem: LogProblem) -> Cause:
     numbers = [int(found[2] or found[3]) for found in rows]
     of = next(kind for kind in health.XID_CAUSES if any(health.xid_cause(xid) == kind for xid in numbers))
     drain = "drain the node, reset or reseat the GPU, and look at it with topoflight scan"
-    action = drain if of == "gpu" else cause.action
     places = dict.fromkeys(found[1].removeprefix("PCI:") if found[1] else f"of {found[4]}" for found in rows)
     message = f"GPU{'s' * (len(places) > 1)} {', '.join(places)}: {health.named_xids(numbers, of)}"
-    return replace(cause, message=message, action=action)
+    return replace(cause, message=message, action=drain if of == "gpu" else cause.action)
 
 
 def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
