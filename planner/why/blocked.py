@@ -410,6 +410,7 @@ class BlockedCalls:
         if busy and self.age < facts.limit:  # it has called ahead, and may yet come
             rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
             return not_yet(rows, facts.limit, self.waiting)
+        unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
         odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
         for rank in circle:
             mine, sides = waits[rank], dict[tuple[str, int], list[int]]()
@@ -420,6 +421,9 @@ class BlockedCalls:
                 both = self._members(rank, group) & self._members(rank, mine.call.group)
                 if len(others) > len(both) / 2 > 0:
                     odd[rank] = others
+        if unseen and not odd and self.age < 2 * STALL_SECONDS:  # the dumps of these ranks are about to come
+            rows = [f"whether {ranks_of(unseen)} entered is unknown; {self.wait}"]
+            return not_yet(rows, 2 * STALL_SECONDS, self.waiting)
         lines: dict[str, list[int]] = {}
         for rank in circle:
             line = f"in {describe(waits[rank].call)} for {ranks_of(sorted(waits[rank].missing))}{self._line_of(rank)}"

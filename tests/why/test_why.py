@@ -227,7 +227,7 @@ def in_order(of_rank: int) -> RunFacts:
     return of(rows, world=3)
 
 
-def circle(waits_in: str, *groups: tuple[int, ...], **state: Any) -> RunFacts:
+def circle(waits_in: str, *groups: tuple[int, ...], ago: float = 60.0, **state: Any) -> RunFacts:
     """Each rank waits in the first call of a group: rank 0 in that of the first letter. By default each group has all.
 
     `state` is that of rank 1. Small letters are calls that a rank makes only once the first one is over. Calls of the
@@ -237,7 +237,7 @@ def circle(waits_in: str, *groups: tuple[int, ...], **state: Any) -> RunFacts:
     members = {name: groups[n] if groups else everyone for n, name in enumerate(sorted({*waits_in.lower()} - {" "}))}
     traces, states = {}, {}
     for rank, names in enumerate(waits_in.split()):
-        calls = [replace(call(1, group=name.lower(), done=False, at=NOW - 60), record=n, started=n == 0,
+        calls = [replace(call(1, group=name.lower(), done=False, at=NOW - ago), record=n, started=n == 0,
                          is_ahead=name.isupper()) for n, name in enumerate(names)]  # fmt: skip
         traces[rank] = trace(rank, *calls, groups=members)
         more: dict[str, Any] = {"phase": "collective", "own": (f"train.py:{ord(names[0])} step",)}
@@ -474,6 +474,16 @@ def of_calls() -> Iterator[Row]:
         ("NCCL's calls, one of three has left one out", circle("BA A BA"), (1,), ("left out there, or",)),
     ):
         yield f"a circle: {what}", seen, "stuck", ranks, "call.circle", words
+    for ago, state in ((20.0, "fine"), (60.0, "stuck")):
+        seen = circle("b b a b", ago=ago)
+        yield (
+            "without the dump of one of the most there is no majority",
+            replace(seen, traces={rank: one for rank, one in seen.traces.items() if rank}),
+            state,
+            (),
+            "call.circle" * (ago > 30),
+            (),
+        )
     yield ("who has only called ahead may yet come", circle("b a b", phase="compute"), "fine", (), "",
            ("rank 1 computes", "a fault after 300 s"))  # fmt: skip
     yield ("in a call that the others have left", left_behind(call(44, "all_gather", done=False, at=NOW - 60)),
