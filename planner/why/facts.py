@@ -409,9 +409,8 @@ def ranks_of(ranks: Sequence[int]) -> str:
 
 
 def headline(error: str) -> str:
-    """The line that says that a disk is full; else the first line of an exception's message, and its last one."""
+    """The first line of an exception's message, and its last one."""
     lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
-    lines = [line for line in lines if _OWN_ERRORS["disk"].search(line)] or lines
     return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
 
 
