@@ -104,7 +104,7 @@ class BlockedCalls:
         self.waiting = tuple(sorted(rank for rank in self.waits if rank not in self.roots))
         by_file = not facts.states and any(one.written and not one.taken for one in traces.values())
         age = f", for {self.age:.0f} s" + by_file * " by the dumps' file times" if self.age > 0 else ""
-        self.wait = f"{source}: {self._describe(self.waiting)}{age}"
+        self.wait = f"{source}: {'; '.join(self._describe(self.waiting))}{age}"
 
     # Who waits for whom ----------------------------------------------------------------------------------------------
 
@@ -269,13 +269,14 @@ class BlockedCalls:
         where = f", from {last.frames[0]}" if last and last.frames else ""
         return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
 
-    def _describe(self, waiting: Sequence[int]) -> str:
-        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0; rank 3 waits in ..."."""
+    def _describe(self, waiting: Sequence[int], *, whole: bool = False) -> list[str]:
+        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0"; whole: for whom, and from which line."""
         rows: dict[str, list[int]] = {}
         for rank in waiting:
-            rows.setdefault(describe(self.waits[rank].call), []).append(rank)
-        most = sorted(rows.items(), key=lambda row: -len(row[1]))[:4]
-        return "; ".join(f"{ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} in {where}" for where, ranks in most)
+            of_whom = f" for {ranks_of(sorted(self.waits[rank].missing))}{self._line_of(rank)}" if whole else ""
+            rows.setdefault(describe(self.waits[rank].call) + of_whom, []).append(rank)
+        most = sorted(rows.items(), key=lambda row: -len(row[1]))[: 8 if whole else 4]
+        return [f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} in {where}" for where, ranks in most]
 
     # The verdict -----------------------------------------------------------------------------------------------------
 
@@ -389,8 +390,9 @@ class BlockedCalls:
             for group, here in numbers.items() if len(here) > 1
         ]  # fmt: skip
         evidence = tuple(dict.fromkeys((self.wait, *apart)))[:4]
-        return facts.named("rank_unknown", waiting=self.waiting, waits=self._describe(self.waiting), evidence=evidence,
-                           rest=rest if unseen else "the rank that has not entered is unknown")  # fmt: skip
+        rest = rest if unseen else "the rank that has not entered is unknown"
+        return facts.named("rank_unknown", waiting=self.waiting, waits="; ".join(self._describe(self.waiting)),
+                           evidence=evidence, rest=rest)  # fmt: skip
 
     def _find_circle(self) -> tuple[int, ...]:
         """Return the ranks of a cycle, each of which waits for another of them."""
@@ -424,24 +426,18 @@ class BlockedCalls:
         if unseen and not odd and self.age < 2 * STALL_SECONDS:  # the dumps of these ranks are about to come
             rows = [f"whether {ranks_of(unseen)} entered is unknown; {self.wait}"]
             return not_yet(rows, 2 * STALL_SECONDS, self.waiting)
-        lines: dict[str, list[int]] = {}
-        for rank in circle:
-            line = f"in {describe(waits[rank].call)} for {ranks_of(sorted(waits[rank].missing))}{self._line_of(rank)}"
-            lines.setdefault(line, []).append(rank)
-        evidence = tuple(f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} {line}" for line, ranks in lines.items())
-        state = "failed" if any(one.ended and one.error for one in facts.states.values()) else "stuck"
-        if not odd:
-            return facts.named("circle", state=state, who=ranks_of(circle), waiting=circle, evidence=evidence[:8])
-        rank, others = min(odd.items())
+        rank, others = min(odd.items(), default=(circle[0], [circle[0]]))
         call = waits[others[0]].call
         made = any((one.group, one.number, one.p2p) == (call.group, call.number, False)
                    for one in self.traces[rank].calls)  # fmt: skip
         return facts.named(
-            "circle_odd", state=state, who=ranks_of(sorted(odd)), others=ranks_of(others), call=describe(call),
-            mine=describe(waits[rank].call), ranks=tuple(sorted(odd)), evidence=evidence[:8],
+            "circle_odd" if odd else "circle",
+            state="failed" if any(one.ended and one.error for one in facts.states.values()) else "stuck",
+            who=ranks_of(sorted(odd) or circle), others=ranks_of(others), call=describe(call),
+            mine=describe(waits[rank].call), evidence=tuple(self._describe(circle, whole=True)),
+            ranks=tuple(sorted(odd)), waiting=tuple(one for one in circle if one not in odd),
             how="the two calls are made in another order there" if made else (
                 "that call was left out there, or the two calls are made in another order"),
-            waiting=tuple(one for one in circle if one not in odd),
         )  # fmt: skip
 
     def _line_of(self, rank: int) -> str:

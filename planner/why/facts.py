@@ -289,10 +289,9 @@ class RunFacts:
         if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
-        effort = (
-            "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU{', moves data' * state.is_active})"
-        )
-        effort = " (no CPU time, and hardly any data read, written, sent or received)" if _is_idle(state) else effort
+        effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
+        if state.cpu_share is not None and state.cpu_share < IDLE_SHARE:
+            effort = f" (no CPU time; its process moves {'' if state.is_active else 'hardly any '}data)"
         return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{effort}", self._grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
@@ -401,11 +400,10 @@ def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) 
     return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
 
 
-def ranks_of(ranks: Sequence[int]) -> str:
-    """ "rank 2", "ranks 1, 2, 3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"
+def ranks_of(ranks: Sequence[int], kind: str = "rank") -> str:
+    """ "rank 2", "nodes 1, 2, 3"."""
+    numbers = ", ".join(map(str, ranks[:16])) + " ..." * (len(ranks) > 16)
+    return f"{kind}{'s' * (len(ranks) != 1)} {numbers}"
 
 
 def headline(error: str) -> str:
