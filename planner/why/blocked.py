@@ -93,7 +93,7 @@ class BlockedCalls:
                 found.clear()
         self.roots = late | self.unbegun | self.still_inside  # ranks that others wait for and that wait for no rank
         self.what = {rank: self._activity(rank) for rank in self.roots}
-        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED}
+        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED and self.age >= one.grace}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
         self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
         if self.first is not None and not (self.decisive or self.first in self.waits):
@@ -318,10 +318,7 @@ class BlockedCalls:
         If all may, and the others gave up, the timeout was short; they are named as what was waited for.
         """
         facts, what = self.facts, self.what
-        if all(facts.is_paused(rank) for rank in ranks) and self.age < STALL_SECONDS:
-            rows = [f"rank {rank}: {what[rank].words}; {self.wait}" for rank in sorted(ranks)]
-            return not_yet(rows, STALL_SECONDS, self.waiting)
-        named = [rank for rank in sorted(ranks) if self.age >= what[rank].grace or what[rank].kind in ENDED]
+        named = [rank for rank in sorted(ranks) if self.age >= what[rank].grace]
         named = named or sorted(ranks)
         causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
         failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
@@ -329,10 +326,7 @@ class BlockedCalls:
 
     def _too_early(self) -> Verdict | None:
         """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
-        patient = {
-            rank: one for rank, one in self.what.items()
-            if self.age < one.grace and one.kind not in ENDED and rank not in self.decisive
-        }  # fmt: skip
+        patient = {rank: one for rank, one in self.what.items() if self.age < one.grace and rank not in self.decisive}
         if not patient or len(patient) < len(self.what):
             return None
         if self.facts.gave_up:

@@ -250,8 +250,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
             return facts.timeout_too_short(busy, wait, waited)
         causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
         return facts.verdict("failed", *causes, waiting=waited)
-    paused = [rank for rank in what if facts.is_paused(rank)]
-    bad = [rank for rank, one in what.items() if (one.kind in ENDED and rank not in paused) or (
+    bad = [rank for rank, one in what.items() if (one.kind in ENDED and not one.grace) or (
         one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
@@ -272,7 +271,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
         if not bad and all(_waits(rank, facts) for rank in set(what) - set(clean)):
             bad = clean  # the others are about to end, or the last rank works alone, as in an upload
     if not bad:
-        rows = [f"rank {rank}: {what[rank].words}" for rank in paused]
+        rows = [f"rank {rank} {one.words}" for rank, one in what.items() if one.kind == "stopped"]
         return not_yet(rows, STALL_SECONDS) if rows else None
     lost = sorted(facts.lost_a_peer - set(bad))
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""

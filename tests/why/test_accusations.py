@@ -346,7 +346,7 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
          "from outside by SIGTERM at 04:03:03 UTC, and no rank is at fault: ranks 0, 1"),
         ([ended(0, KEY), alive(1)], {"stopped": "SIGTERM at 04:03:03 UTC"}, "failed", (0,), "ended with KeyError"),
         (terminated(pid=4), {"log": TERMINATED}, "fine", (), "no fault found"),  # the log is of an earlier start
-        (terminated(), {"processes": BOTH_GONE, "log": TERMINATED, "first": 1}, "failed", (1,), "its process is gone"),
+        (terminated(), {"processes": BOTH_GONE, "log": TERMINATED, "first": 1}, "failed", (1,), "is gone: its process has ended"),
         ([ended(r, "KeyboardInterrupt: ") for r in range(2)], {}, "failed", (), "from outside by SIGINT"),
         ([ended(0, LOST), ended(1, "KeyboardInterrupt: ")], {}, "failed", (), "from outside by SIGINT"),
         ([ended(0, KEY), ended(1, "KeyboardInterrupt: ")], {}, "failed", (), "failed first is not known"),
@@ -362,7 +362,7 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         ([ended(0, LOST, 5.0), alive(1), alive(2)], {}, "failed", (), "rank 0 ended after the loss of a peer"),
         ([ended(0, LOST, 5.0), alive(1, ago=60.0), alive(2)], {}, "stuck", (1,), "no heartbeat for 57 s"),
         ([alive(0, ago=400.0), alive(1, ago=400.0)], {"processes": {0: "gone", 1: "gone"}, "first": 1}, "failed", (1,),
-         "rank 1 on h1: its process is gone"),
+         "rank 1 on h1: is gone: its process has ended"),
         ([ended(0, SAME, 9.2), ended(1, SAME, 9.1)], {}, "failed", (), "ranks 0, 1 each ended with FileNotFound"),
         ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {}, "failed", (), "failed first is not known"),  # by two clocks
         (on_one_host(ended(0, SAME, 9.2), ended(1, KEY, 9.1)), {}, "failed", (), "failed first is not known"),

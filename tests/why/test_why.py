@@ -423,10 +423,10 @@ def of_calls() -> Iterator[Row]:
     yield ("a stopped process", replace(waiting(phase="compute", for_seconds=16.0), processes=stopped),
            "stuck", (2,), "rank.stopped", ())  # fmt: skip
     brief = replace(waiting(phase="compute", for_seconds=7.0), processes=stopped)
-    yield ("a process that py-spy stops", brief, "fine", (), "", ("process is stopped", "a fault after 15 s"))
+    yield ("a process that py-spy stops", brief, "fine", (), "", ("rank 2 is stopped", "a fault after 15 s"))
     yield ("stopped for long", replace(brief, ages={2: 26.0}), "stuck", (2,), "rank.stopped", ())
     seen = replace(brief, traces={})
-    yield ("a brief stop without dumps", seen, "fine", (), "", ("rank 2: its process is stopped", "a fault after 15 s"))
+    yield ("a brief stop without dumps", seen, "fine", (), "", ("rank 2 is stopped", "a fault after 15 s"))
     yield ("a stop without dumps", replace(seen, ages={2: 26.0}), "stuck", (2,), "rank.stopped", ())
     every = dict.fromkeys(range(4), "stopped")
     yield ("a job that is suspended", replace(seen, processes=every), "stuck", (0, 1, 2, 3), "rank.stopped", ())
