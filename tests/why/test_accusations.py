@@ -362,7 +362,7 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         ([ended(0, LOST, 5.0), alive(1), alive(2)], {}, "failed", (), "rank 0 ended after the loss of a peer"),
         ([ended(0, LOST, 5.0), alive(1, ago=60.0), alive(2)], {}, "stuck", (1,), "no heartbeat for 57 s"),
         ([alive(0, ago=400.0), alive(1, ago=400.0)], {"processes": {0: "gone", 1: "gone"}, "first": 1}, "failed", (1,),
-         "rank 1 on h1: is gone: its process has ended"),
+         "rank 1 on h1 is gone: its process has ended"),
         ([ended(0, SAME, 9.2), ended(1, SAME, 9.1)], {}, "failed", (), "ranks 0, 1 each ended with FileNotFound"),
         ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {}, "failed", (), "failed first is not known"),  # by two clocks
         (on_one_host(ended(0, SAME, 9.2), ended(1, KEY, 9.1)), {}, "failed", (), "failed first is not known"),
