@@ -249,29 +249,26 @@ class RankMonitor(threading.Thread):
     def write(self, *, ended: bool = False) -> None:
         """Replace the rank's file."""
         with self.writing:
-            if ended or not self.over.is_set():
-                self._write(ended)
-
-    def _write(self, ended: bool) -> None:
-        unsent = {address: count for address, count in self.unsent.items() if count}
-        now = time.time()
-        self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving),
-                           "unsent": unsent})  # fmt: skip
-        if len(self.marks) > MOST_MARKS:
-            del self.marks[1::2]
-        before, self.effort = self.effort, self._effort()
-        seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
-        least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
-        self._replace(self.file, json.dumps({
-            **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
-            "asked": self.asked, "answer": self.answer, "own": self.own,
-            "usual": [place for place, count in self.places.items() if count >= least],
-            "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
-            "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
-            "samples": dict(self.samples), "moving": dict(self.moving), "calls": self.calls, "marks": self.marks,
-            "groups": _groups(), "unsent": unsent, "resent": dict(self.resent),
-            "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
-        }).encode())  # fmt: skip
+            if self.over.is_set() and not ended:
+                return
+            unsent, now = {address: count for address, count in self.unsent.items() if count}, time.time()
+            so_far = {"calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving), "unsent": unsent}
+            self.marks.append({"at": now, **so_far})
+            if len(self.marks) > MOST_MARKS:
+                del self.marks[1::2]
+            before, self.effort = self.effort, self._effort()
+            seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
+            least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
+            state = {
+                **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
+                "asked": self.asked, "answer": self.answer, "own": self.own,
+                "usual": [place for place, count in self.places.items() if count >= least],
+                "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
+                "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
+                **so_far, "marks": self.marks, "groups": _groups(), "resent": dict(self.resent),
+                "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
+            }  # fmt: skip
+            self._replace(self.file, json.dumps(state).encode())
 
     def _effort(self) -> tuple[float, float, float, float]:
         """(now, CPU seconds of the main thread, bytes that the process moved, CPU seconds of its children)."""
