@@ -19,8 +19,7 @@ from contracts.tables import read_table
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from topology.diff import Difference, compare
-from topology.traits import Trait, traits
+from topology.diff import Difference, Trait, compare, traits
 
 MOST_EVENTS = 50
 SCANS_TO_RAISE = 2
