@@ -32,7 +32,7 @@ from topology.graph import NodeTopology
 _text = read_texts(__file__, "texts.toml")
 FAIL, WARN, INFO = Status.FAIL, Status.WARN, Status.INFO
 WORST_FIRST = tuple(Status)
-HOLDING = ("gpu.thermal.throttling", "gpu.clocks.", "gpu.power.")  # findings about reduced GPU clocks
+THROTTLING = ("gpu.thermal.throttling", "gpu.clocks.", "gpu.power.")  # findings about reduced GPU clocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +141,9 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
         # An idle GPU reports "gpu_idle", which does not throttle it.
         held = ", ".join(sorted(reason for reason in gpu.throttle_reasons if "idle" not in reason)) or "nothing"
         # severity as in the scan: a power cap at full load is no problem; heat that halves the clocks fails
-        found = (f for rule in RULES for f in rule(gpu) if f.code.startswith(HOLDING))
+        found = (f for rule in RULES for f in rule(gpu) if f.code.startswith(THROTTLING))
         worst = min((f.status for f in found), key=WORST_FIRST.index, default=INFO)
-        yield from _trait(name, "held back by", held, worst, float(WORST_FIRST.index(worst)))
+        yield from _trait(name, "throttled by", held, worst, float(WORST_FIRST.index(worst)))
 
 
 def _pci(facts: PciFacts) -> Iterator[Trait]:
@@ -174,8 +174,8 @@ def _port(name: str, port: RdmaPort) -> Iterator[Trait]:
     if port.gids_known and port.link_layer == "Ethernet":
         yield from _trait(name, "RoCE v2 GID", any(gid.type == ROCE_V2 for gid in port.gids), FAIL)
     if port.pfc_priorities is not None:
-        yield from _trait(name, "classifies by", port.trust, WARN)
-        yield from _trait(name, "PFC on", ", ".join(map(str, port.pfc_priorities)) or "no priority", WARN)
+        yield from _trait(name, "trust mode", port.trust, WARN)
+        yield from _trait(name, "PFC priorities", ", ".join(map(str, port.pfc_priorities)) or "none", WARN)
 
 
 def _interfaces(facts: InterfacesFacts) -> Iterator[Trait]:
@@ -438,7 +438,7 @@ def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
 def diff_text(differences: Sequence[Difference]) -> str:
     """Format one line per difference."""
     if not differences:
-        return "nothing that matters for training differs"
+        return "No differences that affect training."
     return "\n".join(f"{difference.status:<7} {difference.message}" for difference in differences)
 
 

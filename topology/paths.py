@@ -111,7 +111,7 @@ def node_plan(node: NodeTopology) -> Plan:
     if len(names) < 2:
         return None, ("no plan: a single GPU sends nothing inside the node",)
     if not node.nvlink_known:
-        return None, ("no plan: the source says nothing about NVLink",)
+        return None, ("no plan: the source contains no data about NVLink",)
     whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)
     if whole:
         return island_plan(node, whole)
