@@ -31,6 +31,7 @@ import os
 import random
 import re
 import socket
+import struct
 import sys
 import termios
 import threading
@@ -45,7 +46,7 @@ from urllib.parse import urlsplit
 
 RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank_{rank}.json", "dump"
 NODE_STATE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
-FIRST = "first.json"  # by torchrun of one node: the rank that failed first
+FIRST = "first.json"  # by torchrun of one node: the rank that failed first, or the signal that ended the job
 VERDICT = "why.json"  # of an earlier start
 INTERVAL_SECONDS = 1.0
 WRITE_EVERY = 10  # samples
@@ -53,12 +54,14 @@ STALL_SECONDS = 15.0  # until a dump; the verdict is that of `topoflight why`
 MOST_MARKS = 64  # every second goes when there are more: 4 KB
 MOST_ERROR = 4000  # characters
 _USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a line is one that ordinary steps run through
-_ACTIVE_BYTES = 1 << 18  # read or written between two writes, apart from what the monitor writes
+_ACTIVE_BYTES = 1 << 18  # read, written, sent or received between two writes, apart from what the monitor writes
 _DEEPEST = 200
 _LOADED = time.monotonic()  # before the rendezvous of this start, and after all ranks of an earlier one have ended
 _LIBC = ctypes.CDLL(None)
 _MOST_SOCKETS = 4096
-_ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again in vain
+# struct tcp_info (linux/tcp.h): the state, what is sent again in vain, bytes that a peer has confirmed, bytes received
+_TCP_INFO = struct.Struct("@BxB117xQQ")
+_ESTABLISHED = 1
 _SHOWN = 6
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL: a host without them has no GPU for a rank
 _UNNUMBERED = 500_000  # from which on the number of a node is none that torchrun was given
@@ -93,6 +96,7 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120 - compared with
 
 
 Frame = tuple[str, int, str]  # file, line, function
+Connection = tuple[int, bool, int]  # descriptor, whether bytes are sent again, bytes sent and received so far
 
 
 def phase_of(stack: list[Frame]) -> str:
@@ -136,6 +140,8 @@ class RankMonitor(threading.Thread):
         self.writing = threading.Lock()  # nothing replaces the final state
         self.fixed = {"rank": rank, "world_size": world_size, **_identity()}
         self.own_bytes = 0  # that this monitor has written: a dump is 2 MB
+        self.traffic: dict[int, int] = {}  # by descriptor of a connection: bytes so far
+        self.sent = 0  # bytes of all connections, which may have been closed since
         self.effort = self._effort()
         self.pid = os.getpid()
         self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
@@ -215,7 +221,9 @@ class RankMonitor(threading.Thread):
             self.places.update(set(self.own))
             self.calls, self.moved = calls, time.monotonic()
             self.held.clear()
-        for address, waits, again in _sending():
+        connections = list(_connections())
+        self._count_traffic(connections)
+        for address, waits, again in _sending(connections):
             self.unsent[address] += waits
             self.resent[address] += again
             self.held[address] += waits or again
@@ -279,17 +287,24 @@ class RankMonitor(threading.Thread):
         }).encode())  # fmt: skip
 
     def _effort(self) -> tuple[float, float, float, float]:
-        """(now, CPU seconds of the main thread, bytes that the process read and wrote, CPU seconds of its children)."""
+        """(now, CPU seconds of the main thread, bytes that the process moved, CPU seconds of its children)."""
         cpu = moved = children = 0.0
         with contextlib.suppress(OSError, AttributeError):
             cpu = time.clock_gettime(time.pthread_getcpuclockid(self.main))
         with contextlib.suppress(OSError, ValueError, IndexError):
             counts = [int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2]]
-            moved = float(sum(counts) - self.own_bytes)
+            moved = float(sum(counts) - self.own_bytes + self.sent)
             pids = Path(f"/proc/self/task/{self.native}/children").read_text().split()[:64]
             ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids)
             children = sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
         return time.monotonic(), cpu, moved, children
+
+    def _count_traffic(self, connections: list[Connection]) -> None:
+        """Add what the connections have moved since the last sample: /proc/self/io leaves out send() and recv()."""
+        before, self.traffic = self.traffic, {fd: moved for fd, _, moved in connections}
+        for fd, moved in self.traffic.items():  # a descriptor with fewer bytes is of a new connection
+            old = before.get(fd, 0)
+            self.sent += moved - old if moved >= old else moved
 
     def _has_started_ranks(self) -> bool:
         """Whether torchrun has a child with the variable that it gives its ranks; other children are not ranks."""
@@ -366,7 +381,8 @@ def starting(function: Any, folder: Path) -> Any:
 def launching(function: Any, folder: Path) -> Any:
     """torchrun's launch_agent: until its ranks start, the file of this node names the rendezvous that it waits at.
 
-    At the end torchrun of a job on one node writes which rank failed first, as its log may be lost.
+    At the end torchrun of a job on one node writes which rank failed first, or the signal that it received itself, as
+    its log may be lost.
     """
 
     @functools.wraps(function)
@@ -382,9 +398,13 @@ def launching(function: Any, folder: Path) -> Any:
             return function(config, *arguments, **options)
         except Exception as error:
             with contextlib.suppress(Exception):  # not every error is of a rank
-                rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
+                if (received := getattr(error, "sigval", None)) is not None:
+                    end = {"signal": int(received), "at": time.time()}
+                else:
+                    rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
+                    end = {"rank": rank, "exit_code": failure.exitcode}
                 if config.max_nodes == 1:
-                    first.write_text(json.dumps({"rank": rank, "exit_code": failure.exitcode}))
+                    first.write_text(json.dumps(end))
             raise
 
     return launch_agent
@@ -408,7 +428,7 @@ def _place(known: dict[str, Any]) -> str:
 def _answer_of(place: str, before: str) -> str:
     """ "connected" to the port, or where none is known; "closed" where it was; "unresolved" by name; else empty."""
     host, _, port = place.rpartition(":")
-    peers = (_address(fd, _LIBC.getpeername) for fd, _ in _connections())
+    peers = (_address(fd, _LIBC.getpeername) for fd, *_ in _connections())
     if not port.isdecimal() or any(peer and str(peer[1]) == port for peer in peers):
         return "connected"
     if before in ("connected", "closed"):
@@ -516,12 +536,12 @@ def _identity() -> dict[str, Any]:
 
 def _ends() -> tuple[str, ...]:
     """Own ends of this process's connections: a peer that loses one names it in its error."""
-    own = (_address(fd, _LIBC.getsockname) for fd, _ in _connections())
+    own = (_address(fd, _LIBC.getsockname) for fd, *_ in _connections())
     return tuple(sorted(f"{end[0]}:{end[1]}" for end in own if end is not None))
 
 
-def _connections() -> Iterator[tuple[int, bool]]:
-    """This process's established TCP connections: descriptor, and whether bytes are sent again (tcp(7)).
+def _connections() -> Iterator[Connection]:
+    """This process's established TCP connections: descriptor, whether bytes are sent again, bytes moved (tcp(7)).
 
     By libc: for /proc/net/tcp the kernel walks the whole host's table (5 ms), and a socket object of Python's may
     change how the job's own one blocks.
@@ -529,11 +549,12 @@ def _connections() -> Iterator[tuple[int, bool]]:
     fds: list[int] = []
     with contextlib.suppress(OSError):
         fds = sorted(int(one) for one in os.listdir("/proc/self/fd"))[:_MOST_SOCKETS]  # noqa: PTH208 - names alone
-    info = (ctypes.c_ubyte * 3)()
+    info = (ctypes.c_ubyte * _TCP_INFO.size)()
     for fd in fds:
         size = ctypes.byref(ctypes.c_uint32(len(info)))
         if not _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, size) and info[0] == _ESTABLISHED:
-            yield fd, info[2] > 0
+            _, again, sent, received = _TCP_INFO.unpack(info)
+            yield fd, again > 0, sent + received
 
 
 def _address(fd: int, function: Any) -> tuple[Any, int] | None:
@@ -565,10 +586,10 @@ def _error() -> str | None:
     return text
 
 
-def _sending() -> list[tuple[str, bool, bool]]:
+def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
     """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again."""
     found: dict[str, tuple[bool, bool]] = {}
-    for fd, is_resent in _connections():
+    for fd, is_resent, _ in connections:
         if (peer := _address(fd, _LIBC.getpeername)) is None or peer[0].is_loopback:
             continue
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -22,7 +22,6 @@ from planner.nccl_env.devices import (
     subnet_prefix,
 )
 from planner.nccl_env.names import version_text
-from planner.nccl_env.platforms import published, recognise, which_platform
 from planner.nccl_env.situation import (
     RDMA_KINDS,
     NodeView,
@@ -36,8 +35,13 @@ from planner.nccl_env.situation import (
     networks,
     note,
     port_subnet,
+    published,
+    recognise,
     setting,
+    which_platform,
 )
+from probes.hostinfo.probe import HostinfoFacts
+from probes.rdma.facts import RdmaFacts
 from topology.derive import reference_of
 
 Port = tuple[str, PortView]  # with its host
@@ -161,7 +165,7 @@ def _note_no_hca(case: Situation) -> Note:
         return note("hca.tcp_job")
     if case.cluster.inter_node_transport in ("rdma", "efa"):
         return note("hca.assumed")
-    if all(node.rdma() is None for node in case.nodes):
+    if all(node.facts(RdmaFacts) is None for node in case.nodes):
         return note("hca.no_device")
     if down := [(node.hostname, view.name) for node in case.nodes for view in _missing_ports(node)]:
         return note("hca.down", by_host(down))
@@ -244,7 +248,7 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     if case.cluster.inter_node_transport in ("rdma", "efa") and not seen:
         return note("net.assumed")
     for node in case.nodes:  # an instance type with EFA but without EFA devices: the pod did not request them
-        row, info = recognise(node), node.hostinfo()
+        row, info = recognise(node), node.facts(HostinfoFacts)
         if row and row.cloud == "aws" and info and not node.efa_count() and not case.unread("rdma"):
             return note("net.efa_unseen", f"{node.hostname}: product {info.product}")
     if case.cxi:

@@ -11,6 +11,7 @@ from statistics import NormalDist
 
 from collectives.traces.rank_files import UNNAMED, Call, RankTrace
 from planner.why.facts import (
+    BUSY_KINDS,
     CONFIDENCE,
     ENDED,
     EXPLAINS,
@@ -167,7 +168,18 @@ class BlockedCalls:
             if [*trace.enqueued] != [call.group]:
                 return None
             newest = state.calls
-        return newest >= call.number or (None if is_old else False)
+        if newest >= call.number:
+            return not self._is_queued(trace, call)
+        return None if is_old else False
+
+    def _is_queued(self, trace: RankTrace, call: Call) -> bool:
+        """Whether a rank has made a call only ahead of its GPU, which is still in an earlier call of another group."""
+        still_open = [one for one in trace.calls if not (one.done or one.p2p)]
+        is_in_other = bool(still_open) and still_open[0].started and still_open[0].group != call.group
+        return is_in_other and any(
+            (one.group, one.number, one.started) == (call.group, call.number, False) and one.is_ahead
+            for one in still_open
+        )
 
     def _find_other_end(self, rank: int, call: Call, other: int) -> Call | None:
         """Return the open receive or send of a peer that matches a rank's call.
@@ -352,19 +364,14 @@ class BlockedCalls:
         if elsewhere or (counted and self.age < 2 * STALL_SECONDS):
             return not_yet([f"{ranks_of(counted)} made calls that their dumps do not show yet; {self.wait}"],
                            facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
+        if circle := self._find_circle():
+            return self._judge_circle(circle)
         if self.met:
             wait = waits[min(self.met)]
             inside = sorted(wait.here)
             message = f"{ranks_of(inside)} are all in {describe(wait.call)}, which does not progress"
             cause = network(facts, "transfers no data", self.wait, message, between=inside)
             return facts.verdict("stuck", cause, waiting=self.waiting)
-        if circle := self._find_circle():
-            lines = tuple(
-                f"rank {rank} waits in {waits[rank].call.words} of group {waits[rank].call.group} for "
-                f"{ranks_of(sorted(waits[rank].missing))}"
-                for rank in circle
-            )
-            return facts.named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
         unseen = sorted({rank for wait in waits.values() for rank in wait.unseen} - set(waits))
         what = {rank: one for rank, one in self.what.items() if rank in unseen and one.kind != "gone"}
         if mute := {rank for rank, one in what.items() if one.kind == "silent" and self.age >= one.grace}:
@@ -391,6 +398,53 @@ class BlockedCalls:
         while any(not self.waits[rank].missing & inside for rank in inside):
             inside = {rank for rank in inside if self.waits[rank].missing & inside}
         return tuple(sorted(inside))
+
+    def _judge_circle(self, circle: tuple[int, ...]) -> Verdict:
+        """Name the ranks of a circle that most others contradict; where there is no majority, show both sides.
+
+        A rank is contradicted by those that wait for it in one call while it waits for them in another: they show that
+        it went past their call. They must be more than half of the ranks that are in both groups.
+        """
+        facts, waits = self.facts, self.waits
+        busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in BUSY_KINDS]
+        if busy and self.age < facts.limit:  # it has called ahead, and may yet come
+            rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
+            return not_yet(rows, facts.limit, self.waiting)
+        odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
+        for rank in circle:
+            mine, sides = waits[rank], dict[tuple[str, int], list[int]]()
+            for other in sorted(mine.missing & waits.keys()):
+                if rank in waits[other].missing and not waits[other].call.p2p:
+                    sides.setdefault((waits[other].call.group, waits[other].call.number), []).append(other)
+            for (group, _), others in sides.items():
+                both = self._members(rank, group) & self._members(rank, mine.call.group)
+                if len(others) > len(both) / 2 > 0:
+                    odd[rank] = others
+        lines: dict[str, list[int]] = {}
+        for rank in circle:
+            line = f"in {describe(waits[rank].call)} for {ranks_of(sorted(waits[rank].missing))}{self._line_of(rank)}"
+            lines.setdefault(line, []).append(rank)
+        evidence = tuple(f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} {line}" for line, ranks in lines.items())
+        state = "failed" if any(one.ended and one.error for one in facts.states.values()) else "stuck"
+        if not odd:
+            return facts.named("circle", state=state, who=ranks_of(circle), waiting=circle, evidence=evidence[:8])
+        rank, others = min(odd.items())
+        call = waits[others[0]].call
+        made = any((one.group, one.number, one.p2p) == (call.group, call.number, False)
+                   for one in self.traces[rank].calls)  # fmt: skip
+        return facts.named(
+            "circle_odd", state=state, who=ranks_of(sorted(odd)), others=ranks_of(others), call=describe(call),
+            mine=describe(waits[rank].call), ranks=tuple(sorted(odd)), evidence=evidence[:8],
+            how="the two calls are made in another order there" if made else (
+                "that call was left out there, or the two calls are made in another order"),
+            waiting=tuple(one for one in circle if one not in odd),
+        )  # fmt: skip
+
+    def _line_of(self, rank: int) -> str:
+        """The line of the user's code from which a rank has made the call that it waits in, if a source shows it."""
+        state, call = self.facts.states.get(rank), self.waits[rank].call
+        lines = (state.own if state is not None and state.phase == "collective" else ()) or call.frames
+        return f", from {lines[0]}" if lines else ""
 
     def _find_mismatches(self) -> Iterator[Cause]:
         """The oldest call of each group that a rank waits in, and the ranks that called something else there.

@@ -46,6 +46,7 @@ LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt", "join")
 ENDED = ("gone", "stopped")  # states for which waiting is useless
 _ON_HOST = ("rank.idle", "rank.io", "rank.server", "rank.prompt", "rank.stopped")  # the rank's GPU has no part in it
 DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
+BUSY_KINDS = frozenset(DOING) - {"collective"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,7 @@ class RunFacts:
     log: LogFacts = field(default_factory=LogFacts)  # messages of PyTorch and gloo in the logs
     in_order: bool = True  # `log` is one file, so the first of its errors came first
     first: int | None = None  # rank that torchrun saw fail first
+    stopped: str = ""  # the signal that torchrun of a job on one node received, and when; it then ends its ranks
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank, from torchrun's table of failures
     world: int | None = None
     now: float = 0.0
@@ -171,6 +173,8 @@ class RunFacts:
             return ""
         if own := list(filter(is_own, errors)):
             return "SIGINT" if all(error.startswith("KeyboardInterrupt") for error in own) else ""
+        if self.stopped:
+            return self.stopped
         if self.log.stopped and terminated and all(one.ended or one.pid in terminated for one in states):
             return {"2": "SIGINT", "15": "SIGTERM", "1": "SIGHUP"}.get(self.log.stopped, self.log.stopped)
         ages = [self.ages.get(rank, 0.0) for rank, one in self.states.items()
@@ -184,7 +188,7 @@ class RunFacts:
         states = {rank: replace(state, ended=False, error=None) for rank, state in self.states.items()}
         processes = {rank: kind for rank, kind in self.processes.items() if kind != "gone"}
         log = replace(self.log, stopped="", errors={})
-        return replace(self, states=states, processes=processes, silence=None, log=log)
+        return replace(self, states=states, processes=processes, silence=None, log=log, stopped="")
 
     def outlived(self, rank: int) -> bool:
         """Whether a rank without a final state still wrote when the first of the others gave up waiting.
@@ -285,8 +289,10 @@ class RunFacts:
         if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
-        effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
-        effort = " (no CPU time, reads or writes)" if _is_idle(state) else effort
+        effort = (
+            "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU{', moves data' * state.is_active})"
+        )
+        effort = " (no CPU time, and hardly any data read, written, sent or received)" if _is_idle(state) else effort
         return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{effort}", self._grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
@@ -428,5 +434,5 @@ def kind_of(state: RankState, phase: str | None = None) -> str | None:
 
 
 def _is_idle(state: RankState) -> bool:
-    """Whether the main thread is not on a CPU, and the process neither reads nor writes."""
+    """Whether the main thread is not on a CPU, and the process hardly moves data."""
     return state.cpu_share is not None and state.cpu_share < IDLE_SHARE and not state.is_active

@@ -73,8 +73,9 @@ STANDS_STILL = {"silence_seconds": SILENCE_SECONDS}
         ("rank=0:stall@iteration=20", STANDS_STILL, (
             f"rank 0 on {HOST}: has not reached the point where", f"rank 1 on {HOST}: waits"), "", None),
         ("rank=1:fail@iteration=20", {}, (f"rank 1 on {HOST}: RuntimeError: fault asked for",), "", None),
+        ("rank=1:print@iteration=45", {}, ("the ranks printed more than ", " MiB"), "", 1),
     ],
-    ids=["died", "was stopped", "stalls", "fails"],
+    ids=["died", "was stopped", "stalls", "fails", "prints"],
 )  # fmt: skip
 def test_a_rank_that_stops_dies_or_is_late_is_named(tmp_path, fault, changes, words, never, measured):
     """It is named and told from those that wait for it, and what was measured before stays."""

@@ -23,11 +23,10 @@ from agent.advice.request import Request, cluster_of
 from agent.checks.host_checks import checks_of_snapshot, covered
 from agent.checks.verdict import judge
 from contracts.tables import read_table
+from planner.advice import Recommendation
 from planner.forecast import machines
-from planner.nccl_env.environment import EnvAdvice
 from planner.nccl_env.names import Platform, names, platforms
-from planner.nccl_env.platforms import recognise
-from planner.nccl_env.situation import situation
+from planner.nccl_env.situation import recognise, situation
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
@@ -44,13 +43,13 @@ def seen(machine: str, **changes: Any) -> Snapshot:
     return built.snapshot_of(built.describe(replace(built.NODES[machine], **changes)))
 
 
-def advice(machine: str | Snapshot, *, multi_node: bool = True) -> EnvAdvice:
+def advice(machine: str | Snapshot, *, multi_node: bool = True) -> Recommendation:
     """The advice for a job of several nodes like this one."""
     snapshot = seen(machine) if isinstance(machine, str) else machine
     return settings([snapshot], join([build(snapshot)]), multi_node=multi_node)
 
 
-def transport(found: EnvAdvice) -> dict[str, str]:
+def transport(found: Recommendation) -> dict[str, str]:
     """What NCCL and libfabric read."""
     return {each.name: each.value for each in found.settings if each.name.startswith(("NCCL_", "FI_"))}
 

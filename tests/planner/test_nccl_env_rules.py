@@ -8,25 +8,27 @@ from typing import Any
 from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, settings, v2_gid
 from rigs.tables import each_row
 
+from planner.advice import Recommendation
 from planner.forecast import machines
-from planner.nccl_env.environment import EnvAdvice
 from planner.nccl_env.names import names
 from probes.api import Failed, Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import Gid, RdmaDevice
 
 
-def advise(*snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more: Any) -> EnvAdvice:
+def advise(
+    *snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more: Any
+) -> Recommendation:
     """Advice for the hosts."""
     return settings(snapshots, cluster(*snapshots, nearest=nearest, virtual=virtual), **more)
 
 
-def values(advice: EnvAdvice) -> dict[str, str]:
+def values(advice: Recommendation) -> dict[str, str]:
     """The settings by name."""
     return {setting.name: setting.value for setting in advice.settings}
 
 
-def note(advice: EnvAdvice, topic: str) -> str:
+def note(advice: Recommendation, topic: str) -> str:
     """All that the notes say of one topic."""
     return " ".join(note.text for note in advice.notes if note.topic == topic)
 
@@ -43,7 +45,7 @@ def case(
     return sets or {}, only, why or {}, says or {}, never, advise(*hosts, **more)
 
 
-def needs(advice: EnvAdvice) -> set[tuple[str, str]]:
+def needs(advice: Recommendation) -> set[tuple[str, str]]:
     """What a pod needs, by name and value."""
     return {(need.name, need.value) for need in advice.needs}
 
@@ -380,7 +382,7 @@ TABLES = (hcas, virtual_functions, interfaces, other_fabrics, gids, flow_control
 @each_row(("sets", "only", "why", "says", "never", "advice"), lambda: [row for table in TABLES for row in table()])
 def test_what_is_advised(
     sets: Mapping[str, str | None], only: Mapping[str, str] | None, why: Mapping[str, str], says: Mapping[str, str],
-    never: tuple[str, ...], advice: EnvAdvice,
+    never: tuple[str, ...], advice: Recommendation,
 ) -> None:  # fmt: skip
     """What is set, None for what is not; `only`: all that NCCL or libfabric read; `why`: words of a setting's reason;
     `says`: words of the notes on a topic, "^" for how they begin, "" where there is none; `never`: words of nothing.

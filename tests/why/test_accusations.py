@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -341,6 +342,9 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         (silent(), {"processes": BOTH_GONE}, "failed", (), "ended together"),
         ([alive(0), alive(1, ago=40.0)], {"processes": BOTH_GONE}, "failed", (), "without a final state"),
         (terminated(), {"log": TERMINATED}, "failed", (), "from outside by SIGTERM"),
+        (silent(), {"processes": BOTH_GONE, "stopped": "SIGTERM at 04:03:03 UTC"}, "failed", (),
+         "from outside by SIGTERM at 04:03:03 UTC, and no rank is at fault: ranks 0, 1"),
+        ([ended(0, KEY), alive(1)], {"stopped": "SIGTERM at 04:03:03 UTC"}, "failed", (0,), "ended with KeyError"),
         (terminated(pid=4), {"log": TERMINATED}, "fine", (), "no fault found"),  # the log is of an earlier start
         (terminated(), {"processes": BOTH_GONE, "log": TERMINATED, "first": 1}, "failed", (1,), "its process is gone"),
         ([ended(r, "KeyboardInterrupt: ") for r in range(2)], {}, "failed", (), "from outside by SIGINT"),
@@ -398,6 +402,32 @@ def test_ends_and_silences_accuse_only_whom_others_wait_for(
     found = judge(RunFacts(states={one.rank: one for one in states}, world=len(states), now=START, **more))
     assert (found.state, found.ranks) == (state, named), found.line
     assert words in found.line
+
+
+@each_row(
+    ("error", "first", "stopped"),
+    [
+        (SimpleNamespace(get_first_failure=lambda: (1, SimpleNamespace(exitcode=1))), 1, ""),
+        (SimpleNamespace(get_first_failure=lambda: (1, SimpleNamespace(exitcode=-15))), None, ""),
+        (SimpleNamespace(sigval=signal.SIGTERM), None, "SIGTERM at "),
+        (SimpleNamespace(), None, ""),
+    ],
+)
+def test_torchrun_leaves_how_the_job_ended(
+    tmp_path: Path, error: SimpleNamespace, first: int | None, stopped: str
+) -> None:
+    class EndOfJobError(Exception):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(error, name)
+
+    def launch(_config: Any) -> None:
+        raise EndOfJobError
+
+    (tmp_path / RANKS_FOLDER).mkdir()
+    with pytest.raises(EndOfJobError):
+        rank_monitor.launching(launch, tmp_path)(SimpleNamespace(max_nodes=1))
+    facts, _ = ranks.read_run(tmp_path, ranks.Heartbeats())
+    assert (facts.first, facts.stopped.startswith(stopped), bool(facts.stopped)) == (first, True, bool(stopped))
 
 
 def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> None:
