@@ -17,7 +17,7 @@ from typing import Any
 from contracts.tables import read_texts
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
 from planner.kubernetes.yaml_edit import documents, extended
-from planner.nccl_env.names import RESERVED
+from planner.nccl_env import RESERVED
 from planner.nccl_env.situation import Setting
 
 PREFIX = "topoflight.io"  # prefix of annotation names

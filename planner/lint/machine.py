@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.values import NameList, finding, other_net, strtoll
+from planner.nccl_env import Version, version_text
 from planner.nccl_env.devices import (
     UNFIT_ROLES,
     best_interface,
@@ -22,7 +23,6 @@ from planner.nccl_env.devices import (
     gid_index_problem,
     running_interfaces,
 )
-from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.situation import NodeView, PortView, p2p_level_effect
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts

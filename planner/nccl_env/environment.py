@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
 from planner.advice import Recommendation
-from planner.nccl_env import devices, rdma
+from planner.nccl_env import RESERVED, devices, rdma
 from planner.nccl_env.devices import choose_ports, is_virtual_function
-from planner.nccl_env.names import RESERVED
 from planner.nccl_env.situation import (
     RDMA_KINDS,
     NodeView,
@@ -33,7 +32,6 @@ from planner.nccl_env.situation import (
     recognise,
     setting,
     settings_as_published,
-    which_platform,
 )
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -121,9 +119,8 @@ def unknown_platform(case: Situation) -> Note | None:
         cloud = cloud_of(info) if info else None
         if info is None or not (cloud or info.virtual_machine):
             continue
-        of = cloud[1] if cloud else info.virtual_machine
-        text = which_platform(case)
-        return note("platform.unknown", f"{node.hostname}: {of}", platform=text[:1].upper() + text[1:])
+        seen = f"{cloud[1]}, {cloud[2]}" if cloud else info.virtual_machine
+        return note("platform.unknown", f"{node.hostname}: {seen}")
     return None
 
 

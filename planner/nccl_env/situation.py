@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
-from planner.nccl_env.names import Platform, Version, padded, platforms
+from planner.nccl_env import Platform, Version, padded, platforms
 from probes.api import F, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -464,25 +464,6 @@ def _read_advice(key: str, *more: str, **fields: object) -> tuple[Mapping[str, s
 
 
 # Settings that a platform publishes.
-
-
-def which_platform(case: Situation) -> str:
-    """Return the name of the nodes' platform, or "unknown platform, because ..." with the unmatched facts."""
-    for node in case.nodes:
-        if (row := recognise(node)) is not None:
-            return f"platform {row.name}"
-    for node in case.nodes:
-        if (info := node.facts(HostinfoFacts)) is None:
-            continue
-        says = " ".join(filter(None, (info.vendor, info.product))) or "nothing"
-        cloud = cloud_of(info)
-        of = f", which is of {cloud[1]}" if cloud else ""
-        gpus = f" with {names[0]}" if (names := node.gpu_names()) else ""
-        return (
-            f"unknown platform, because DMI of {node.hostname} says {says}{of}{gpus}, and no published recipe is known "
-            "for it"
-        )
-    return "unknown platform, because no node was probed"
 
 
 def published(case: Situation, name: str) -> Setting | None:
