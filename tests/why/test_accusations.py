@@ -346,7 +346,7 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
          "from outside by SIGTERM at 04:03:03 UTC, and no rank is at fault: ranks 0, 1"),
         ([ended(0, KEY), alive(1)], {"stopped": "SIGTERM at 04:03:03 UTC"}, "failed", (0,), "ended with KeyError"),
         (terminated(pid=4), {"log": TERMINATED}, "fine", (), "no fault found"),  # the log is of an earlier start
-        (terminated(), {"processes": BOTH_GONE, "log": TERMINATED, "first": 1}, "failed", (1,), "is gone: its process has ended"),
+        (terminated(), {"processes": BOTH_GONE, "log": TERMINATED, "first": 1}, "failed", (1,), "process has ended"),
         ([ended(r, "KeyboardInterrupt: ") for r in range(2)], {}, "failed", (), "from outside by SIGINT"),
         ([ended(0, LOST), ended(1, "KeyboardInterrupt: ")], {}, "failed", (), "from outside by SIGINT"),
         ([ended(0, KEY), ended(1, "KeyboardInterrupt: ")], {}, "failed", (), "failed first is not known"),
