@@ -30,7 +30,7 @@ from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
 from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.names import newest_read, version_text
+from planner.nccl_env import newest_read, version_text
 from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, Planned, difference_sigma, fitting, search, usual_options
@@ -368,16 +368,13 @@ def recommend(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
         ranks_per_node=ranks_per_node,
     )  # fmt: skip
-    env = nccl_env.settings(case)
-    answer = Recommendation(
-        settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train
-    )
-    if env.backend == "rccl":
+    answer = replace(nccl_env.settings(case), model=model, train=train)
+    if answer.backend == "rccl":
         reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet"
         return replace(
             answer, rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,)
         )  # fmt: skip
-    set_to = {setting.name: setting.value for setting in env.settings}
+    set_to = {setting.name: setting.value for setting in answer.settings}
     against = pick_costly(findings or {}, set_to)
     planned = plan(
         cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links,
@@ -428,7 +425,7 @@ def recommend(
     fit = f"{len(found.best)} combinations of parallelism fit"
     note = Note(topic="search", text=f"{found.tried} layouts forecast, {fit}")
     return replace(
-        answer, notes=(*env.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
+        answer, notes=(*answer.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
         runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(found.rejected),
         helps_most=helps, unknowns=tuple(unknowns),
         slowed=planned.slowed, healthy=healthy,
