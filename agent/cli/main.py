@@ -29,7 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "scan": ("agent.cli.hosts", "Inspect this host and print its devices and findings. Reads only."),
     "demo": ("agent.cli.hosts", "Show the findings of a faulty 8-GPU node that is built in."),
     "capture": ("agent.cli.hosts", "Record this host in a file that every command can read."),
-    "bundle": ("agent.cli.hosts", "Create a support bundle for this host or for all nodes, without secrets."),
+    "bundle": ("agent.cli.bundle", "Create a support bundle for this host or for all nodes, without secrets."),
     "topo": ("agent.cli.topo", "Show how GPUs and NICs are connected."),
     "diff": ("agent.cli.hosts", "Compare two recordings or, with --fleet, many."),
     "bench": ("agent.cli.bench", "Benchmark NCCL or Gloo collectives. Generates load."),

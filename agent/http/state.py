@@ -234,7 +234,6 @@ class Publisher:
         self.writes = 0
         # maximum time between writes of an unchanged record
         self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
-        self.error: str | None = None
 
     def start(self) -> None:
         """Start the thread."""
@@ -268,13 +267,11 @@ class Publisher:
                     self.write(record)
                     failures = 0
             except ApiError as error:
-                self.error = str(error)
                 self.tally["publish_failures_total", reason_of(error.status)] += 1
                 log.warning("publish: %s", error)
                 pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
                 failures += 1
-            except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
+            except Exception:
                 log.exception("publish: a record could not be made")
                 pause = MISSING_SECONDS
             self._stop.wait(pause)
@@ -299,7 +296,6 @@ class Publisher:
                 self._exists = False  # it was deleted: create it again at the next attempt
             raise
         self.writes += 1
-        self.error = None
         self.tally["publish_success_timestamp_seconds",] = time.time()
         self._last = record
         # with jitter, so that thousands of agents that started together do not keep writing at the same time
