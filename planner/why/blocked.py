@@ -408,7 +408,7 @@ class BlockedCalls:
             return not_yet(rows, facts.limit, self.waiting)
         unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
         odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
-        for rank in circle:
+        for rank in circle if not busy and all(map(self._is_in_one_group, circle)) else ():
             mine, sides = waits[rank], dict[tuple[str, int], list[int]]()
             for other in sorted(mine.missing & waits.keys()):
                 if rank in waits[other].missing and not waits[other].call.p2p:
@@ -433,6 +433,11 @@ class BlockedCalls:
             how="the two calls are made in another order there" if made else (
                 "that call was left out there, or the two calls are made in another order"),
         )  # fmt: skip
+
+    def _is_in_one_group(self, rank: int) -> bool:
+        """Whether a rank is in calls of one group only; a thread, as of an asynchronous checkpoint, calls in another."""
+        calls = self.traces[rank].calls
+        return len({one.group for one in calls if not one.done and (one.started or not one.is_ahead)}) < 2
 
     def _line_of(self, rank: int) -> str:
         """The line of the user's code from which a rank has made the call that it waits in, if a source shows it."""

@@ -469,6 +469,7 @@ def of_calls() -> Iterator[Row]:
         ("two of five, in different groups", circle("b a b c b"), (1, 3), ()),
         ("a rank that is in one of the two groups is no witness", circle("a a b b", (0, 1, 2), (0, 1, 2, 3)), (2,), ()),
         ("who has left a call out on a mesh is not certain", circle("e b e e a f c d", *MESH), (), ("no majority",)),
+        ("two threads of a rank call in two groups, as an asynchronous checkpoint does", circle("bc a bc"), (), ()),
         ("NCCL's calls, one of three in another order", circle("BA AB BA"), (1,), ("made in another order there",)),
         ("NCCL's calls, one of three has left one out", circle("BA A BA"), (1,), ("left out there, or",)),
     ):
@@ -483,6 +484,8 @@ def of_calls() -> Iterator[Row]:
             "call.circle" * (ago > 30),
             (),
         )
+    seen = replace(circle("b a b", phase="compute"), limit=50.0)
+    yield "who is at other work is not certain to wait", seen, "stuck", (), "call.circle", ("no majority",)
     yield ("who has only called ahead may yet come", circle("b a b", phase="compute"), "fine", (), "",
            ("rank 1 computes", "a fault after 300 s"))  # fmt: skip
     yield ("in a call that the others have left", left_behind(call(44, "all_gather", done=False, at=NOW - 60)),
