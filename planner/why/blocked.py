@@ -435,7 +435,7 @@ class BlockedCalls:
         )  # fmt: skip
 
     def _is_in_one_group(self, rank: int) -> bool:
-        """Whether a rank is in calls of one group only; a thread, as of an asynchronous checkpoint, calls in another."""
+        """Whether a rank is in calls of one group only; a thread that writes a checkpoint calls in another."""
         calls = self.traces[rank].calls
         return len({one.group for one in calls if not one.done and (one.started or not one.is_ahead)}) < 2
 
