@@ -227,8 +227,18 @@ class BlockedCalls:
             return all(one.group == mine.group and one.number > mine.number for one in others)
 
         wanted = {rank for wait in self.waits.values() for rank in wait.missing}
-        return {rank for rank in wanted
+        late = {rank for rank in wanted
                 if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
+        return set(filter(self._is_late_by_most, late))
+
+    def _is_late_by_most(self, rank: int) -> bool:
+        """Whether a rank still runs or failed; if it ended well, whether most of a group wait for it in one call."""
+        states, waits = self.facts.states, self._waits_for(rank).values()
+        if rank not in states or not states[rank].ended or any(state.error for state in states.values()):
+            return True
+        waiting = Counter((wait.call.group, wait.call.number) for wait in waits)
+        return any(wait.call.p2p or not wait.size or waiting[wait.call.group, wait.call.number] > wait.size / 2
+                   for wait in waits)  # fmt: skip
 
     def _waits_for(self, rank: int) -> dict[int, Wait]:
         """Return the waits for a rank, by waiting rank."""
