@@ -24,7 +24,7 @@ from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
-from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, slowed
+from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
@@ -345,7 +345,8 @@ def recommend(
 ) -> Recommendation:  # fmt: skip
     """Answer for one job on one cluster in its current state; `multi_node` None: it may use several nodes later.
 
-    `findings`: known faults of the nodes, by host name.
+    `findings`: known faults of the nodes, by host name. If the graph does not show them, the answer also has the best
+    layout of the same nodes without them.
     """
     case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
@@ -365,6 +366,14 @@ def recommend(
     )  # fmt: skip
     if measured_step:
         planned = scaled(planned, measured_step)
+    healthy = None
+    if planned.slowed:
+        known = links or links_of(cluster, ranks_per_node=ranks_per_node)
+        if without := find_healthy_links(cluster, known, against, snapshots):
+            again = plan(cluster, snapshots, model, train, calibration=calibration, links=without)
+            healthy = best_layout(replace(
+                again, scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch,
+            ))  # fmt: skip
     found = search(planned)
     for other in _list_other_batches(planned):
         if found.best:
@@ -406,7 +415,7 @@ def recommend(
         answer, notes=(*answer.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
         runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(found.rejected),
         helps_most=helps, unknowns=tuple(unknowns),
-        slowed=planned.slowed,
+        slowed=planned.slowed, healthy=healthy,
     )  # fmt: skip
 
 
