@@ -16,12 +16,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # What measures this host or holds its one benchmark lock runs by itself. Ranks, hosts as namespaces, guests, containers,
 # browsers and Prometheus servers wait for half of their time: four files of them at once on two cores, each file's
 # ranks, servers and recorded machines made once; those that take longest begin first (tests/conftest.py).
-ALONE := alone or kube or gpu
+ALONE := alone or gpu
 SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
 SPREAD := --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs pictures golden golden-documents serve bench forecast studies expect e2e drills clean lock audit sbom image fuzz gpu gpu-env gpu-wheels gpu-older
+.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs pictures golden golden-documents serve bench forecast studies expect e2e clean lock audit sbom image fuzz gpu gpu-env gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -68,11 +68,11 @@ docs: $(READY)
 pictures: $(READY)
 	TOPOFLIGHT_UPDATE_PICTURES=1 $(BIN)/pytest -q -n 0 tests/browser/test_page_in_browser.py -k test_pictures
 
-# what takes hours and is no part of CI: long fuzzing, image builds, every drill many times, the page of published runs,
+# what takes hours and is no part of CI: long fuzzing, image builds, the page of published runs,
 # every recommended layout, every pair of a machine and an endpoint
 test-nightly: export TOPOFLIGHT_TRACE := all
 test-nightly: export TOPOFLIGHT_PAIRS := all
-test-nightly: $(READY) drills
+test-nightly: $(READY)
 	$(PYTEST) -q -m "nightly"
 	$(PYTEST) -q tests/finetune/test_finetune_traced.py tests/agent/test_http.py tests/probes/test_gpu_unread.py tests/browser
 	$(BIN)/python bench/fuzz.py --seconds 3600
@@ -89,10 +89,6 @@ golden-documents: $(READY)
 # without KUBECONFIG the same conversations with the stand-in
 e2e: $(READY)
 	$(BIN)/pytest -q -rs tests/e2e tests/agent/test_deploy_manifests.py
-
-# every fault for real, some of them many times (most of an hour, root; docs/measurements/drills.md)
-drills: $(READY)
-	TOPOFLIGHT_DRILLS=long $(BIN)/pytest -q tests/drills
 
 serve: $(RUNS)
 	$(BIN)/topoflight serve

@@ -42,7 +42,7 @@ from planner.explain import over_unknown_network, sigmas_of_rates
 from planner.forecast.calibration import FILE as INTERVALS
 from planner.forecast.calibration import Widths, interval, key_of, kinds_of, widths
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
-from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.memory import FRAGMENTATION, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.search import TIGHT_SHARE, Candidate, Planned, degrees_of, search, simplest
@@ -168,7 +168,7 @@ def _saved_by_few_bits(row: Row, layout: Layout) -> float:
         return 0.0
     frozen = memory_parts(row.model, row.train, layout, row.stack.engine).weights
     kept = (0.5 + 1.0 / 16.0) / 2.0 if row.four_bits else 0.5
-    return DEFAULT_MEMORY.fragmentation * frozen * (1.0 - kept)
+    return FRAGMENTATION * frozen * (1.0 - kept)
 
 
 # A row that ran did not recompute more than its memory asked for; what is forecast to be this much larger than the card

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from planner.nccl_env.names import NcclName, Version, names, parse_version, version_text
+from planner.nccl_env import NcclName, Version, names, parse_version, version_text
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "planner/nccl_env/data/nccl_env_names.tsv"

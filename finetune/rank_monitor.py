@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import errno
 import fcntl
 import functools
 import importlib
@@ -31,11 +30,11 @@ import os
 import random
 import re
 import socket
+import struct
 import sys
 import termios
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +44,7 @@ from urllib.parse import urlsplit
 
 RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank_{rank}.json", "dump"
 NODE_STATE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
-FIRST = "first.json"  # by torchrun of one node: the rank that failed first
+FIRST = "first.json"  # by torchrun of one node: the rank that failed first, or the signal that ended the job
 VERDICT = "why.json"  # of an earlier start
 INTERVAL_SECONDS = 1.0
 WRITE_EVERY = 10  # samples
@@ -53,12 +52,13 @@ STALL_SECONDS = 15.0  # until a dump; the verdict is that of `topoflight why`
 MOST_MARKS = 64  # every second goes when there are more: 4 KB
 MOST_ERROR = 4000  # characters
 _USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a line is one that ordinary steps run through
-_ACTIVE_BYTES = 1 << 18  # read or written between two writes, apart from what the monitor writes
+_ACTIVE_BYTES = 1 << 18  # read, written, sent or received between two writes, apart from what the monitor writes
 _DEEPEST = 200
-_LOADED = time.monotonic()  # before the rendezvous of this start, and after all ranks of an earlier one have ended
 _LIBC = ctypes.CDLL(None)
 _MOST_SOCKETS = 4096
-_ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again in vain
+# struct tcp_info (linux/tcp.h): the state, what is sent again in vain, bytes that a peer has confirmed, bytes received
+_TCP_INFO = struct.Struct("@BxB117xQQ")
+_ESTABLISHED = 1
 _SHOWN = 6
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL: a host without them has no GPU for a rank
 _UNNUMBERED = 500_000  # from which on the number of a node is none that torchrun was given
@@ -93,6 +93,7 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120 - compared with
 
 
 Frame = tuple[str, int, str]  # file, line, function
+Connection = tuple[int, bool, int]  # descriptor, whether bytes are sent again, bytes sent and received so far
 
 
 def phase_of(stack: list[Frame]) -> str:
@@ -135,7 +136,8 @@ class RankMonitor(threading.Thread):
         self.over = threading.Event()
         self.writing = threading.Lock()  # nothing replaces the final state
         self.fixed = {"rank": rank, "world_size": world_size, **_identity()}
-        self.own_bytes = 0  # that this monitor has written: a dump is 2 MB
+        self.traffic: dict[int, int] = {}  # by descriptor of a connection: bytes so far
+        self.uncounted = 0  # bytes: what sockets have moved, less what this monitor has written (a dump is 2 MB)
         self.effort = self._effort()
         self.pid = os.getpid()
         self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
@@ -175,21 +177,12 @@ class RankMonitor(threading.Thread):
                 (self.folder / old).unlink(missing_ok=True)
 
     def _remove_files_of_others(self) -> None:
-        """Remove, by rank 0, what an earlier start has left of ranks that have not written yet.
-
-        All ranks have met. So a file that was there before this module was loaded is of an earlier start. The clock of
-        the file system decides, which the time of a new file shows.
-        """
-        if self.rank:
-            return
-        with contextlib.suppress(OSError):
-            draft = self.folder / f".{self.file}.draft"
-            draft.touch()
-            loaded = draft.stat().st_mtime - (time.monotonic() - _LOADED)
-            for path in self.folder.glob("*_rank_*.json"):
-                with contextlib.suppress(OSError):  # another rank removes its own
-                    if path.stat().st_mtime < loaded:
-                        path.unlink()
+        """Remove, by rank 0, what an earlier start of more ranks has left; each rank has removed its own old files."""
+        for path in self.folder.glob("*_rank_*.json") if self.rank == 0 else ():
+            number = path.stem.rpartition("_")[2]
+            if number.isdecimal() and int(number) >= self.fixed["world_size"]:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def sample(self) -> None:
         """Record where the main thread is now."""
@@ -215,7 +208,9 @@ class RankMonitor(threading.Thread):
             self.places.update(set(self.own))
             self.calls, self.moved = calls, time.monotonic()
             self.held.clear()
-        for address, waits, again in _sending():
+        connections = list(_connections())
+        self._count_traffic(connections)
+        for address, waits, again in _sending(connections):
             self.unsent[address] += waits
             self.resent[address] += again
             self.held[address] += waits or again
@@ -254,42 +249,46 @@ class RankMonitor(threading.Thread):
     def write(self, *, ended: bool = False) -> None:
         """Replace the rank's file."""
         with self.writing:
-            if ended or not self.over.is_set():
-                self._write(ended)
-
-    def _write(self, ended: bool) -> None:
-        unsent = {address: count for address, count in self.unsent.items() if count}
-        now = time.time()
-        self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving),
-                           "unsent": unsent})  # fmt: skip
-        if len(self.marks) > MOST_MARKS:
-            del self.marks[1::2]
-        before, self.effort = self.effort, self._effort()
-        seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
-        least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
-        self._replace(self.file, json.dumps({
-            **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
-            "asked": self.asked, "answer": self.answer, "own": self.own,
-            "usual": [place for place, count in self.places.items() if count >= least],
-            "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
-            "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
-            "samples": dict(self.samples), "moving": dict(self.moving), "calls": self.calls, "marks": self.marks,
-            "groups": _groups(), "unsent": unsent, "resent": dict(self.resent),
-            "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
-        }).encode())  # fmt: skip
+            if self.over.is_set() and not ended:
+                return
+            unsent, now = {address: count for address, count in self.unsent.items() if count}, time.time()
+            so_far = {"calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving), "unsent": unsent}
+            self.marks.append({"at": now, **so_far})
+            if len(self.marks) > MOST_MARKS:
+                del self.marks[1::2]
+            before, self.effort = self.effort, self._effort()
+            seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
+            least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
+            state = {
+                **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
+                "asked": self.asked, "answer": self.answer, "own": self.own,
+                "usual": [place for place, count in self.places.items() if count >= least],
+                "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
+                "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
+                **so_far, "marks": self.marks, "groups": _groups(), "resent": dict(self.resent),
+                "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
+            }  # fmt: skip
+            self._replace(self.file, json.dumps(state).encode())
 
     def _effort(self) -> tuple[float, float, float, float]:
-        """(now, CPU seconds of the main thread, bytes that the process read and wrote, CPU seconds of its children)."""
+        """(now, CPU seconds of the main thread, bytes that the process moved, CPU seconds of its children)."""
         cpu = moved = children = 0.0
         with contextlib.suppress(OSError, AttributeError):
             cpu = time.clock_gettime(time.pthread_getcpuclockid(self.main))
         with contextlib.suppress(OSError, ValueError, IndexError):
             counts = [int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2]]
-            moved = float(sum(counts) - self.own_bytes)
+            moved = float(sum(counts) + self.uncounted)
             pids = Path(f"/proc/self/task/{self.native}/children").read_text().split()[:64]
             ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids)
             children = sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
         return time.monotonic(), cpu, moved, children
+
+    def _count_traffic(self, connections: list[Connection]) -> None:
+        """Add what the connections have moved since the last sample: /proc/self/io leaves out send() and recv()."""
+        before, self.traffic = self.traffic, {fd: moved for fd, _, moved in connections}
+        for fd, moved in self.traffic.items():  # a descriptor with fewer bytes is of a new connection
+            old = before.get(fd, 0)
+            self.uncounted += moved - old if moved >= old else moved
 
     def _has_started_ranks(self) -> bool:
         """Whether torchrun has a child with the variable that it gives its ranks; other children are not ranks."""
@@ -310,7 +309,7 @@ class RankMonitor(threading.Thread):
     def _replace(self, name: str, text: bytes) -> None:
         draft = self.folder / f".{name}.draft"
         with contextlib.suppress(OSError):
-            self.own_bytes += draft.write_bytes(text)
+            self.uncounted -= draft.write_bytes(text)
             draft.replace(self.folder / name)
 
 
@@ -366,7 +365,8 @@ def starting(function: Any, folder: Path) -> Any:
 def launching(function: Any, folder: Path) -> Any:
     """torchrun's launch_agent: until its ranks start, the file of this node names the rendezvous that it waits at.
 
-    At the end torchrun of a job on one node writes which rank failed first, as its log may be lost.
+    At the end torchrun of a job on one node writes which rank failed first, or the signal that it received itself, as
+    its log may be lost.
     """
 
     @functools.wraps(function)
@@ -382,9 +382,13 @@ def launching(function: Any, folder: Path) -> Any:
             return function(config, *arguments, **options)
         except Exception as error:
             with contextlib.suppress(Exception):  # not every error is of a rank
-                rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
+                if (received := getattr(error, "sigval", None)) is not None:
+                    end = {"signal": int(received), "at": time.time()}
+                else:
+                    rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
+                    end = {"rank": rank, "exit_code": failure.exitcode}
                 if config.max_nodes == 1:
-                    first.write_text(json.dumps({"rank": rank, "exit_code": failure.exitcode}))
+                    first.write_text(json.dumps(end))
             raise
 
     return launch_agent
@@ -408,7 +412,7 @@ def _place(known: dict[str, Any]) -> str:
 def _answer_of(place: str, before: str) -> str:
     """ "connected" to the port, or where none is known; "closed" where it was; "unresolved" by name; else empty."""
     host, _, port = place.rpartition(":")
-    peers = (_address(fd, _LIBC.getpeername) for fd, _ in _connections())
+    peers = (_address(fd, _LIBC.getpeername) for fd, *_ in _connections())
     if not port.isdecimal() or any(peer and str(peer[1]) == port for peer in peers):
         return "connected"
     if before in ("connected", "closed"):
@@ -516,12 +520,12 @@ def _identity() -> dict[str, Any]:
 
 def _ends() -> tuple[str, ...]:
     """Own ends of this process's connections: a peer that loses one names it in its error."""
-    own = (_address(fd, _LIBC.getsockname) for fd, _ in _connections())
+    own = (_address(fd, _LIBC.getsockname) for fd, *_ in _connections())
     return tuple(sorted(f"{end[0]}:{end[1]}" for end in own if end is not None))
 
 
-def _connections() -> Iterator[tuple[int, bool]]:
-    """This process's established TCP connections: descriptor, and whether bytes are sent again (tcp(7)).
+def _connections() -> Iterator[Connection]:
+    """This process's established TCP connections: descriptor, whether bytes are sent again, bytes moved (tcp(7)).
 
     By libc: for /proc/net/tcp the kernel walks the whole host's table (5 ms), and a socket object of Python's may
     change how the job's own one blocks.
@@ -529,11 +533,12 @@ def _connections() -> Iterator[tuple[int, bool]]:
     fds: list[int] = []
     with contextlib.suppress(OSError):
         fds = sorted(int(one) for one in os.listdir("/proc/self/fd"))[:_MOST_SOCKETS]  # noqa: PTH208 - names alone
-    info = (ctypes.c_ubyte * 3)()
+    info = (ctypes.c_ubyte * _TCP_INFO.size)()
     for fd in fds:
         size = ctypes.byref(ctypes.c_uint32(len(info)))
         if not _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, size) and info[0] == _ESTABLISHED:
-            yield fd, info[2] > 0
+            _, again, sent, received = _TCP_INFO.unpack(info)
+            yield fd, again > 0, sent + received
 
 
 def _address(fd: int, function: Any) -> tuple[Any, int] | None:
@@ -547,28 +552,15 @@ def _address(fd: int, function: Any) -> tuple[Any, int] | None:
 
 
 def _error() -> str | None:
-    """The exception that nobody caught, with its whole message, and before it the full disk that it hides.
-
-    torch.save raises a RuntimeError of its archive's writer while it handles that of a write that failed.
-    """
+    """The exception that nobody caught, with its whole message."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    text, before = f"{type(error).__name__}: {str(error)[:MOST_ERROR]}" if error is not None else None, error
-    while text and before is not None:
-        if isinstance(before, OSError) and before.errno in (errno.ENOSPC, errno.EDQUOT) and before is not error:
-            return f"{type(before).__name__}: {before}\n{text}"
-        for frame, _ in traceback.walk_tb(before.__traceback__):
-            name = frame.f_locals.get("f") if frame.f_code.co_filename.endswith("/torch/serialization.py") else None
-            with contextlib.suppress(OSError):
-                if isinstance(name, str | os.PathLike) and os.statvfs(name).f_bavail == 0:
-                    return f"No space left on device: the file system of {os.fspath(name)} has no free block\n{text}"
-        before = before.__cause__ or before.__context__
-    return text
+    return None if error is None else f"{type(error).__name__}: {str(error)[:MOST_ERROR]}"
 
 
-def _sending() -> list[tuple[str, bool, bool]]:
+def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
     """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again."""
     found: dict[str, tuple[bool, bool]] = {}
-    for fd, is_resent in _connections():
+    for fd, is_resent, _ in connections:
         if (peer := _address(fd, _LIBC.getpeername)) is None or peer[0].is_loopback:
             continue
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -30,7 +30,7 @@ from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
 from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.names import newest_read, version_text
+from planner.nccl_env import newest_read, version_text
 from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, Planned, difference_sigma, fitting, search, usual_options
@@ -146,9 +146,7 @@ def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], u
     return sizes
 
 
-def _choose_batch(
-    model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any], unknowns: list[str]
-) -> int:
+def _choose_batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any]) -> int:
     if train.global_batch is not None:
         if train.global_batch < 1:
             raise ValueError(f"global_batch={train.global_batch}: must be at least 1")
@@ -165,21 +163,7 @@ def _choose_batch(
         wanted = max(1, tokens // train.sequence_length)
         if not requested and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
             multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
-    batch = math.ceil(wanted / multiple) * multiple
-    unknowns.append(_describe_batch(batch, train))
-    return batch
-
-
-def _describe_batch(batch: int, train: TrainSpec) -> str:
-    return _text("batch", batch=batch, tokens=batch * train.sequence_length)
-
-
-def _replace_batch(planned: Planned, batch: int) -> Planned:
-    """Return the plan with another assumed batch."""
-    train = planned.job.train
-    before, after = _describe_batch(planned.global_batch, train), _describe_batch(batch, train)
-    words = tuple(after if text == before else text for text in planned.unknowns)
-    return replace(planned, global_batch=batch, unknowns=words)
+    return math.ceil(wanted / multiple) * multiple
 
 
 def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
@@ -259,7 +243,7 @@ def plan(
             host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
         ),
         world=world,
-        global_batch=_choose_batch(model, train, engine, world, requested, unknowns),
+        global_batch=_choose_batch(model, train, engine, world, requested),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
@@ -368,16 +352,13 @@ def recommend(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
         ranks_per_node=ranks_per_node,
     )  # fmt: skip
-    env = nccl_env.settings(case)
-    answer = Recommendation(
-        settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train
-    )
-    if env.backend == "rccl":
+    answer = replace(nccl_env.settings(case), model=model, train=train)
+    if answer.backend == "rccl":
         reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet"
         return replace(
             answer, rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,)
         )  # fmt: skip
-    set_to = {setting.name: setting.value for setting in env.settings}
+    set_to = {setting.name: setting.value for setting in answer.settings}
     against = pick_costly(findings or {}, set_to)
     planned = plan(
         cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links,
@@ -397,12 +378,15 @@ def recommend(
     for other in _list_other_batches(planned):
         if found.best:
             break
-        planned = _replace_batch(planned, other)
+        planned = replace(planned, global_batch=other)
         found = search(planned)
     is_certain = bool(found.best)
     if not is_certain:
         found = replace(found, best=search(planned, surely=False).best[:1])
     unknowns, assumed = list(planned.unknowns), ""
+    if planned.batch_is_assumed:
+        batch = planned.global_batch
+        unknowns.append(_text("batch", batch=batch, tokens=batch * train.sequence_length))
     if nccl_version and nccl_version > (newest := newest_read()):
         unknowns.append(_text("unread_release", version=version_text(nccl_version), newest=version_text(newest)))
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
@@ -428,7 +412,7 @@ def recommend(
     fit = f"{len(found.best)} combinations of parallelism fit"
     note = Note(topic="search", text=f"{found.tried} layouts forecast, {fit}")
     return replace(
-        answer, notes=(*env.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
+        answer, notes=(*answer.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
         runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(found.rejected),
         helps_most=helps, unknowns=tuple(unknowns),
         slowed=planned.slowed, healthy=healthy,
@@ -479,7 +463,7 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
     They are smaller ones if the settings name the accumulation, then larger ones up to one sequence per rank.
     """
     batch, named = planned.global_batch, planned.requested
-    if planned.job.train.global_batch is not None or "micro_batch" in named:
+    if not planned.batch_is_assumed:
         return
     while "gradient_accumulation" in named and batch % (2 * planned.world) == 0:
         batch //= 2

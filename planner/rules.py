@@ -6,7 +6,6 @@ A rule is arithmetic or a limit of an engine. Preferences are not rules; they fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from contracts.layout import EIGHT_BITS, Layout
 from hardware.units import GIB, GIGA
@@ -145,51 +144,45 @@ def engine_runs(q: Question, at: Layout) -> str | None:
 
 def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     """Return what the engine lacks to run a layout with this method."""
-    runs = engine
+    name, can = engine.name, engine.can
     if not has_gpu and engine.without_gpu is not None:
-        runs = replace(engine, can=engine.without_gpu, name=f"{engine.name} on a CPU")
-    return (
-        next(_list_missing_parallelism(runs, at), None)
-        or runs.refuses(model, train, at)
-        or next(_list_missing_options(runs, at, has_gpu=has_gpu), None)
-        or next(_list_obstacles_of_method(engine, train, at, has_gpu=has_gpu), None)
-    )
-
-
-def _list_missing_parallelism(engine: Engine, at: Layout) -> Iterator[str]:
-    for word, degree in (("tp", at.tp), ("pp", at.pp), ("cp", at.cp), ("ep", at.ep)):
-        if degree > 1 and word not in engine.can:
-            yield f"{engine.name} does not support {word.upper()}"
-    if at.sequence_parallel and "sp" not in engine.can:
-        yield f"{engine.name} does not support sequence parallelism"
-    sharded = at.dp_shard > 1 and at.sharding != "ddp"
-    if sharded and at.sharding not in engine.can:
-        yield f"{engine.name} does not support {at.sharding}"
-    if sharded and at.sharding == "zero3" and at.dp_replicate > 1 and "hsdp" not in engine.can:
-        yield f"{engine.name} does not support HSDP"
-    if at.data_parallel > 1 and not sharded and "ddp" not in engine.can:
-        yield f"{engine.name} does not support DDP"
+        name, can = f"{name} on a CPU", engine.without_gpu
+    if missing := next((_PARALLEL.get(word, word) for word in _list_parallelism(at) if word not in can), None):
+        return f"{name} does not support {missing}"
     axes = [w for w, degree in (("tp", at.tp), ("pp", at.pp), ("dp", at.data_parallel)) if degree > 1]
     if len(axes) > 1 and "+".join(axes) not in engine.together:
-        yield f"{engine.name} does not combine {' and '.join(a.upper() for a in axes)}"
+        return f"{name} does not combine {' and '.join(a.upper() for a in axes)}"
+    return engine.refuses(model, train, at) or next(_list_missing_options(engine, name, train, at, has_gpu), None)
 
 
-def _list_missing_options(engine: Engine, at: Layout, *, has_gpu: bool) -> Iterator[str]:
+_PARALLEL = {"sp": "sequence parallelism", **{word: word.upper() for word in ("tp", "pp", "cp", "ep", "hsdp", "ddp")}}
+
+
+def _list_parallelism(at: Layout) -> Iterator[str]:
+    """Yield what an engine must be able to do for a layout, as in `Engine.can`."""
+    yield from (word for word in ("tp", "pp", "cp", "ep") if getattr(at, word) > 1)
+    if at.sequence_parallel:
+        yield "sp"
+    sharded = at.dp_shard > 1 and at.sharding != "ddp"
+    if sharded:
+        yield at.sharding
+    if sharded and at.sharding == "zero3" and at.dp_replicate > 1:
+        yield "hsdp"
+    if at.data_parallel > 1 and not sharded:
+        yield "ddp"
+
+
+def _list_missing_options(engine: Engine, name: str, train: TrainSpec, at: Layout, has_gpu: bool) -> Iterator[str]:
     if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
-        yield f"{engine.name} does not support {at.precision}"
+        yield f"{name} does not support {at.precision}"
     if at.checkpointing not in engine.checkpointing:
-        yield f"{engine.name} does not support {at.checkpointing} checkpointing"
-    if at.offload == "none":
-        return
-    if at.offload not in engine.offloads:
-        yield f"{engine.name} does not support offloading ({at.offload})"
-    if not has_gpu:
+        yield f"{name} does not support {at.checkpointing} checkpointing"
+    if at.offload not in ("none", *engine.offloads):
+        yield f"{name} does not support offloading ({at.offload})"
+    if at.offload != "none" and not has_gpu:
         yield "offloading needs a GPU: without one, everything is in host memory already"
     if at.offload == "all" and not (engine.as_run(at).sharding == "zero3" and at.dp_shard > 1):
         yield "offload of the weights needs them sharded (FSDP or ZeRO-3)"
-
-
-def _list_obstacles_of_method(engine: Engine, train: TrainSpec, at: Layout, *, has_gpu: bool) -> Iterator[str]:
     if train.method not in engine.methods:
         yield f"{engine.name} does not support {train.method}; it trains {' and '.join(sorted(engine.methods))}"
     if train.method == "qlora" and not has_gpu:

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, settings
 ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
 GOLDEN = Path(__file__).parent / "golden"
-# hardware, a cluster, data and 290 MB of packages that a CI machine need not have
-MAY_SKIP_IN_CI = {"gpu", "kube", "corpus", "triton"}
+# hardware, data and 290 MB of packages that a CI machine need not have
+MAY_SKIP_IN_CI = {"gpu", "corpus", "triton"}
 
 # no test asks a hub on the network; those of the stand-in hub say so in their own environment
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,18 +41,16 @@ SLOW = """
 train real_prometheus agent_image softroce slurm_cluster search_hosts why_runs bench_hosts bench_slow_networks
 finetune_pods finetune_equivalence trl_trainer finetune_compile finetune_hub short_fuzz finetune_loading page_in_browser
 lint_forms launch_trl_files compare_networks bench_ends hostile_clients costly_questions finetune_default
-forecast_memory_cpu current_folder run_post footprint finetune_traced finetune_memory wrap_verb drills_kills drills_scan
-bench_measures rendered_answers finetune_resume finetune_survival evidence_scale model_weights
+forecast_memory_cpu current_folder run_post footprint finetune_traced finetune_memory wrap_verb drills_disk drills_kills
+drills_scan bench_measures rendered_answers finetune_resume finetune_survival evidence_scale model_weights
 """
 LONGEST = [f"test_{name}.py" for name in SLOW.split()]
 
 
 @cache
 def tiers_of(path: Path) -> set[str]:
-    """The tiers' marks that a file may give: those in its text, or any where a helper gives them."""
+    """The tiers' marks that a file may give: those in its text."""
     text = path.read_text(encoding="utf-8")
-    if re.search(r"= real\(\)", text):  # tests/e2e/real_cluster.py
-        return set(TIERS)
     return {name for name in TIERS if f"mark.{name}" in text}
 
 

@@ -164,8 +164,7 @@ def of_cluster(
         )
         found = nccl_env.settings(case)
         seen = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
-        backend = "rccl" if found.backend == "rccl" else seen
-        return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)
+        return found if found.backend == "rccl" else replace(found, backend=seen)
     findings: dict[str, tuple[Finding, ...]] = {}  # failures and warnings by node, as the planner reads them
     for check in checks:
         if check.status in ("fail", "warn"):

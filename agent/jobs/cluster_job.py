@@ -177,11 +177,10 @@ def storage(options: Mapping[str, Any]) -> tuple[Document, ...]:
         return ()
     check_form("object", "--storage-class=", options["storage_class"])
     check_size("--storage-size", options["storage_size"])
-    claim = networks.shared_claim(
-        name=claim_of(options) or "", namespace=options["namespace"], size=options["storage_size"],
+    return manifests.from_template(
+        "claim", name=claim_of(options) or "", namespace=options["namespace"], size=options["storage_size"],
         storage_class=options["storage_class"],
     )  # fmt: skip
-    return (claim,)
 
 
 def plan_of(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:

@@ -6,6 +6,7 @@ Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. On
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -150,20 +151,27 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
         full = str(folder) if states and disk.f_bavail == 0 < disk.f_blocks else ""
     if full and at - last > STALE_SECONDS:  # a rank that runs cannot write either
         silence, ages = None, {}
+    first, stopped = _end_by_torchrun(ranks / FIRST)
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied, full=full,
-                     starting=starting(states, alive), first=_first_failed(ranks / FIRST),
+                     starting=starting(states, alive), first=first, stopped=stopped,
                      silence=silence, world=newest_state.world_size or None,
                      now=at if is_running else newest_state.written or newest(traces))  # fmt: skip
     return facts, wrong + bad
 
 
-def _first_failed(path: Path) -> int | None:
-    """Return the rank that torchrun saw fail first; None if it was aborted or terminated because of another rank."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+def _end_by_torchrun(path: Path) -> tuple[int | None, str]:
+    """Return the rank that torchrun saw fail first, or the signal that torchrun received: "SIGTERM at 04:03:03 UTC".
+
+    A rank that was aborted or terminated because of another rank does not count.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         found = plain.loads(bounded.read_text(path, MOST_STATE_BYTES))
+        if "signal" in found:
+            name = signal.Signals(int(found["signal"])).name
+            return None, f"{name} at {time.strftime('%H:%M:%S', time.gmtime(found['at']))} UTC"
         failed = run_record.FailedRank(int(found["rank"]), int(found["exit_code"]))
-        return failed.rank if failed.is_own else None
-    return None
+        return failed.rank if failed.is_own else None, ""
+    return None, ""
 
 
 def _modified(path: Path) -> float:
@@ -189,7 +197,7 @@ def request_dumps(folder: Path) -> bool:
 
 def may_restart(facts: RunFacts) -> bool:
     """Return whether torchrun has not ended and has restarts left, as the ranks' environment shows."""
-    return facts.first is None and any(state.restarts_left for state in facts.states.values())
+    return facts.first is None and not facts.stopped and any(state.restarts_left for state in facts.states.values())
 
 
 def watch(

@@ -21,14 +21,7 @@ from collectives.nccl_log.codes import CODES, LOGGING, PATHS, codes_with, proble
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
-from collectives.nccl_log.transport import (
-    ChannelCount,
-    Evidence,
-    LogProblem,
-    ProofLine,
-    RunEvidence,
-    by_severity,
-)
+from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence, by_severity
 from contracts import plain
 from contracts.bounded import open_regular, utf8_chunks
 from contracts.redaction import without_secrets

@@ -24,6 +24,7 @@ MOST_PREFIX_BYTES: Final = 300  # of the names of a host and a process, with wha
 MAX_SEEN: Final = 8_192  # stored texts: ranks repeat each other
 MAX_DULL_BYTES: Final = 400
 TRACEBACK_LINES: Final = 1_000  # other ranks write between a traceback and its exception
+BELOW_EXCEPTION: Final = 3  # lines that may follow the last exception of a log
 CAUSE_LINES: Final = 2  # the text of "Last error:" is below it, perhaps after an empty line
 
 _TEXTS = read_patterns(__file__, "facts.toml", "lines", str.encode)
@@ -33,6 +34,7 @@ _CAUSE = b"Last error:"
 _ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
 _INFO = b"NCCL INFO "
 _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
+_OF_ITS_FILE = (b"hip", b"Call to bind", b"Call to listen")  # the name of the source file says of what
 TAG = b"/GDRDMA"
 
 _MOST_HEAD_BYTES = 72  # between "Channel" and "via"
@@ -51,14 +53,20 @@ class LineReader:
         self._processes: Firsts[str, None] = Firsts(MAX_SEEN)
         self._ends: Firsts[tuple[str | None, bytes], Channel] = Firsts(MAX_SEEN)  # by direction and text after "via "
         self._tags_read = 0  # tags of the current line that belong to a channel
-        self._traceback = 0  # number of the line with the start of an open traceback, else 0
+        self._traceback = 0  # number of the line with the start of an open traceback; -1: of one that ends no program
+        self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def finish(self) -> None:
-        """Add what was read to the runs."""
-        self.runs.lines += self.ledger.lines
+        """Add what was read to the runs. An exception at the end of a log ended the program."""
+        end, (number, bare) = self.ledger.lines, self._bare
+        if bare and end <= number + BELOW_EXCEPTION and not codes_of(bare, foreign=True):
+            self.ledger.writer, self.ledger.lines = _writer_of(bare), number
+            self.ledger.blame("python_traceback", bare)
+            self.ledger.lines = end
+        self.runs.lines += end
         self.runs.add(self.ledger)
 
     def is_known(self, line: bytes) -> bool:
@@ -122,14 +130,11 @@ class LineReader:
         # A process prints device 0 before it has chosen its device.
         if writer.device.isdigit() and (writer.device != "0" or b" Channel " in line):
             self.ledger.gpus.keep((writer.host, f"device {writer.device}"), writer.process)
-        if b"anks " in line:
-            self._meet_rank(line, writer)
+        if b"anks " in line and (init := _TEXTS["init"].search(line)):
+            self._meet_rank(init, writer)
 
-    def _meet_rank(self, line: bytes, writer: Writer) -> None:
+    def _meet_rank(self, init: re.Match[bytes], writer: Writer) -> None:
         """Record the rank, the GPU and the communicator in a line of communicator set-up."""
-        init = _TEXTS["init"].search(line)
-        if init is None:
-            return
         rank, ranks, named, bus, communicator = (group.decode() if group else "" for group in init.groups())
         device = named or writer.device
         if bus:
@@ -179,7 +184,7 @@ class LineReader:
             if index + 1 < len(marks):
                 message = _TEXTS["next_prefix"].sub(b"", line[mark.end() : marks[index + 1].start()])
             warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 prints harmless warnings as ATTN
-            if b" failure " in message or message.startswith((b"hip", b"Call to bind")):  # the file's name says of what
+            if b" failure " in message or message.startswith(_OF_ITS_FILE):
                 message = b" ".join([*line[: mark.start()].split()[-2:], message])
             self._message(message, warn=warn, host=host, shown=line)
 
@@ -197,16 +202,19 @@ class LineReader:
 
     def _exception(self, body: bytes, line: bytes) -> None:
         """A traceback and the exception below it, at the start of a line, prove that a program ended."""
-        if body.startswith(_TRACEBACK):  # after other words it is a message about an exception that was caught
-            self._traceback = self.ledger.lines if self.ledger.lines > self._ignored + 2 else 0
+        if _TRACEBACK in body:  # after other words it is a message about an exception that was caught
+            is_caught = self.ledger.lines <= self._ignored + 2 or not body.startswith(_TRACEBACK)
+            self._traceback = -1 if is_caught else self.ledger.lines
         elif body.startswith((b"Exception ignored in", b"Exception in thread ")):  # the program continues
             self._ignored = self.ledger.lines
-        elif self._traceback and any(place in body for place in _AT_EXIT):
-            self._traceback = 0  # of the clean-up after the end of a program
+        elif self._traceback > 0 and any(place in body for place in _AT_EXIT):
+            self._traceback = -1  # of the clean-up after the end of a program
         elif self._traceback and _TEXTS["exception"].match(body):
-            if self.ledger.lines - self._traceback <= TRACEBACK_LINES:
+            if 0 < self._traceback >= self.ledger.lines - TRACEBACK_LINES:
                 self.ledger.blame("python_traceback", line)
             self._traceback = 0
+        elif _TEXTS["bare"].match(body):
+            self._bare = self.ledger.lines, line
 
     def _message(self, message: bytes, *, warn: bool, shown: bytes, host: str = "", foreign: bool = False) -> None:
         if message in self._dull or (not warn and message.startswith(DULL_STARTS + _ORDERS)):

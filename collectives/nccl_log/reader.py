@@ -44,8 +44,6 @@ _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04
 WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
 _DIGITS: Final = b"0123456789"
 
-_PARTIAL: Final = (b" stdout P", b" stderr P")
-
 
 class LogFileError(ValueError):
     """The file cannot be read as a log; the message says why, and what helps."""
@@ -123,7 +121,7 @@ class Reader(LineReader):
     def feed(self, block: bytes, *, cut: bool = False) -> None:
         """Read whole lines; the last newline of the block may be missing. `cut`: the log ends inside the last line."""
         block = block.removesuffix(b"\n")
-        if self.held or any(mark in block for mark in _PARTIAL):
+        if self.held or any(mark in block for mark in (b" stdout P", b" stderr P")):
             block = b"\n".join(map(self._join_parts, block.split(b"\n")))
         lines = block.split(b"\n")
         shapes = block.translate(None, _DIGITS).split(b"\n")

@@ -25,7 +25,7 @@ from contracts import bounded, plain
 RANKS_FOLDER = "ranks"  # of a run's folder
 NAME = "state_rank_{rank}.json"
 NODE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
-FIRST = "first.json"  # of torchrun on the one node of a job: the rank that failed first
+FIRST = "first.json"  # of torchrun on the one node of a job: the rank that failed first, or the signal that it received
 TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
 ASK = "dump"  # touching this file requests a dump
 MOST_STATE_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class RankState:
     own: tuple[str, ...] = ()  # of these, the frames of the user's own code
     usual: tuple[str, ...] = ()  # lines of the user's code that are seen in ordinary steps, or that call those
     cpu_share: float | None = None  # share of one CPU that the main thread has used since the last write
-    is_active: bool = False  # since then the process has read or written, or a child of it has used the CPU
+    is_active: bool = False  # since then the process has moved data (files, sockets), or a child of it has used the CPU
     samples: dict[str, int] = field(default_factory=dict)  # number of samples since the start, by phase
     moving: dict[str, int] = field(default_factory=dict)  # of these, with a new collective since the previous one
     calls: int = 0  # collectives called so far, all groups
@@ -243,7 +243,7 @@ def _call(entry: Mapping[str, Any]) -> Call | None:
         dtypes=tuple(str(one)[:20] for one in _list(entry.get("input_dtypes"))[:8] if isinstance(one, str)),
         done=over, started=entry.get("state") == "started", is_ahead=backend == "nccl", seconds=_duration(entry),
         created=created / 1e9 if _whole(created) and created else None,
-        frames=tuple(_frame(one) for one in _list(entry.get("frames"))[:_FRAMES] if isinstance(one, dict)),
+        frames=_frames(entry),
     )  # fmt: skip
 
 
@@ -262,6 +262,13 @@ def _duration(entry: Mapping[str, Any]) -> float | None:
         return measured / 1e3
     began, over = (entry.get(f"time_discovered_{one}_ns") for one in ("started", "completed"))
     return (over - began) / 1e9 if _whole(began) and _whole(over) and over >= began > 0 else None
+
+
+def _frames(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Who called, innermost first, without the frames of torch itself unless there is no other."""
+    rows = [one for one in _list(entry.get("frames")) if isinstance(one, dict)]
+    own = [one for one in rows if "-packages/torch/" not in str(one.get("filename"))]
+    return tuple(map(_frame, (own or rows)[:_FRAMES]))
 
 
 def _frame(one: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from contracts.plain import PlainError
 from hardware.gpus import gpu_named
 from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
 from planner.forecast.engine import Engine
-from planner.forecast.memory import DEFAULT_MEMORY
+from planner.forecast.memory import SAFE_SHARE
 from planner.forecast.models import model_from_config
 from planner.forecast.step_time import Job
 
@@ -235,7 +235,7 @@ def bytes_that_fit(job: Job, capacity: float, *, surely: bool = True) -> float:
     If `surely`, the forecast's interval must end below the capacity. Otherwise it only has to begin below it.
     """
     if not job.has_gpu:
-        return capacity * DEFAULT_MEMORY.safe_share
+        return capacity * SAFE_SHARE
     around = memory_interval(job, capacity)
     return around.low if surely else around.high
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from contracts.layout import Layout
@@ -11,22 +10,14 @@ from hardware.units import GIB
 from planner.forecast.engine import NF4_SCALES, Engine, Question, Share, share_of
 from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_weights
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConstants:
-    """Memory of the allocator and of libraries in addition to tensors; docs/explanation/forecast.md."""
-
-    fragmentation: float = 1.05  # reserved by the caching allocator, relative to allocated memory
-    reserved_bytes: float = 0.9 * GIB  # cuBLAS workspaces
-    reserved_ranks_bytes: float = 0.4 * GIB  # communication buffers of the framework, with more than one rank
-    context_bytes: float = 0.6 * GIB  # CUDA context and kernels, outside the allocator
-    nccl_bytes: float = 0.6 * GIB  # NCCL's channels and their buffers, with more than one rank
-    # Memory of the fine-tune job on a CPU in addition to tensors, measured with an empty model; docs/decisions/0023.
-    cpu_bytes: float = 0.02 * GIB  # modules, tokenizer, rows, threads
-    safe_share: float = 0.92  # of host memory and the job's measured use; a run above it may fail
-
-
-DEFAULT_MEMORY = MemoryConstants()
+# Memory of the allocator and of libraries in addition to tensors; docs/explanation/forecast.md.
+FRAGMENTATION = 1.05  # reserved by the caching allocator, relative to allocated memory
+RESERVED_BYTES = 0.9 * GIB  # cuBLAS workspaces
+RESERVED_RANKS_BYTES = 0.4 * GIB  # communication buffers of the framework, with more than one rank
+_CONTEXT_BYTES = 0.6 * GIB  # CUDA context and kernels, outside the allocator
+NCCL_BYTES = 0.6 * GIB  # NCCL's channels and their buffers, with more than one rank
+_CPU_BYTES = 0.02 * GIB  # of the fine-tune job on a CPU: modules, tokenizer, rows, threads; docs/decisions/0023
+SAFE_SHARE = 0.92  # of host memory and the job's measured use; a run above it may fail
 
 
 class MemoryParts(NamedTuple):
@@ -77,7 +68,7 @@ def memory_parts(
     stored = _count_stored(engine, share, first_stage=first_stage)
     gradients, activations, logits = _count_backward(engine, share, gradients, stored)
     held = in_weights + gradients + optimizer + gathered + activations + logits
-    on_gpu = DEFAULT_MEMORY.context_bytes + (layout.world_size > 1) * DEFAULT_MEMORY.nccl_bytes
+    on_gpu = _CONTEXT_BYTES + (layout.world_size > 1) * NCCL_BYTES
     load = engine.load(share)
     if in_weights + load + gathered > held:  # the peak is during loading, before the first step
         in_weights, gradients, optimizer, activations, logits = in_weights + load, 0.0, 0.0, 0.0, 0.0
@@ -90,18 +81,18 @@ def memory_parts(
         activations=activations,
         logits=logits,
         # CUDA's caching allocator; on a CPU the job counts allocations (finetune/recorder.py, return_freed)
-        fragmentation=0.0 if on_cpu else held * (DEFAULT_MEMORY.fragmentation - 1.0),
+        fragmentation=0.0 if on_cpu else held * (FRAGMENTATION - 1.0),
         reserved=0.0 if on_cpu else _count_reserved(engine, layout),
-        context=DEFAULT_MEMORY.cpu_bytes if on_cpu else on_gpu,
+        context=_CPU_BYTES if on_cpu else on_gpu,
     )
 
 
 def _count_reserved(engine: Engine, layout: Layout) -> float:
     """Return the bytes of workspaces and, with several ranks, of communication buffers."""
     if layout.world_size == 1:
-        return DEFAULT_MEMORY.reserved_bytes
+        return RESERVED_BYTES
     buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
-    return DEFAULT_MEMORY.reserved_bytes + DEFAULT_MEMORY.reserved_ranks_bytes + buckets
+    return RESERVED_BYTES + RESERVED_RANKS_BYTES + buckets
 
 
 def _count_states(engine: Engine, share: Share) -> tuple[float, float, float]:

@@ -23,7 +23,7 @@ import yaml
 from contracts.run_record import KILLED, RESUMABLE
 from contracts.tables import read_table
 from planner.advice import Recommendation
-from planner.nccl_env.names import RESERVED
+from planner.nccl_env import RESERVED
 
 CHANNEL = "compute-domain-channel"  # name of the pod's resource claim for an IMEX channel
 DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # defaults of NVIDIA's DRA driver and of DRANET's examples
@@ -385,14 +385,7 @@ def _render_job(api: str, spec: JobSpec) -> tuple[Document, ...]:
 APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {api: partial(_render_job, api) for api in POD_LABELS}
 
 
-def claims(spec: JobSpec) -> tuple[Document, ...]:
-    """Return the DRA objects of a job: the ResourceClaimTemplate of GPU and NIC and the ComputeDomain, if used."""
-    return from_template("claims", spec=spec)
-
-
 def config_map(spec: JobSpec, files: dict[str, str]) -> Document:
-    """Return the ConfigMap with the job's configuration and plan. Raises ValueError if the job has no name for it."""
-    if not spec.config_map:
-        raise ValueError("config_map: the job names none")
+    """Return the ConfigMap with the job's configuration and plan."""
     (document,) = from_template("config_map", spec=spec, files=files)
     return document

@@ -253,14 +253,6 @@ def _list_roce_mtus(snapshot: Snapshot) -> dict[str, int]:
     return found
 
 
-def shared_claim(
-    *, name: str = "shared", namespace: str = "default", size: str = "500Gi", storage_class: str
-) -> Document:
-    """Return a PersistentVolumeClaim that all pods of the job can write: model, cache, checkpoints."""
-    (claim,) = from_template("claim", name=name, namespace=namespace, size=size, storage_class=storage_class)
-    return claim
-
-
 def network(spec: NetworkSpec) -> tuple[Document, ...]:
     """Return all objects that a cluster needs for RDMA in pods, in the order in which to apply them."""
     return from_template("network", spec=spec)

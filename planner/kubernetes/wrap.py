@@ -17,7 +17,7 @@ from typing import Any
 from contracts.tables import read_texts
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
 from planner.kubernetes.yaml_edit import documents, extended
-from planner.nccl_env.names import RESERVED
+from planner.nccl_env import RESERVED
 from planner.nccl_env.situation import Setting
 
 PREFIX = "topoflight.io"  # prefix of annotation names
@@ -195,9 +195,9 @@ def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[st
             continue
         for part in job.parts:
             _Wrapper(job, part, wanted, notes).run()
-        metadata = _ensure(job.document, "metadata", {})
         for name, value in wanted.annotations.items():
-            _ensure(metadata, "annotations", {}).setdefault(f"{PREFIX}/{name}", value)
+            annotations = _ensure(_ensure(job.document, "metadata", {}), "annotations", {})
+            annotations.setdefault(f"{PREFIX}/{name}", value)
     return extended(text, manifest), list(dict.fromkeys(notes))
 
 
@@ -329,11 +329,10 @@ class _Wrapper:
 
     def _add_limit(self, name: str, count: str, has: Document) -> None:
         """Add a limit; Kubernetes sets the request of an extended resource to its limit."""
-        limits = _ensure(_ensure(self._container, self._part.resources_key, {}), "limits", {})
-        if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *limits}:
+        if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *self._part.limits}:
             self._note("huge_pages", name=name, value=count)
         else:
-            limits[name] = count
+            _ensure(_ensure(self._container, self._part.resources_key, {}), "limits", {})[name] = count
 
     def _lacks_rdma(self, names: set[str]) -> bool:
         """Whether the nodes have RDMA, and the pod requests none of these resources or others that give it a device."""

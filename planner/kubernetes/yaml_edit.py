@@ -1,8 +1,7 @@
 """Add keys and list items to a YAML text without changing its comments, order or quotes.
 
-The caller parses the text and changes the data. The additions are inserted into the text. A collection in brackets that
-gets an addition is written anew. The result is parsed again and must equal the changed data. ruamel.yaml was tried
-instead (docs/decisions/0033).
+The caller parses the text and changes the data. The additions are inserted into the text, also between brackets. The
+result is parsed again and must equal the changed data. ruamel.yaml was tried instead (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import yaml
 from contracts.yaml_text import YamlTextError, load_all
 
 MOST_ALIASES = 1000
-_QUOTED = re.compile(r"""(?<![^\s\[{,:])(?:"(?:\\.|[^"\\])*"|'[^']*')""")
 
 
 class EditError(ValueError):
@@ -66,19 +64,19 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Edits:
-    """The replacements in a text: index of the first character, index after the last one, and the new text."""
+    """The insertions into a text: index of the next character, and the new text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._edits: list[tuple[int, int, str]] = []
+        self._edits: list[tuple[int, str]] = []
         self._seen: set[int] = set()  # PyYAML composes an alias as the node of its anchor
 
     def made(self) -> str:
-        """Return the text with all replacements."""
+        """Return the text with all insertions."""
         newline = "\r\n" if "\r\n" in self._text else "\n"
         made, at = "", 0
-        for start, stop, new in sorted(self._edits, key=lambda edit: edit[0]):
-            made, at = made + self._text[at:start] + new.replace("\n", newline), stop
+        for stop, new in sorted(self._edits, key=lambda edit: edit[0]):
+            made, at = made + self._text[at:stop] + new.replace("\n", newline), stop
         return made + self._text[at:]
 
     def compare(self, node: Any, old: Any, new: Any) -> None:
@@ -86,52 +84,78 @@ class _Edits:
         if id(node) in self._seen:
             return
         self._seen.add(id(node))
-        start, stop = node.start_mark.index, node.end_mark.index
-        if isinstance(node, yaml.CollectionNode) and node.flow_style:
-            if not _is_same(old, new):
-                start = self._text.index("{" if isinstance(old, dict) else "[", start)  # after an anchor or a tag
-                self._edits.append((start, stop, self._format_flow(self._text[start:stop], new)))
-        elif isinstance(old, dict) and isinstance(new, dict):
+        added: Any = None
+        if isinstance(old, dict) and isinstance(new, dict):
             values = {key.value: value for key, value in node.value}
             for key in old:
                 if str(key) in values:  # else it comes from a merge, and its anchor is compared on its own
                     self.compare(values[str(key)], old[key], new[key])
-            column = node.value[0][0].start_mark.column
-            self._insert(_find_end(self._text, node), {key: new[key] for key in new if key not in old}, column)
+            added = {key: new[key] for key in new if key not in old}
         elif isinstance(old, list) and isinstance(new, list):
             for inside, one, other in zip(node.value, old, new, strict=False):
                 self.compare(inside, one, other)
-            first = max(node.value[0].start_mark.index, start + 1)  # a first item that is an alias stands elsewhere
-            dash = self._text.rfind("-", 0, first)
-            self._insert(_find_end(self._text, node), new[len(old) :], dash - self._text.rfind("\n", 0, dash) - 1)
+            added = new[len(old) :]
         elif old is None and new is not None and not node.value:  # an empty value, such as `metadata:`
-            line = self._text[self._text.rfind("\n", 0, start) + 1 : start]
-            self._insert(start, new, len(line) - len(line.lstrip(" -")) + 2)
+            line = self._text[self._text.rfind("\n", 0, node.start_mark.index) + 1 : node.start_mark.index]
+            self._insert(node.start_mark.index, new, len(line) - len(line.lstrip(" -")) + 2)
+        if added and node.flow_style:
+            self._insert_in_brackets(node, added)
+        elif added:
+            at = (node.value[0] if isinstance(old, list) else node.value[0][0]).start_mark.index
+            if isinstance(old, list):  # its dash; a first item that is an alias stands elsewhere
+                at = self._text.rfind("-", 0, max(at, node.start_mark.index + 1))
+            self._insert(_find_end(self._text, node), added, at - self._text.rfind("\n", 0, at) - 1)
 
     def _insert(self, end: int, added: Any, indent: int) -> None:
         """Insert lines after the line of `end`."""
-        if added:
-            at = self._text.index("\n", end) + 1
-            made = yaml.dump(added, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
-            self._edits.append((at, at, "".join(f"{' ' * indent if row else ''}{row}\n" for row in made.splitlines())))
+        at = self._text.index("\n", end) + 1
+        rows = _dump(added, flow=False).splitlines()
+        self._edits.append((at, "".join(f"{' ' * indent if row else ''}{row}\n" for row in rows)))
 
-    def _format_flow(self, text: str, value: Any) -> str:
-        """Write a collection in brackets: as JSON if its words are in double quotes, in lines if it has several."""
-        if re.search(r"(?m)(?:^|\s)#", _QUOTED.sub("", text)):
-            raise EditError(f"{text[:60]!r}: takes no addition, because a comment is between its brackets")
-        if re.match(r'[\[{\s]+"', text):
-            return json.dumps(value, indent=2 if "\n" in text else None, ensure_ascii=False)
-        return str(yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True,
-                             width=1 << 20)).strip()  # fmt: skip
+    def _insert_in_brackets(self, node: Any, added: Any) -> None:
+        """Insert after the last member: as JSON if the words are in double quotes, in lines if that member is."""
+        text, start, stop = self._text, node.start_mark.index, node.end_mark.index
+        end = start = text.index("{" if isinstance(added, dict) else "[", start) + 1  # after an anchor or a tag
+        between = ", "
+        if node.value:
+            first, end = _find_last(text, node)
+            line = text.rfind("\n", 0, first) + 1
+            between = f",\n{text[line:first]}" if line > start and text[line:first].isspace() else between
+        comma = re.match(r"\s*,", text[end:stop])
+        if "#" in text[end:stop]:
+            raise EditError(f"{text[start - 1 : start + 60]!r}: takes no addition, because a comment is at its end")
+        is_json = any(re.match(r'[\[{\s]+"', part) for part in (text[start - 1 : stop], text))
+        members = [{key: added[key]} for key in added] if isinstance(added, dict) else [[value] for value in added]
+        dumped = (json.dumps(each, ensure_ascii=False) if is_json else _dump(each) for each in members)
+        made = between.join(each[1:-1] for each in dumped)
+        if comma:
+            end, made = end + comma.end(), f"{between[1:]}{made},"
+        elif node.value:
+            made = between + made
+        self._edits.append((end, made))
+
+
+def _dump(value: Any, *, flow: bool = True) -> str:
+    made = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=1 << 20)
+    return str(made).strip() if flow else str(made)
+
+
+def _find_last(text: str, node: Any) -> tuple[int, int]:
+    """Return start and end of the last member of a collection."""
+    members = [each if isinstance(each, tuple) else (each,) for each in node.value]
+    *before, last = [part for each in members for part in each]
+    if last.end_mark.index > max((each.end_mark.index for each in before), default=node.start_mark.index):
+        return members[-1][0].start_mark.index, last.end_mark.index
+    alias = text.rfind("*", 0, node.end_mark.index)  # PyYAML composes an alias as the node of its anchor
+    return alias, alias + len(re.split(r"[\s,\]}]", text[alias:], maxsplit=1)[0])
 
 
 def _find_end(text: str, node: Any) -> int:
     """Return the index after the last scalar, bracket or alias of a block mapping or sequence."""
-    while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        *before, last = [part for each in node.value for part in (each if isinstance(each, tuple) else (each,))]
-        if last.end_mark.index <= max((each.end_mark.index for each in before), default=node.start_mark.index):
-            return text.rfind("*", 0, node.end_mark.index)  # PyYAML composes an alias as the node of its anchor
-        node = last
     start, stop = node.start_mark.index, node.end_mark.index
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1][-1] if isinstance(node, yaml.MappingNode) else node.value[-1]
+        _, end = _find_last(text, node)
+        return _find_end(text, last) if end == last.end_mark.index else end
     keeps_newlines = getattr(node, "style", None) in ("|", ">") and "+" in text[start : start + 3]
     return stop - 1 if keeps_newlines else len(text[:stop].rstrip())

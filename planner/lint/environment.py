@@ -1,6 +1,6 @@
 """Check an existing environment: what NCCL does with each variable, and with their combinations.
 
-Names and releases come from `nccl_env.names`, checks of values from `values`, and checks against a machine from
+Names and releases come from `nccl_env`, checks of values from `values`, and checks against a machine from
 `machine`. docs/reference/settings.md explains the codes. Sources:
 Leftovers of debugging, and settings that do nothing here: NCCL docs/userguide/source/env.rst, section Debugging;
 aws-ofi-nccl (what the plugin sets by itself); AWS EFA cheat sheet (awsome-distributed-training); PyTorch docs.
@@ -30,7 +30,7 @@ from planner.lint.values import (
     strtoll,
     values,
 )
-from planner.nccl_env.names import (
+from planner.nccl_env import (
     RESERVED,
     NcclName,
     Platform,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.values import NameList, finding, other_net, strtoll
+from planner.nccl_env import Version, version_text
 from planner.nccl_env.devices import (
     UNFIT_ROLES,
     best_interface,
@@ -22,9 +23,11 @@ from planner.nccl_env.devices import (
     gid_index_problem,
     running_interfaces,
 )
-from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.situation import NodeView, PortView, p2p_level_effect
 from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
 from topology.build import build
 from topology.graph import NodeTopology
 
@@ -51,7 +54,7 @@ class ProbedMachine:
     @property
     def has_one_gpu(self) -> bool:
         """Whether the host has a single GPU, which NVLink does not connect to other hosts."""
-        facts = self.node.gpu()
+        facts = self.node.facts(GpuFacts)
         return facts is not None and len(facts.gpus) == 1 and not facts.gpus[0].fabric_clique
 
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
@@ -123,7 +126,7 @@ def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
 def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "NCCL_SOCKET_IFNAME"
     value = environment.get(name, "")
-    facts = node.interfaces()
+    facts = node.facts(InterfacesFacts)
     if facts is None or len(value) <= 1:
         return
     name_list, running = NameList.parse(value), running_interfaces(facts)
@@ -155,7 +158,7 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
 def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "GLOO_SOCKET_IFNAME"
     value = environment.get(name)
-    facts = node.interfaces()
+    facts = node.facts(InterfacesFacts)
     if not value or facts is None:
         return
     known = {each.name for each in facts.interfaces}
@@ -176,7 +179,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         return
     name_list = NameList.parse(value)
     listed = ", ".join(view.name for view in ports) or "none"
-    evidence = f"RDMA ports: {listed}" + ("" if node.rdma() is None else " (sysfs)")
+    evidence = f"RDMA ports: {listed}" + ("" if node.facts(RdmaFacts) is None else " (sysfs)")
     matched = [view for view in ports if name_list.takes(view.device.name, view.port.port)]
     if not matched:
         yield finding("env.hca.absent", name, value, evidence)
@@ -225,7 +228,7 @@ def _libfabric(node: NodeView) -> str:
 
 
 def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
-    facts = node.gpu()
+    facts = node.facts(GpuFacts)
     gpus = facts.gpus if facts else ()
     linked = [gpu.index for gpu in gpus if any(link.active for link in gpu.nvlinks)]
     value = environment.get("NCCL_P2P_DISABLE", "")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from contracts.finding import Finding
 from contracts.tables import read_table
-from planner.nccl_env.names import with_right_prefix
+from planner.nccl_env import with_right_prefix
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 NAMED = re.compile(r"\b(?:(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z][A-Z0-9_]*)")

@@ -25,7 +25,7 @@ from planner.lint.script import (
     is_judged,
     pattern,
 )
-from planner.nccl_env.names import is_read
+from planner.nccl_env import is_read
 
 _PATTERNS = read_table(__file__, "data/forms.toml")  # patterns for the format of a text; the first match counts
 FORMS: Mapping[str, str] = _PATTERNS["forms"]

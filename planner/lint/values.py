@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.lint.script import whole_number
-from planner.nccl_env.names import NcclName, Version, names, torch_names, version_text
+from planner.nccl_env import NcclName, Version, names, torch_names, version_text
 
 _ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2.31.2 does not know it
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)

@@ -30,6 +30,7 @@ from planner.nccl_env.situation import (
     setting,
     some,
 )
+from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts, preferred_by_nccl
 from probes.rdma.facts import is_link_local
 
@@ -55,7 +56,7 @@ def _is_usable(interface: Interface) -> bool:
 
 def _rank_interface(node: NodeView, interface: Interface) -> tuple[float, ...]:
     """Return a sort key that puts the interfaces with the best connection to other nodes first."""
-    facts, secondary = node.interfaces(), interface.role == "secondary"
+    facts, secondary = node.facts(InterfacesFacts), interface.role == "secondary"
     behind_hca = secondary and rdma_device_of(interface, node.default_ports()) is not None
     overlay = interface.role == "pod-default"
     speed = interface.speed_bytes_per_second or 0.0
@@ -72,7 +73,7 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
     """NCCL_SOCKET_IFNAME, if NCCL would not select the right interface by default."""
     if case.cxi:
         return _name_slingshot(case)
-    judged = [node for node in case.nodes if node.interfaces() is not None]
+    judged = [node for node in case.nodes if node.facts(InterfacesFacts) is not None]
     if not judged:
         return note("socket_ifname.unread", case.unread("interfaces"))
     defaults = {node.hostname: _get_default_choice(node) for node in judged}
@@ -81,7 +82,7 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
     if not any(choices.values()):
         choices = _find_shared_subnet(judged)
     if not any(choices.values()):
-        unread = case.unread_nodes(NodeView.interfaces)
+        unread = case.unread_nodes(InterfacesFacts)
         picks = by_host((host, default or "none") for host, default in defaults.items())
         return note("socket_ifname.automatic", picks + (f"; not read on {some(unread)}" if unread else ""))
     names = {host: choice[0] if choice else tuple(filter(None, (defaults[host],))) for host, choice in choices.items()}
@@ -114,7 +115,7 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
     if case.one_node:
         return note("gloo.one_node")
     picks = {node.hostname: best for node in case.nodes if (best := best_interface(node)) is not None}
-    if unread := case.unread_nodes(NodeView.interfaces):
+    if unread := case.unread_nodes(InterfacesFacts):
         return note("gloo.unread", case.unread("interfaces"), hosts=some(unread))
     if without := [node.hostname for node in case.nodes if node.hostname not in picks]:
         return note("gloo.no_address", hosts=some(without))
@@ -138,7 +139,7 @@ def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:
 
 
 def _get_default_choice(node: NodeView) -> str | None:
-    facts = node.interfaces()
+    facts = node.facts(InterfacesFacts)
     return (facts.nccl_choice or next(iter(nccl_takes(facts)), None)) if facts else None
 
 
@@ -147,7 +148,7 @@ _Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the 
 
 def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | None:
     """Return the interfaces to set, with reason; None if this node does not need the variable."""
-    best, facts, unasked = best_interface(node), node.interfaces(), _get_default_choice(node)
+    best, facts, unasked = best_interface(node), node.facts(InterfacesFacts), _get_default_choice(node)
     if best is None or facts is None or unasked is None:
         return None
     by_name = {each.name: each for each in reversed(node.links)}
@@ -345,7 +346,7 @@ def _drop_far(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
 
 def _drop_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop slower ports of another model, and the port of the default route: they are for storage or management."""
-    facts = node.interfaces()
+    facts = node.facts(InterfacesFacts)
     default_route = facts.default_route if facts else None
     rates = [view.port.rate_bytes_per_second or 0.0 for view in ports]
     fastest = max(rates, default=0.0)
@@ -365,7 +366,7 @@ def _drop_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str
 
 def _drop_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop ports in the subnet of a file server, if every GPU has another port at the same distance."""
-    info = node.hostinfo()
+    info = node.facts(HostinfoFacts)
     servers = [ipaddress.ip_address(text) for text in info.storage_servers] if info else []
     near = [set(entry.nics) for entry in node.topology.nearest_nic if entry.decidable] if node.topology else []
     found: dict[str, str] = {}

@@ -12,24 +12,31 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
-from planner.nccl_env import devices, platforms, rdma
+from planner.advice import Recommendation
+from planner.nccl_env import RESERVED, devices, rdma
 from planner.nccl_env.devices import choose_ports, is_virtual_function
-from planner.nccl_env.names import RESERVED
 from planner.nccl_env.situation import (
     RDMA_KINDS,
     NodeView,
     Note,
     Setting,
     Situation,
+    by_host,
+    cloud_of,
     note,
     p2p_level_effect,
+    published,
+    recognise,
     setting,
+    settings_as_published,
 )
+from probes.gpu.facts import GpuFacts
+from probes.hostinfo.probe import HostinfoFacts
 from probes.limits.probe import LimitsFacts
+from probes.pci.facts import PciFacts
 
 
 class RenderError(ValueError):
@@ -70,13 +77,82 @@ def unread(case: Situation) -> Note | None:
     return note("gpu.unread", failed) if failed else None
 
 
+def amd(case: Situation) -> Note | None:
+    """Report AMD GPUs, which are not checked: for RCCL, NCCL's variables have another meaning or none."""
+    if not case.amd:
+        return None
+    found = [(node.hostname, gpus) for node in case.nodes if (gpus := node.amd_gpus())]
+    seen = by_host((host, f"{len(gpus)} AMD GPUs ({gpus[0]})") for host, gpus in found)
+    how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
+    known = [row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd]
+    more = ["rccl.published"] if known else []
+    return note("rccl.not_judged", seen, *more, how=how, platform=next(iter(known), ""))
+
+
+def vendor_script(case: Situation) -> Note | None:
+    """Report a platform whose vendor's plugin has its own environment, which must not be overridden."""
+    for node in case.nodes:
+        row = recognise(node)
+        if row is None or not row.plugin:
+            continue
+        info = node.facts(HostinfoFacts)
+        there = next((path for path in row.script if info and path in info.vendor_files), None)
+        listed = " ".join(f"{name}={value}" for name, (value, _) in row.values().items())
+        source = row.recipes[0].source
+        if not row.script:
+            how = f"set the variables that Google publishes with the installer of the {row.plugin} plugin"
+        elif there or info is None:
+            how = f"source {there or row.script[0]} in the job's command"
+        else:
+            how = f"install the {row.plugin} plugin and source its script, {row.script[0]}: it is not on this disk"
+        evidence = f"{node.hostname}: {row.name}; {source.name}, {source.date}"
+        return note("platform.vendor_script", evidence, how=how, listed=listed)
+    return None
+
+
+def unknown_platform(case: Situation) -> Note | None:
+    """Report a cloud machine that is not in the table: its provider may publish settings that probes cannot see."""
+    if any(recognise(node) for node in case.nodes):
+        return None
+    for node in case.nodes:
+        info = node.facts(HostinfoFacts)
+        cloud = cloud_of(info) if info else None
+        if info is None or not (cloud or info.virtual_machine):
+            continue
+        seen = f"{cloud[1]}, {cloud[2]}" if cloud else info.virtual_machine
+        return note("platform.unknown", f"{node.hostname}: {seen}")
+    return None
+
+
+def slingshot_protocol(case: Situation) -> Setting | Note | None:
+    """NCCL_PROTO for Slingshot with Grace Hopper: LL128 over GPUDirect produced wrong data there."""
+    if not case.cxi or case.older_than((2, 27, 0)):
+        return None
+    for node in case.nodes:
+        if (facts := node.facts(GpuFacts)) and any(gpu.c2c_links for gpu in facts.gpus):
+            evidence = f"{node.hostname}: C2C links, {len(_list_cassini(case))} Cassini NICs"
+            return setting("proto.slingshot", "^LL128", evidence)
+    return None
+
+
+def slingshot_tuning(case: Situation) -> Note | None:
+    """Report settings on which sites with Slingshot disagree."""
+    if not case.cxi:
+        return None
+    return note("cxi.sites_differ", f"{case.nodes[0].hostname}: {', '.join(_list_cassini(case)[:8])}")
+
+
+def _list_cassini(case: Situation) -> tuple[str, ...]:
+    return next((found for node in case.nodes if (found := node.cxi())), ())
+
+
 def nvlink_between_nodes(case: Situation) -> str | None:
     """Return the evidence that NVLink connects nodes of this job (MNNVL); None if there is none."""
     if case.one_node:
         return None
     cliques: Counter[str] = Counter()
     for node in case.nodes:
-        facts = node.gpu()
+        facts = node.facts(GpuFacts)
         cliques.update(sorted({gpu.fabric_clique for gpu in facts.gpus if gpu.fabric_clique} if facts else ()))
     is_tray = all(0 < node.gpu_count() <= 4 for node in case.nodes)  # of an NVLink domain (GB200 NVL72); HGX has 8
     shared = [clique for clique, hosts in cliques.items() if hosts > 1 or is_tray]
@@ -97,11 +173,11 @@ def topo_file(case: Situation) -> Setting | Note | None:
     """NCCL_TOPO_FILE: a VM that hides the PCIe tree needs the file of its provider."""
     topic = "NCCL_TOPO_FILE"
     for node in case.nodes:
-        pci = node.pci()
+        pci = node.facts(PciFacts)
         why = (node.topology.virtual if node.topology else None) or (pci.virtual_tree if pci else None)
         if why is None or node.gpu_count() < 2:
             continue
-        info = node.hostinfo()
+        info = node.facts(HostinfoFacts)
         evidence = f"{node.hostname}: {why}"
         named = (info.nccl_conf or {}).get(topic) if info else None
         if named:
@@ -130,7 +206,7 @@ def p2p_level(case: Situation) -> Note | None:
     """NCCL_P2P_LEVEL: never recommended; explained if the machine already has it set."""
     topic = "NCCL_P2P_LEVEL"
     for node in case.nodes:
-        info = node.hostinfo()
+        info = node.facts(HostinfoFacts)
         level = info.nccl_variables.get(topic) if info else None
         if level is not None:
             return Note(topic=topic, text=p2p_level_effect(level, node), evidence=f"{node.hostname}: {topic}={level}")
@@ -166,7 +242,7 @@ def omp_threads(case: Situation) -> Setting | Note | None:
 
 def _count_cores(node: NodeView) -> tuple[int, float | None] | None:
     """Return a node's CPU cores, and the limit of the job's cgroup if it is lower; None if they are unknown."""
-    info, limits = node.hostinfo(), _get_limits(node)
+    info, limits = node.facts(HostinfoFacts), node.facts(LimitsFacts)
     cores = info.cores or info.threads if info else None
     if cores is None:
         return None
@@ -184,10 +260,10 @@ def cpu_binding(case: Situation) -> Note | None:
     if case.backend != "nccl":
         return None
     for node in case.nodes:
-        facts = node.gpu()
+        facts = node.facts(GpuFacts)
         nodes = {gpu.numa_node for gpu in facts.gpus if gpu.numa_node is not None} if facts else set()
         if len(nodes) > 1:
-            is_published = platforms.published(case, "NCCL_IGNORE_CPU_AFFINITY") is not None
+            is_published = published(case, "NCCL_IGNORE_CPU_AFFINITY") is not None
             unset = "" if is_published else " (NCCL_IGNORE_CPU_AFFINITY stays unset)"
             evidence = f"{node.hostname}: GPUs on NUMA nodes {', '.join(str(each) for each in sorted(nodes))}"
             return note("cpu_binding", evidence, unset=unset)
@@ -225,13 +301,8 @@ def _list_needs(case: Situation) -> Iterator[Setting]:
         yield from _need_roce(node)
 
 
-def _get_limits(node: NodeView) -> LimitsFacts | None:
-    """Return the limits of the probing process."""
-    return node.snapshot.facts(LimitsFacts) if node.snapshot else None
-
-
 def _need_shm(node: NodeView, ranks: int) -> Setting:
-    limits = _get_limits(node)
+    limits = node.facts(LimitsFacts)
     have = limits.shm_size_bytes if limits and not limits.of_agent else None
     evidence = f"{node.hostname}: {ranks} ranks"
     if have is not None and limits is not None:
@@ -242,7 +313,7 @@ def _need_shm(node: NodeView, ranks: int) -> Setting:
 
 def _describe_memlock(case: Situation) -> str:
     for node in case.nodes:
-        limits = _get_limits(node)
+        limits = node.facts(LimitsFacts)
         if limits is None or not limits.memlock_known:
             continue
         soft = limits.memlock_soft_bytes
@@ -257,7 +328,7 @@ def _need_efa(case: Situation) -> Iterator[Setting]:
     part = ranks < gpus  # pods on the other GPUs need theirs
     evidence = f"{node.hostname}: {devices} EFA devices" + (f", for {ranks} of {gpus} GPUs" if part else "")
     yield setting("pod.efa", f"vpc.amazonaws.com/efa: {-(-devices * ranks // gpus) if part else devices}", evidence)
-    limits = _get_limits(node)
+    limits = node.facts(LimitsFacts)
     pages = ", ".join(f"{size}: {number}" for size, number in (limits.hugepages or {}).items()) if limits else ""
     yield setting("pod.hugepages", _EFA_HUGEPAGES, f"{node.hostname}: {pages or 'huge pages were not read'}")
 
@@ -276,28 +347,18 @@ def _need_roce(node: NodeView) -> Iterator[Setting]:
         yield setting("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *more)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvAdvice:
-    """Recommended settings, notes about variables that are not set on purpose, and other needs of the pod."""
-
-    settings: tuple[Setting, ...]
-    notes: tuple[Note, ...]
-    needs: tuple[Setting, ...]
-    backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
-
-
-_FIRST = (unread, platforms.amd, devices.gloo_socket_ifname)
+_FIRST = (unread, amd, devices.gloo_socket_ifname)
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
-    platforms.vendor_script, platforms.unknown_platform, devices.socket_ifname, rdma.ib_hca,
+    vendor_script, unknown_platform, devices.socket_ifname, rdma.ib_hca,
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
-    rdma.cross_nic, rdma.net_plugin, platforms.slingshot_protocol, platforms.slingshot_tuning,
+    rdma.cross_nic, rdma.net_plugin, slingshot_protocol, slingshot_tuning,
 )  # fmt: skip
 _LAST = (topo_file, p2p_level, mnnvl, allocator, omp_threads, cpu_binding)
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (*_FIRST, *_BETWEEN_NODES, *_LAST)
 """Rules, in the order of their answers."""
 
 
-def settings(case: Situation) -> EnvAdvice:
+def settings(case: Situation) -> Recommendation:
     """Return the recommended environment of a job."""
     between = case.backend == "nccl" and not case.one_node
     rules = RULES if between else (*_FIRST, *_LAST)
@@ -306,10 +367,12 @@ def settings(case: Situation) -> EnvAdvice:
     notes = [answer for answer in answers if isinstance(answer, Note)]
     if between:  # published values replace notes about the same variables
         named = {each.name for each in chosen}
-        added = [each for each in platforms.settings_as_published(case) if each.name not in named]
+        added = [each for each in settings_as_published(case) if each.name not in named]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
-    if platforms.has_vendor_script(case):  # the vendor's script or plugin sets NCCL's variables
+    if any(
+        (row := recognise(node)) and row.plugin for node in case.nodes
+    ):  # its script or plugin sets NCCL's variables
         chosen = [each for each in chosen if not each.name.startswith("NCCL_")]
         if between:
             notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic == "NCCL_MNNVL_ENABLE"]
@@ -319,4 +382,4 @@ def settings(case: Situation) -> EnvAdvice:
     needs: dict[tuple[str, str], Setting] = {}
     for each in _list_needs(case):
         needs.setdefault((each.name, each.value), each)
-    return EnvAdvice(settings=tuple(chosen), notes=tuple(notes), needs=tuple(needs.values()), backend=case.backend)
+    return Recommendation(settings=tuple(chosen), notes=tuple(notes), needs=tuple(needs.values()), backend=case.backend)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hardware.units import gigabits
 from planner.forecast.machines import machine
+from planner.nccl_env import version_text
 from planner.nccl_env.devices import (
     PortChoice,
     choose_ports,
@@ -21,8 +22,6 @@ from planner.nccl_env.devices import (
     is_virtual_function,
     subnet_prefix,
 )
-from planner.nccl_env.names import version_text
-from planner.nccl_env.platforms import published, recognise, which_platform
 from planner.nccl_env.situation import (
     RDMA_KINDS,
     NodeView,
@@ -36,8 +35,12 @@ from planner.nccl_env.situation import (
     networks,
     note,
     port_subnet,
+    published,
+    recognise,
     setting,
 )
+from probes.hostinfo.probe import HostinfoFacts
+from probes.rdma.facts import RdmaFacts
 from topology.derive import reference_of
 
 Port = tuple[str, PortView]  # with its host
@@ -161,7 +164,7 @@ def _note_no_hca(case: Situation) -> Note:
         return note("hca.tcp_job")
     if case.cluster.inter_node_transport in ("rdma", "efa"):
         return note("hca.assumed")
-    if all(node.rdma() is None for node in case.nodes):
+    if all(node.facts(RdmaFacts) is None for node in case.nodes):
         return note("hca.no_device")
     if down := [(node.hostname, view.name) for node in case.nodes for view in _missing_ports(node)]:
         return note("hca.down", by_host(down))
@@ -244,7 +247,7 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     if case.cluster.inter_node_transport in ("rdma", "efa") and not seen:
         return note("net.assumed")
     for node in case.nodes:  # an instance type with EFA but without EFA devices: the pod did not request them
-        row, info = recognise(node), node.hostinfo()
+        row, info = recognise(node), node.facts(HostinfoFacts)
         if row and row.cloud == "aws" and info and not node.efa_count() and not case.unread("rdma"):
             return note("net.efa_unseen", f"{node.hostname}: product {info.product}")
     if case.cxi:
@@ -281,17 +284,13 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
     listed = _list_ports(roce, lambda view: f"{view.name} index {_find_v2_ipv4_index(view)}")
     if unread := [port for port in roce if not port[1].port.gids_known]:
         return note("gid_index.unread", _list_ports(unread, lambda view: view.name))
-    if older is False and found:
-        return note("gid_index.automatic", f"NCCL {version_text(case.nccl_version or ())}")
-    if not found and older is not True:
-        return None  # the address family or RoCE v1: handled by the rules below
-    if older is None:
-        return note("gid_index.version_unknown", f"NCCL version unknown; RoCE v2 IPv4 GID: {listed}")
+    version = version_text(case.nccl_version) if case.nccl_version else "version unknown"
+    if older is not True:  # the address family or RoCE v1: handled by the rules below
+        return note("gid_index.automatic", f"NCCL {version}; RoCE v2 IPv4 GID: {listed}") if found else None
     if not found:
         return note("gid_index.old_nccl_without_ipv4", _list_ports(roce, lambda view: f"{view.name} {_families(view)}"))
     if len(known) != 1:
         return note("gid_index.differs", listed)
-    version = version_text(case.nccl_version or ())
     return setting("gid_index.old_nccl", str(known.pop()), listed, version=version)
 
 
@@ -347,7 +346,7 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     if len(pfc_configs) > 1 and not classes:
         return note("traffic_class.pfc_differs", _list_ports(roce, _describe_protected))
     if len(lossless) == 1 and not classes:
-        return _choose_class(case, lossless.pop(), roce)
+        return _choose_class(lossless.pop(), roce)
     if classes or lossless:
         evidence = f"traffic classes {sorted(classes)}, PFC priorities {sorted(lossless)}"
         return note("traffic_class.classes_differ", evidence)
@@ -356,14 +355,14 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     return note("traffic_class.lossy")
 
 
-def _choose_class(case: Situation, priority: int, roce: Sequence[Port]) -> Setting | Note:
+def _choose_class(priority: int, roce: Sequence[Port]) -> Setting | Note:
     evidence = _list_ports(roce, _describe_protected)
     if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for _, view in roce):
         return setting("traffic_class.nvidia", str(_NVIDIA_CLASS), evidence, priority=priority)
     mapped = sorted({code for _, view in roce for code, to in view.port.dscp_priorities or () if to == priority})
     if mapped:
         evidence += f"; the ports map DSCP {_join_numbers(mapped)} to priority {priority}"
-    return note("traffic_class.dscp_unknown", evidence, priority=priority, platform=which_platform(case))
+    return note("traffic_class.dscp_unknown", evidence, priority=priority)
 
 
 def ib_service_level(case: Situation) -> Setting | Note | None:

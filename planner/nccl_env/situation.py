@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
-from planner.nccl_env.names import Version, padded
-from probes.api import Failed, Snapshot
+from planner.nccl_env import Platform, Version, padded, platforms
+from probes.api import F, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
@@ -52,18 +52,9 @@ class NodeView:
     topology: NodeTopology | None
     sockets: bool = False  # the job uses TCP, so RDMA devices are ignored
 
-    def gpu(self) -> GpuFacts | None:
-        """Return the facts from NVML."""
-        return self.snapshot.facts(GpuFacts) if self.snapshot else None
-
-    def rdma(self) -> RdmaFacts | None:
-        """Return the RDMA devices that the job may use."""
-        facts = self.snapshot.facts(RdmaFacts) if self.snapshot else None
-        return replace(facts, devices=()) if facts and self.sockets else facts
-
-    def interfaces(self) -> InterfacesFacts | None:
-        """Return the network interfaces; None if they were not read."""
-        return self.snapshot.facts(InterfacesFacts) if self.snapshot else None
+    def facts(self, kind: type[F]) -> F | None:
+        """Return the facts of this type; None if they were not read."""
+        return self.snapshot.facts(kind) if self.snapshot else None
 
     @property
     def nics(self) -> tuple[NicNode, ...]:
@@ -73,34 +64,26 @@ class NodeView:
     @property
     def links(self) -> tuple[Interface, ...]:
         """All network interfaces, as far as they are known."""
-        facts = self.interfaces()
+        facts = self.facts(InterfacesFacts)
         return facts.interfaces if facts else ()
-
-    def hostinfo(self) -> HostinfoFacts | None:
-        """Return the facts about the machine."""
-        return self.snapshot.facts(HostinfoFacts) if self.snapshot else None
-
-    def pci(self) -> PciFacts | None:
-        """Return the PCIe tree."""
-        return self.snapshot.facts(PciFacts) if self.snapshot else None
 
     def gpu_count(self) -> int:
         """Return the number of GPUs on the node that NCCL supports."""
-        facts = self.gpu()
+        facts = self.facts(GpuFacts)
         if facts is not None:
             return len(facts.gpus)
         return len(self.topology.gpus) - len(self.amd_of_catalogue()) if self.topology else 0
 
     def gpu_names(self) -> tuple[str, ...]:
         """Return the known models of the node's GPUs."""
-        facts = self.gpu()
+        facts = self.facts(GpuFacts)
         if facts is not None:
             return tuple(gpu.name for gpu in facts.gpus if gpu.name)
         return tuple(gpu.model for gpu in self.topology.gpus if gpu.model) if self.topology else ()
 
     def amd_gpus(self) -> tuple[str, ...]:
         """Return bus ids of AMD GPUs, by PCI class and vendor, without the CPU's graphics next to NVIDIA GPUs."""
-        facts = self.pci()
+        facts = self.facts(PciFacts)
         return tuple(device.bus_id for device in amd_gpus(facts)) if facts is not None else self.amd_of_catalogue()
 
     def amd_of_catalogue(self) -> tuple[str, ...]:
@@ -112,7 +95,7 @@ class NodeView:
         """Return Slingshot NICs (Cassini) by interface or bus id; they have no verbs device and use libfabric cxi."""
         if self.sockets:
             return ()
-        facts = self.pci()
+        facts = self.facts(PciFacts)
         on_bus = {device.bus_id for device in facts.devices if is_cassini(device)} if facts else set()
         named = {each.bus_id: each.name for each in self.links if each.bus_id in on_bus}
         found = [named.get(bus_id, bus_id) for bus_id in sorted(on_bus)]
@@ -124,14 +107,14 @@ class NodeView:
 
     def efa_count(self) -> int:
         """Return the number of EFA devices."""
-        facts = self.rdma()
+        facts = self.facts(RdmaFacts)
         if facts is not None:
             return sum(device.kind == "efa" for device in facts.devices)
         return sum(nic.kind == "efa" for nic in self.nics)
 
     def verbs_ports(self) -> tuple[PortView, ...]:
         """Return every port of a device that NCCL's IB transport could use, up or down."""
-        facts = self.rdma()
+        facts = self.facts(RdmaFacts)
         devices = [device for device in facts.devices if device.kind in VERBS_KINDS] if facts else []
         return tuple(PortView(device=device, port=port) for device in devices for port in device.ports)
 
@@ -141,6 +124,56 @@ class NodeView:
         return tuple(
             view for view in self.verbs_ports() if view.port.state == "ACTIVE" and view.port.link_layer in layers
         )
+
+
+def cloud_of(info: HostinfoFacts) -> tuple[str, str, str] | None:
+    """Return name and title of a machine's cloud, and the fact that identifies it; None if there is none."""
+    of_dmi = f"DMI vendor {info.vendor or ''}, product {info.product or ''}"
+    facts = {"chassis_asset_tag": f"chassis asset tag {info.chassis_asset_tag}",
+             "cloud_id": f"/run/cloud-init/cloud-id: {info.cloud_id}", "vendor": of_dmi, "product": of_dmi}  # fmt: skip
+    for fact, words in facts.items():
+        for name, row in read_table(__file__, "data/platforms.toml")["cloud"].items():
+            if fact in row and re.fullmatch(row[fact], getattr(info, fact) or ""):
+                return name, row["title"], words
+    return None
+
+
+def fabrics(node: NodeView) -> dict[str, int]:
+    """Count the ports of each possible network between nodes: "efa", "cxi", "infiniband", "roce", "ethernet"."""
+    found = {"efa": node.efa_count(), "cxi": len(node.cxi())}
+    for view in node.verbs_ports():
+        layer = {"InfiniBand": "infiniband", "Ethernet": "roce"}.get(view.port.link_layer or "")
+        if layer and view.device.kind == "hca":
+            found[layer] = found.get(layer, 0) + 1
+    plain = [each for each in node.links if each.role in ("host", "secondary", "pod-default")]
+    wired = [each for each in plain if each.master is None and each.running is not False]
+    if not any(found.values()):
+        found["ethernet"] = len(wired)
+    return {name: count for name, count in found.items() if count}
+
+
+def recognise(node: NodeView) -> Platform | None:
+    """Return the platform whose facts all match a probed node, or of a catalogue machine; None if there is none."""
+    info = node.facts(HostinfoFacts)
+    if info is None:
+        sku = node.topology.sku if node.topology and not node.snapshot else None
+        return next((row for row in platforms() if sku in row.catalogue), None)
+    cloud = cloud_of(info)
+    names = " ".join(node.gpu_names())
+    there = fabrics(node)
+    for row in platforms():
+        if not row.recognised or (row.cloud and (cloud is None or cloud[0] != row.cloud)):
+            continue
+        if row.product and re.search(row.product, info.product or "") is None:
+            continue
+        if row.amd != bool(node.amd_gpus() and not node.gpu_count()):
+            continue
+        if row.gpu and re.search(row.gpu, names) is None:
+            continue
+        if row.fabric and there.get(row.fabric, 0) < max(1, row.nics):
+            continue
+        return row
+    return None
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -272,9 +305,9 @@ class Situation:
             return "rccl"
         return "nccl" if self.gpus or self.unread("gpu") else "gloo"
 
-    def unread_nodes(self, wanted: Callable[[NodeView], object | None]) -> tuple[str, ...]:
+    def unread_nodes(self, kind: type[object]) -> tuple[str, ...]:
         """Return the nodes of which these facts are unknown, for any reason."""
-        return tuple(node.hostname for node in self.nodes if wanted(node) is None)
+        return tuple(node.hostname for node in self.nodes if node.facts(kind) is None)
 
     def unread(self, probe: str) -> str:
         """Return why a probe failed on some node; empty if it succeeded or found nothing to read."""
@@ -327,7 +360,7 @@ def situation(
         multi_node = True
     version = None if nccl_version is None else padded(nccl_version)
     if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
-        nodes = tuple(replace(node, sockets=True, topology=_drop_rdma(node.topology)) for node in nodes)
+        nodes = tuple(map(_over_sockets, nodes))
     return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node,
                      ranks_per_node=ranks_per_node)  # fmt: skip
 
@@ -339,8 +372,13 @@ def _offers_rdma(node: NodeView) -> bool:
     return any(nic.kind in RDMA_KINDS for nic in node.nics)
 
 
-def _drop_rdma(node: NodeTopology | None) -> NodeTopology | None:
-    return node and replace(node, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=())
+def _over_sockets(node: NodeView) -> NodeView:
+    """Return a node without its RDMA devices."""
+    snapshot = node.snapshot and node.snapshot.with_facts(RdmaFacts, lambda facts: replace(facts, devices=()))
+    topology = node.topology and replace(
+        node.topology, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=()
+    )
+    return replace(node, sockets=True, snapshot=snapshot, topology=topology)
 
 
 def _list_nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
@@ -423,3 +461,47 @@ def _read_advice(key: str, *more: str, **fields: object) -> tuple[Mapping[str, s
     """Return a row of advice.toml ("name", "text", and "source" of settings and needs), and the filled-in texts."""
     table = read_table(__file__, "data/advice.toml")
     return table[key], "".join(table[each]["text"].format(**fields) for each in (key, *more))
+
+
+# Settings that a platform publishes.
+
+
+def published(case: Situation, name: str) -> Setting | None:
+    """Return a variable's published value, if all nodes have one platform that recommends it."""
+    probed = [node for node in case.nodes if node.snapshot] or list(case.nodes)
+    rows = [recognise(node) for node in probed]
+    row = rows[0] if rows and all(each == rows[0] for each in rows) else None
+    if row is None or row.amd:
+        return None
+    value, recipe = row.values().get(name, ("", None))
+    if recipe is None or name not in recipe.set:
+        return None
+    if any(name in (info.nccl_conf or {}) for node in probed if (info := node.facts(HostinfoFacts))):
+        return None  # the machine's configuration file already sets it, possibly differently
+    evidence = "; ".join(dict.fromkeys(_describe_evidence(node, row) for node in probed))
+    rule = f"Published for {row.name}. Nothing that a probe reads on a node can confirm the value"
+    source = f"{recipe.source.name}, {recipe.source.date}"
+    return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
+
+
+def settings_as_published(case: Situation) -> Iterator[Setting]:
+    """Yield every variable that the nodes' platform publishes and that is recommended without change."""
+    for name in dict.fromkeys(name for row in platforms() for recipe in row.recipes for name in sorted(recipe.set)):
+        if (found := published(case, name)) is not None:
+            yield found
+
+
+def _describe_evidence(node: NodeView, row: Platform) -> str:
+    info = node.facts(HostinfoFacts)
+    if info is None:
+        return f"{node.hostname} is a machine of the catalogue; no node was probed"
+    cloud = cloud_of(info)
+    parts = [cloud[2]] if cloud and row.cloud else []
+    if row.product:
+        parts.append(f"product {info.product}")
+    if row.gpu:
+        parts.append(", ".join(sorted(set(node.gpu_names()))))
+    if row.fabric:
+        count = fabrics(node).get(row.fabric, 0)
+        parts.append(f"{count} {row.fabric} port{'' if count == 1 else 's'}")
+    return f"{node.hostname}: {'; '.join(dict.fromkeys(parts))}"

@@ -11,6 +11,7 @@ from statistics import NormalDist
 
 from collectives.traces.rank_files import UNNAMED, Call, RankTrace
 from planner.why.facts import (
+    BUSY_KINDS,
     CONFIDENCE,
     ENDED,
     EXPLAINS,
@@ -92,7 +93,7 @@ class BlockedCalls:
                 found.clear()
         self.roots = late | self.unbegun | self.still_inside  # ranks that others wait for and that wait for no rank
         self.what = {rank: self._activity(rank) for rank in self.roots}
-        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED}
+        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED and self.age >= one.grace}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
         self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
         if self.first is not None and not (self.decisive or self.first in self.waits):
@@ -103,7 +104,7 @@ class BlockedCalls:
         self.waiting = tuple(sorted(rank for rank in self.waits if rank not in self.roots))
         by_file = not facts.states and any(one.written and not one.taken for one in traces.values())
         age = f", for {self.age:.0f} s" + by_file * " by the dumps' file times" if self.age > 0 else ""
-        self.wait = f"{source}: {self._describe(self.waiting)}{age}"
+        self.wait = f"{source}: {'; '.join(self._describe(self.waiting))}{age}"
 
     # Who waits for whom ----------------------------------------------------------------------------------------------
 
@@ -167,7 +168,18 @@ class BlockedCalls:
             if [*trace.enqueued] != [call.group]:
                 return None
             newest = state.calls
-        return newest >= call.number or (None if is_old else False)
+        if newest >= call.number:
+            return not self._is_queued(trace, call)
+        return None if is_old else False
+
+    def _is_queued(self, trace: RankTrace, call: Call) -> bool:
+        """Whether a rank has made a call only ahead of its GPU, which is still in an earlier call of another group."""
+        still_open = [one for one in trace.calls if not (one.done or one.p2p)]
+        is_in_other = bool(still_open) and still_open[0].started and still_open[0].group != call.group
+        return is_in_other and any(
+            (one.group, one.number, one.started) == (call.group, call.number, False) and one.is_ahead
+            for one in still_open
+        )
 
     def _find_other_end(self, rank: int, call: Call, other: int) -> Call | None:
         """Return the open receive or send of a peer that matches a rank's call.
@@ -257,13 +269,14 @@ class BlockedCalls:
         where = f", from {last.frames[0]}" if last and last.frames else ""
         return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
 
-    def _describe(self, waiting: Sequence[int]) -> str:
-        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0; rank 3 waits in ..."."""
+    def _describe(self, waiting: Sequence[int], *, whole: bool = False) -> list[str]:
+        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0"; whole: for whom, and from which line."""
         rows: dict[str, list[int]] = {}
         for rank in waiting:
-            rows.setdefault(describe(self.waits[rank].call), []).append(rank)
-        most = sorted(rows.items(), key=lambda row: -len(row[1]))[:4]
-        return "; ".join(f"{ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} in {where}" for where, ranks in most)
+            of_whom = f" for {ranks_of(sorted(self.waits[rank].missing))}{self._line_of(rank)}" if whole else ""
+            rows.setdefault(describe(self.waits[rank].call) + of_whom, []).append(rank)
+        most = sorted(rows.items(), key=lambda row: -len(row[1]))[: 8 if whole else 4]
+        return [f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} in {where}" for where, ranks in most]
 
     # The verdict -----------------------------------------------------------------------------------------------------
 
@@ -305,10 +318,7 @@ class BlockedCalls:
         If all may, and the others gave up, the timeout was short; they are named as what was waited for.
         """
         facts, what = self.facts, self.what
-        if all(facts.is_paused(rank) for rank in ranks) and self.age < STALL_SECONDS:
-            rows = [f"rank {rank}: {what[rank].words}; {self.wait}" for rank in sorted(ranks)]
-            return not_yet(rows, STALL_SECONDS, self.waiting)
-        named = [rank for rank in sorted(ranks) if self.age >= what[rank].grace or what[rank].kind in ENDED]
+        named = [rank for rank in sorted(ranks) if self.age >= what[rank].grace]
         named = named or sorted(ranks)
         causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
         failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
@@ -316,10 +326,7 @@ class BlockedCalls:
 
     def _too_early(self) -> Verdict | None:
         """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
-        patient = {
-            rank: one for rank, one in self.what.items()
-            if self.age < one.grace and one.kind not in ENDED and rank not in self.decisive
-        }  # fmt: skip
+        patient = {rank: one for rank, one in self.what.items() if self.age < one.grace and rank not in self.decisive}
         if not patient or len(patient) < len(self.what):
             return None
         if self.facts.gave_up:
@@ -352,19 +359,14 @@ class BlockedCalls:
         if elsewhere or (counted and self.age < 2 * STALL_SECONDS):
             return not_yet([f"{ranks_of(counted)} made calls that their dumps do not show yet; {self.wait}"],
                            facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
+        if circle := self._find_circle():
+            return self._judge_circle(circle)
         if self.met:
             wait = waits[min(self.met)]
             inside = sorted(wait.here)
             message = f"{ranks_of(inside)} are all in {describe(wait.call)}, which does not progress"
             cause = network(facts, "transfers no data", self.wait, message, between=inside)
             return facts.verdict("stuck", cause, waiting=self.waiting)
-        if circle := self._find_circle():
-            lines = tuple(
-                f"rank {rank} waits in {waits[rank].call.words} of group {waits[rank].call.group} for "
-                f"{ranks_of(sorted(waits[rank].missing))}"
-                for rank in circle
-            )
-            return facts.named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
         unseen = sorted({rank for wait in waits.values() for rank in wait.unseen} - set(waits))
         what = {rank: one for rank, one in self.what.items() if rank in unseen and one.kind != "gone"}
         if mute := {rank for rank, one in what.items() if one.kind == "silent" and self.age >= one.grace}:
@@ -382,8 +384,9 @@ class BlockedCalls:
             for group, here in numbers.items() if len(here) > 1
         ]  # fmt: skip
         evidence = tuple(dict.fromkeys((self.wait, *apart)))[:4]
-        return facts.named("rank_unknown", waiting=self.waiting, waits=self._describe(self.waiting), evidence=evidence,
-                           rest=rest if unseen else "the rank that has not entered is unknown")  # fmt: skip
+        rest = rest if unseen else "the rank that has not entered is unknown"
+        return facts.named("rank_unknown", waiting=self.waiting, waits="; ".join(self._describe(self.waiting)),
+                           evidence=evidence, rest=rest)  # fmt: skip
 
     def _find_circle(self) -> tuple[int, ...]:
         """Return the ranks of a cycle, each of which waits for another of them."""
@@ -391,6 +394,51 @@ class BlockedCalls:
         while any(not self.waits[rank].missing & inside for rank in inside):
             inside = {rank for rank in inside if self.waits[rank].missing & inside}
         return tuple(sorted(inside))
+
+    def _judge_circle(self, circle: tuple[int, ...]) -> Verdict:
+        """Name the ranks of a circle that most others contradict; where there is no majority, show both sides.
+
+        A rank is contradicted by those that wait for it in one call while it waits for them in another: they show that
+        it went past their call. They must be more than half of the ranks that are in both groups.
+        """
+        facts, waits = self.facts, self.waits
+        busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in BUSY_KINDS]
+        if busy and self.age < facts.limit:  # it has called ahead, and may yet come
+            rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
+            return not_yet(rows, facts.limit, self.waiting)
+        unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
+        odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
+        for rank in circle:
+            mine, sides = waits[rank], dict[tuple[str, int], list[int]]()
+            for other in sorted(mine.missing & waits.keys()):
+                if rank in waits[other].missing and not waits[other].call.p2p:
+                    sides.setdefault((waits[other].call.group, waits[other].call.number), []).append(other)
+            for (group, _), others in sides.items():
+                both = self._members(rank, group) & self._members(rank, mine.call.group)
+                if len(others) > len(both) / 2 > 0:
+                    odd[rank] = others
+        if unseen and not odd and self.age < 2 * STALL_SECONDS:  # the dumps of these ranks are about to come
+            rows = [f"whether {ranks_of(unseen)} entered is unknown; {self.wait}"]
+            return not_yet(rows, 2 * STALL_SECONDS, self.waiting)
+        rank, others = min(odd.items(), default=(circle[0], [circle[0]]))
+        call = waits[others[0]].call
+        made = any((one.group, one.number, one.p2p) == (call.group, call.number, False)
+                   for one in self.traces[rank].calls)  # fmt: skip
+        return facts.named(
+            "circle_odd" if odd else "circle",
+            state="failed" if any(one.ended and one.error for one in facts.states.values()) else "stuck",
+            who=ranks_of(sorted(odd) or circle), others=ranks_of(others), call=describe(call),
+            mine=describe(waits[rank].call), evidence=tuple(self._describe(circle, whole=True)),
+            ranks=tuple(sorted(odd)), waiting=tuple(one for one in circle if one not in odd),
+            how="the two calls are made in another order there" if made else (
+                "that call was left out there, or the two calls are made in another order"),
+        )  # fmt: skip
+
+    def _line_of(self, rank: int) -> str:
+        """The line of the user's code from which a rank has made the call that it waits in, if a source shows it."""
+        state, call = self.facts.states.get(rank), self.waits[rank].call
+        lines = (state.own if state is not None and state.phase == "collective" else ()) or call.frames
+        return f", from {lines[0]}" if lines else ""
 
     def _find_mismatches(self) -> Iterator[Cause]:
         """The oldest call of each group that a rank waits in, and the ranks that called something else there.

@@ -46,6 +46,7 @@ LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt", "join")
 ENDED = ("gone", "stopped")  # states for which waiting is useless
 _ON_HOST = ("rank.idle", "rank.io", "rank.server", "rank.prompt", "rank.stopped")  # the rank's GPU has no part in it
 DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
+BUSY_KINDS = frozenset(DOING) - {"collective"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,7 @@ class RunFacts:
     log: LogFacts = field(default_factory=LogFacts)  # messages of PyTorch and gloo in the logs
     in_order: bool = True  # `log` is one file, so the first of its errors came first
     first: int | None = None  # rank that torchrun saw fail first
+    stopped: str = ""  # the signal that torchrun of a job on one node received, and when; it then ends its ranks
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank, from torchrun's table of failures
     world: int | None = None
     now: float = 0.0
@@ -171,6 +173,8 @@ class RunFacts:
             return ""
         if own := list(filter(is_own, errors)):
             return "SIGINT" if all(error.startswith("KeyboardInterrupt") for error in own) else ""
+        if self.stopped:
+            return self.stopped
         if self.log.stopped and terminated and all(one.ended or one.pid in terminated for one in states):
             return {"2": "SIGINT", "15": "SIGTERM", "1": "SIGHUP"}.get(self.log.stopped, self.log.stopped)
         ages = [self.ages.get(rank, 0.0) for rank, one in self.states.items()
@@ -184,7 +188,7 @@ class RunFacts:
         states = {rank: replace(state, ended=False, error=None) for rank, state in self.states.items()}
         processes = {rank: kind for rank, kind in self.processes.items() if kind != "gone"}
         log = replace(self.log, stopped="", errors={})
-        return replace(self, states=states, processes=processes, silence=None, log=log)
+        return replace(self, states=states, processes=processes, silence=None, log=log, stopped="")
 
     def outlived(self, rank: int) -> bool:
         """Whether a rank without a final state still wrote when the first of the others gave up waiting.
@@ -256,24 +260,19 @@ class RunFacts:
         state, trace = self.states.get(rank), self.traces.get(rank)
         return state is not None and trace is not None and state.calls > sum(trace.enqueued.values())
 
-    def is_paused(self, rank: int) -> bool:
-        """Whether a process may be stopped for a moment only, as py-spy and gdb do, by the age of its rank's file."""
-        alone = any(process == "runs" for process in self.processes.values())
-        return (
-            self.processes.get(rank) == "stopped" and alone and self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS
-        )
-
     def activity(self, rank: int) -> Activity:
         """Return what a rank is doing, from the process table, else its own file, else its stack."""
         state, process, stack = self.states.get(rank), self.processes.get(rank), self.stacks.get(rank)
         if state is not None and state.ended:
             return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
         if process == "gone" and not self.outlived(rank):
-            return Activity("gone", "its process is gone, and it wrote no final state")
-        if process == "stopped":
-            return Activity("stopped", "its process is stopped (state T: a signal or a debugger)", STALL_SECONDS)
+            return Activity("gone", "is gone: its process has ended, and it wrote no final state")
+        if process == "stopped":  # perhaps for a moment only, as py-spy and gdb do it
+            is_brief = self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS and "runs" in self.processes.values()
+            words = "is stopped (state T of its process: a signal or a debugger)"
+            return Activity("stopped", words, STALL_SECONDS if is_brief else 0.0)
         if state is None:
-            unseen = "its position is unknown: no log, trace or RAS report covers it"
+            unseen = "has no known position: no log, trace or RAS report covers it"
             return Activity("unknown", f"is in {' < '.join(stack[:3])}" if stack else unseen)
         age, stale = self.ages.get(rank, 0.0), CLOCKS_SECONDS if self.copied else STALE_SECONDS
         is_mute = age > stale and not self.outlived(rank)
@@ -286,7 +285,8 @@ class RunFacts:
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
         effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
-        effort = " (no CPU time, reads or writes)" if _is_idle(state) else effort
+        if state.cpu_share is not None and state.cpu_share < IDLE_SHARE:
+            effort = f" (no CPU time; its process moves {'' if state.is_active else 'hardly any '}data)"
         return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{effort}", self._grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
@@ -371,9 +371,9 @@ class RunFacts:
         action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
-        who = f"rank {rank}{f' on {host}' if host else ''}{':' * what.words.startswith('its ')}"
+        message = f"rank {rank}{f' on {host}' if host else ''} {what.words}"
         return Cause(
-            code=CODES.get(what.kind, "rank.behind"), message=f"{who} {what.words}", ranks=(rank,), share=share,
+            code=CODES.get(what.kind, "rank.behind"), message=message, ranks=(rank,), share=share,
             nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
         )  # fmt: skip
 
@@ -395,17 +395,15 @@ def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) 
     return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
 
 
-def ranks_of(ranks: Sequence[int]) -> str:
-    """ "rank 2", "ranks 1, 2, 3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"
+def ranks_of(ranks: Sequence[int], kind: str = "rank") -> str:
+    """ "rank 2", "nodes 1, 2, 3"."""
+    numbers = ", ".join(map(str, ranks[:16])) + " ..." * (len(ranks) > 16)
+    return f"{kind}{'s' * (len(ranks) != 1)} {numbers}"
 
 
 def headline(error: str) -> str:
-    """The line that says that a disk is full; else the first line of an exception's message, and its last one."""
+    """The first line of an exception's message, and its last one."""
     lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
-    lines = [line for line in lines if _OWN_ERRORS["disk"].search(line)] or lines
     return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
 
 
@@ -428,5 +426,5 @@ def kind_of(state: RankState, phase: str | None = None) -> str | None:
 
 
 def _is_idle(state: RankState) -> bool:
-    """Whether the main thread is not on a CPU, and the process neither reads nor writes."""
+    """Whether the main thread is not on a CPU, and the process hardly moves data."""
     return state.cpu_share is not None and state.cpu_share < IDLE_SHARE and not state.is_active

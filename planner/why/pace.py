@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, sqrt
 from statistics import NormalDist, mean, median, median_low, stdev
+from time import gmtime, strftime
 from typing import NamedTuple
 
 from collectives.traces.rank_files import Call, Mark, RankState
@@ -96,7 +97,7 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
         if what.kind in (*LONG_PHASES, "turns"):
             not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
         else:
-            causes.append(facts.cause_of(one.rank, what, one.wait, share=one.share))
+            causes.append(facts.cause_of(one.rank, what, one.wait, _since_when(one.rank, facts), share=one.share))
     if causes:
         alone = (causes[0].share or 0.0) >= EXPLAINS
         ranks = tuple(cause.ranks[0] for cause in causes[: 1 if alone else None])
@@ -112,6 +113,16 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
             f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this continues, it will be in about "
             f"{max(1.0, one.seconds_left, lacking[one]):.0f} s")  # fmt: skip
     return Verdict(state="fine", line=line)
+
+
+def _since_when(rank: int, facts: RunFacts) -> str:
+    """Return since when a rank has been late, if its pace has changed in this run; else an empty text."""
+    growth = _growth(facts.states[rank]) if rank in facts.states else None
+    if growth is None or growth.since <= OUTLIER * growth.before:
+        return ""
+    at = strftime("%H:%M:%S", gmtime(growth.began))
+    return (f"late since about {at} UTC, after some {growth.calls} collectives: {growth.since:.3g} s from call to "
+            f"call, {growth.before:.3g} s before")  # fmt: skip
 
 
 def _quantile(ranks: int) -> float:
@@ -311,6 +322,7 @@ class Growth(NamedTuple):
     before: float  # seconds per call, median of the pieces of its run
     since: float
     began: float  # Unix seconds
+    calls: int  # made until then
     more: dict[str, float]  # by phase: additional seconds per call
 
 
@@ -320,13 +332,13 @@ def _growth(state: RankState) -> Growth | None:
     None with fewer than MIN_PIECES on a side. A pause in one piece moves no median, and so is no change. The first
     piece is left out, because it connects and compiles.
     """
-    pieces: list[tuple[float, dict[str, float]]] = []
+    pieces: list[tuple[Mark, dict[str, float]]] = []
     for old, new in pairwise(state.marks[1:]):
         looks = {kind: n - old.samples.get(kind, 0) for kind, n in new.samples.items()}
         total, calls = sum(looks.values()), new.calls - old.calls
         if calls > 0 and total > 0 and new.at > old.at:
             each = (new.at - old.at) / total / calls
-            pieces.append((old.at, {kind: n * each for kind, n in looks.items() if kind not in LONG_PHASES}))
+            pieces.append((old, {kind: n * each for kind, n in looks.items() if kind not in LONG_PHASES}))
     paces = [sum(spent.values()) for _, spent in pieces]
 
     def misfit(at: int) -> float:
@@ -337,7 +349,8 @@ def _growth(state: RankState) -> Growth | None:
         return None
     kinds = {kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in DOING if kind not in LONG_PHASES}
     more = {kind: max(0.0, median(rows[at:]) - median(rows[:at])) for kind, rows in kinds.items()}
-    return Growth(median(paces[:at]), median(paces[at:]), pieces[at][0], more)
+    change = pieces[at][0]
+    return Growth(median(paces[:at]), median(paces[at:]), change.at, change.calls, more)
 
 
 def find_lower_pace(facts: RunFacts) -> Verdict | None:

@@ -88,7 +88,7 @@ def test_a_second_apply_changes_nothing(folder: Path) -> None:
     """What the API server completes inside a list that it compares as one, the manifest says itself.
 
     Else kubectl sends the list at each apply, and says "configured". Seen with kube-apiserver 1.36, where all overlays
-    are now "unchanged" (tests/e2e/test_real_rights.py); Kubernetes API reference: DownwardAPIVolumeSource.items,
+    are now "unchanged"; Kubernetes API reference: DownwardAPIVolumeSource.items,
     RuleWithOperations.scope; prometheus-operator's RelabelConfig.action.
     """
     for document in render(folder):

@@ -202,6 +202,13 @@ def test_readiness_waits_for_the_first_scan() -> None:
         assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS + 1}").status_code in (400, 422)
 
 
+def test_readiness_outlasts_a_jump_of_the_clock(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    for days in (1, -1):
+        monkeypatch.setattr(time, "time", lambda days=days: now() + 86400 * days)
+        assert [client.get(path).status_code for path in ("/readyz", "/metrics", "/")] == [200] * 3
+
+
 def test_readiness_does_not_wait_for_a_scan_that_failed() -> None:
     """Its error is the answer, and the agent continues to scan."""
     mended = threading.Event()

@@ -84,11 +84,27 @@ def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> N
 
 
 def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
-    """The state folder does not grow without end."""
+    """The new one is, also where the clock was set back and the others' names look newer."""
     for number in range(result_store.STORED_RUNS + 5):
         result_store.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
+    for path in stored_runs(folder):
+        path.rename(path.with_name(f"2999{path.name[4:]}"))
     assert posted(agent(MACHINE, folder, tokens=tokens), host="z").status_code == 201
     assert len(stored_runs(folder)) == result_store.STORED_RUNS
+    assert json.loads(stored_runs(folder)[0].read_text())["host"] == "z"
+
+
+def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The good part on the page and in JSON; the log names the rest."""
+    result_store.store_run(record_of(RECORD), folder)
+    (folder / result_store.BENCH_FILE).write_text("[" * 100_000)
+    (folder / "runs/20260102T000000-1.json").write_text(json.dumps({**RUN, "schema_version": 99}))
+    odd = {"schema_version": 1, "layout": 7, "comparison": [3, {"forecast": {"low": "x"}}], "model": [], "loss": "no"}
+    (folder / "runs/20260103T000000-1.json").write_text(json.dumps(odd))
+    http = agent(MACHINE, folder)
+    assert record_of(RECORD) in map(record_of, http.get("/runs").json())
+    assert http.get("/", headers={"Accept": "text/html"}).status_code == 200
+    assert result_store.BENCH_FILE in caplog.text and "20260102T000000-1.json" in caplog.text
 
 
 @each_row(

@@ -46,7 +46,7 @@ def with_fault(tmp_path, fault, **changes):
 
 def left_behind(tmp_path):
     """Processes of the runs of one test: they carry its folder in their environment."""
-    return [process.cmdline() for process in processes.marked(TEST_VARIABLE, str(tmp_path))]
+    return [process.cmdline() for process in processes.find_marked(TEST_VARIABLE, str(tmp_path))]
 
 
 def assert_ended(found, tmp_path, *words):
@@ -69,12 +69,13 @@ STANDS_STILL = {"silence_seconds": SILENCE_SECONDS}
          f"rank 0 on {HOST}: died", 1),
         ("rank=1:stop@iteration=20", STANDS_STILL, (
             f"no rank made progress for {SILENCE_SECONDS} s", f"rank 0 on {HOST}: waits in all_gather",
-            f"rank 1 on {HOST}: no sign of life for "), f"rank 0 on {HOST}: no sign", None),
+            f"rank 1 on {HOST}: no heartbeat for "), f"rank 0 on {HOST}: no heartbeat", None),
         ("rank=0:stall@iteration=20", STANDS_STILL, (
             f"rank 0 on {HOST}: has not reached the point where", f"rank 1 on {HOST}: waits"), "", None),
         ("rank=1:fail@iteration=20", {}, (f"rank 1 on {HOST}: RuntimeError: fault asked for",), "", None),
+        ("rank=1:print@iteration=45", {}, ("the ranks printed more than ", " MiB"), "", 1),
     ],
-    ids=["died", "was stopped", "stalls", "fails"],
+    ids=["died", "was stopped", "stalls", "fails", "prints"],
 )  # fmt: skip
 def test_a_rank_that_stops_dies_or_is_late_is_named(tmp_path, fault, changes, words, never, measured):
     """It is named and told from those that wait for it, and what was measured before stays."""

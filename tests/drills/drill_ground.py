@@ -10,12 +10,10 @@ import functools
 import http.client
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,43 +36,32 @@ from contracts.run_record import record_of
 
 ROOT = Path(__file__).parents[2]
 MARK = "TOPOFLIGHT_DRILL"
-LONG = os.environ.get("TOPOFLIGHT_DRILLS") == "long"  # what `make drills` sets
-# A kubelet waits 30 s. Of a machine of CI, which may be several times slower, only an end is asked.
-TERM_SECONDS = 25.0 if LONG else 120.0
+TERM_SECONDS = 120.0  # a kubelet waits 30 s; of a machine of CI, which may be several times slower, an end is asked
 SMALL_BENCH = ("bench", "--ranks=2", "--size=1024", "--op=all_gather", "--budget=1", "--output=json")
 # The lock of this ground in the place of the machine's, and whatever else a drill wants mounted.
 _ENTER = 'mount --bind "$DRILL_LOCK" /run/lock && eval "$DRILL_MOUNTS" && exec "$@"'
 
 
-def drill(run: Callable[[Ground], None] | None = None, *, long: int = 5) -> Any:
-    """Make a test of a function: once in CI, `long` times by `make drills`. It ends what the drill has left running.
+def drill(run: Callable[[Ground], None]) -> Callable[[Path], None]:
+    """Make a test of a function. It ends what the drill has left running."""
 
-    Once is the same every time; what has not been seen yet is for the long form to find.
-    """
+    @pytest.mark.timeout(1200)
+    @functools.wraps(run)
+    def test(tmp_path: Path) -> None:
+        if (why := missing("mount", "cc")) is not None:
+            pytest.skip(why)
+        ground = Ground(tmp_path)
+        try:
+            run(ground)
+            eventually(lambda: not ground.living(), "every process that the drill has started has ended")
+        finally:
+            for process, words in ground.living():
+                print(f"orphan: {process.pid} {words[-200:]}")
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
-    def enter(run: Callable[[Ground], None]) -> Callable[[int, Path], None]:
-        @pytest.mark.timeout(1200)
-        @pytest.mark.parametrize("number", range(long if LONG else 1))
-        @functools.wraps(run)
-        def test(number: int, tmp_path: Path) -> None:
-            if (why := missing("mount", "cc")) is not None:
-                pytest.skip(why)
-            seed = random.randrange(1 << 32) if LONG else zlib.crc32(run.__name__.encode())
-            print(f"seed {seed}")
-            ground = Ground(tmp_path, random.Random(seed))
-            try:
-                run(ground)
-                eventually(lambda: not ground.living(), "every process that the drill has started has ended")
-            finally:
-                for process, words in ground.living():
-                    print(f"orphan: {process.pid} {words[-200:]}")
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-
-        del test.__wrapped__  # pytest would read its arguments there
-        return test
-
-    return enter if run is None else enter(run)
+    del test.__wrapped__  # pytest would read its arguments there
+    return test
 
 
 @dataclass(slots=True)
@@ -82,7 +69,6 @@ class Ground:
     """One run of one drill."""
 
     folder: Path
-    random: random.Random
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -93,10 +79,6 @@ class Ground:
     def state(self) -> Path:
         """The agent's state folder."""
         return self.folder / "state"
-
-    def moment(self, seconds: float) -> float:
-        """One of that life: any in the long form, one in its midst in the short form, which draws it but once."""
-        return self.random.uniform(*((0.0, 1.0) if LONG else (0.25, 0.75))) * seconds
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment, marked and turned to this ground."""
@@ -139,7 +121,7 @@ class Ground:
     def living(self) -> list[tuple[psutil.Process, str]]:
         """Every living process that this ground's commands started, with its command line."""
         alive = []
-        for process in processes.marked(MARK, self.mark):
+        for process in processes.find_marked(MARK, self.mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     alive.append((process, " ".join(process.cmdline())))
@@ -199,10 +181,6 @@ class Agent:
         with contextlib.suppress(ValueError):
             return answer.status, json.loads(raw)
         return answer.status, raw.decode(errors="replace")
-
-    def assert_ready(self) -> None:
-        """/readyz says so within a moment."""
-        eventually(lambda: self.ask("/readyz")[0] == 200, "the agent is ready")
 
     def assert_ends_in_time(self) -> None:
         """SIGTERM ends it; subprocess.TimeoutExpired where it does not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import shutil
 import threading
 import time
@@ -51,7 +52,7 @@ def failed(snapshot: Snapshot) -> list[str]:
     return [name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)]
 
 
-@drill(long=3)
+@drill
 def test_sigterm_during_a_hang(ground: Ground) -> None:
     """It answers /healthz meanwhile, and ends well within a kubelet's 30 seconds."""
     profile = ground.folder / "profile"
@@ -67,7 +68,7 @@ def test_sigterm_during_a_hang(ground: Ground) -> None:
         agent.assert_ends_in_time()
 
 
-@drill(long=20)
+@drill
 def test_sysfs_vanishes(ground: Ground) -> None:
     """Devices are unplugged between listing and reading; what is back is read again."""
     root = machine_root(ground)
@@ -78,7 +79,7 @@ def test_sysfs_vanishes(ground: Ground) -> None:
         bus = root / "sys/bus/pci/devices"  # stays: without it sysfs is not there at all, which is a failed probe
         found = (p for p in root.joinpath("sys").rglob("*") if p.is_dir() and not p.is_symlink())
         folders = [p for p in found if not bus.is_relative_to(p)]
-        ground.random.shuffle(folders)
+        random.Random(1).shuffle(folders)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
             if over.wait(0.001):
@@ -99,7 +100,7 @@ def test_sysfs_vanishes(ground: Ground) -> None:
         assert before.facts(kind) is not None and after.facts(kind) == before.facts(kind)
 
 
-@drill(long=3)
+@drill
 def test_sysfs_blocks(ground: Ground) -> None:
     """The probe is failed, the others answer, no second child is sent into it, and all is whole once it answers."""
     root = machine_root(ground)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import real_cluster
 from api_server import CRD, ApiServer, write_kubeconfig
 from e2e_client import client_of
 from rigs.waiting import eventually
@@ -53,30 +52,6 @@ def definition() -> Iterator[None]:
     yield
     if not had:
         client.request("DELETE", path)
-
-
-@pytest.fixture(scope="session")
-def cluster(definition: None) -> Iterator[list[real_cluster.Document]]:
-    """The agent with its rights, under this run's names, on a real server."""
-    with real_cluster.installed(real_cluster.overlay("kubernetes", real_cluster.RUN)) as documents:
-        yield documents
-
-
-@pytest.fixture(scope="session")
-def gpu_node(cluster: list[real_cluster.Document]) -> Iterator[str]:
-    """A node that the agents' DaemonSet selects."""
-    with real_cluster.node(f"{real_cluster.RUN}-gpu", labels={"topoflight.io/agent": "true"}) as name:
-        yield name
-
-
-@pytest.fixture(scope="session")
-def agent_pod(cluster: list[real_cluster.Document], gpu_node: str) -> str:
-    """A pod of the agent's on that node, for its token; made by hand, so that it needs no controller."""
-    template = real_cluster.of_kind(cluster, "DaemonSet")["spec"]["template"]
-    pod = real_cluster.pod_of(template, namespace=real_cluster.RUN, name=f"by-hand-{gpu_node}", on=gpu_node)
-    pod["metadata"].pop("labels", None)  # nor has it one
-    real_cluster.kubectl("create", "-f", "-", stdin=real_cluster.text([pod]))
-    return str(pod["metadata"]["name"])
 
 
 @pytest.fixture

@@ -18,11 +18,6 @@ from agent.cluster.client import Client
 ROOT = Path(__file__).parents[2]
 
 
-def merge(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]:
-    """A JSON merge patch, as kubectl sends it: the product itself only applies."""
-    return client.request("PATCH", path, body=document, content_type="application/merge-patch+json")[1]
-
-
 def client_of(server: ApiServer) -> Client:
     return Client(configuration(server.url), namespace="topoflight")
 

@@ -1,6 +1,6 @@
 """What the shipped roles and policies let the agent do, held against the requests that the agent makes.
 
-The stand-in authorizes as RBAC does; the real server's own judgement is in test_real_rights.
+The stand-in authorizes as RBAC does.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from planner.advice import Recommendation
 from planner.nccl_env import environment
 from planner.nccl_env.situation import situation
 from probes.api import Ok, Snapshot
@@ -19,7 +20,7 @@ from topology.graph import ClusterTopology, NearestNic, NodeTopology
 GBIT = 1e9 / 8
 
 
-def settings(*given: Any, **more: Any) -> environment.EnvAdvice:
+def settings(*given: Any, **more: Any) -> Recommendation:
     """What is advised in a situation."""
     return environment.settings(situation(*given, **more))
 

@@ -11,7 +11,7 @@ from contracts.layout import Layout
 from hardware.units import GIB
 from planner.forecast.engine import Question, share_of
 from planner.forecast.links import Links, Speed
-from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.memory import NCCL_BYTES, RESERVED_RANKS_BYTES, memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.rules import host_memory_holds
@@ -150,8 +150,8 @@ def test_one_gpu_alone_has_no_communication_buffers() -> None:
         memory_parts(MODEL, FULL, at, engine)
         for at in (Layout(world_size=1), Layout(world_size=2, dp_replicate=2, sharding="ddp"))
     )
-    assert two.reserved - one.reserved == DEFAULT_MEMORY.reserved_ranks_bytes + 1e9
-    assert two.context - one.context == DEFAULT_MEMORY.nccl_bytes > 0.3 * GIB
+    assert two.reserved - one.reserved == RESERVED_RANKS_BYTES + 1e9
+    assert two.context - one.context == NCCL_BYTES > 0.3 * GIB
 
 
 def test_transformer_engine_keeps_what_products_need_in_a_byte() -> None:

@@ -39,12 +39,14 @@ SPEC = JobSpec(
 )  # fmt: skip
 NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
 
+SHARED_CLAIM = manifests.from_template("claim", name="shared", namespace="default", size="500Gi", storage_class="CLASS")
+
 
 def documents() -> list[dict[str, Any]]:
     """Everything we render, through YAML and back, as a user's kubectl would see it."""
     made = [d for api in manifests.APIS.values() for d in api(SPEC)]
     made += list(network_manifests.network(NETWORK))
-    made += [network_manifests.shared_claim(storage_class="ocs-storagecluster-cephfs")]
+    made += SHARED_CLAIM
     made += [manifests.config_map(SPEC, {"config.yaml": "a: 1\n"})]
     return list(yaml.safe_load_all(manifests.render(made)))
 
@@ -185,7 +187,7 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
     documents = (
         *network_manifests.network(network_manifests.from_snapshots(found)),
-        network_manifests.shared_claim(storage_class="CLASS"),
+        *SHARED_CLAIM,
     )
     head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":

@@ -11,9 +11,8 @@ import pytest
 import yaml
 from rigs.tables import each_row, rows_of
 
-from planner.nccl_env import names as names_module
-from planner.nccl_env.environment import FORMATS, RenderError, render_settings
-from planner.nccl_env.names import (
+from planner import nccl_env as names_module
+from planner.nccl_env import (
     names,
     nearest,
     newest_read,
@@ -22,6 +21,7 @@ from planner.nccl_env.names import (
     plugin_of,
     replacement,
 )
+from planner.nccl_env.environment import FORMATS, RenderError, render_settings
 from planner.nccl_env.situation import Reason, Setting
 
 rows = rows_of(__file__)

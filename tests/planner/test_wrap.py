@@ -77,7 +77,7 @@ def described(row: dict[str, Any], made: str, notes: list[str], usual: set[str])
 
 
 def test_golden_wraps(golden: Callable[..., None]) -> None:
-    """The user's lines stay, but for those in braces; wrapping again changes nothing; container names are unique."""
+    """The lines of the user stay, but for additions in brackets; wrapping again changes nothing; names are unique."""
     head, rows = FILE.read_text(encoding="utf-8").partition("- what")[0], yaml.safe_load(FILE.read_text("utf-8"))
     results = [wrapped(row["text"], additions(row)) for row in rows]
     golden("wrapped.yaml", "\n---\n".join(made for made, _ in results), digest=True)
@@ -141,14 +141,15 @@ def test_an_edit_adds_and_never_changes() -> None:
 
 
 @each_row(("text", "made"), rows("brackets"))
-def test_a_collection_in_brackets_is_written_anew(text: str, made: str) -> None:
-    """With the quotes of JSON where the text has them; an anchor, and what stands after the bracket, stay."""
+def test_a_collection_in_brackets_keeps_its_form(text: str, made: str) -> None:
+    """Characters are only added: in lines where the members are in lines, with quotes where they have them."""
     wanted = [{"a": [{"k": "v", "n": "2"}, {"m": "x y"}]}]
     assert extended(text, wanted) == made
     assert extended(text.replace("\n", "\r\n"), wanted) == made.replace("\n", "\r\n")
-    with pytest.raises(EditError, match="a comment is between its brackets"):
+    with pytest.raises(EditError, match="a comment is at its end"):
         extended("a: [\n  {k: v},  # one\n]\n", wanted)
     assert extended('{"b": "x # y", "a": []}\n', [{"b": "x # y", "a": [1]}]) == '{"b": "x # y", "a": [1]}\n'
+    assert extended("a: [&b {k: v}, *b]\n", [{"a": [{"k": "v"}, {"k": "v"}, 1]}]) == "a: [&b {k: v}, *b, 1]\n"
 
 
 def test_an_alias_and_kept_newlines_at_the_end_take_an_addition() -> None:

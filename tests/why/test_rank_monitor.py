@@ -1,8 +1,10 @@
 """What the thread beside a rank sees of its sockets: real ones, in a network namespace."""
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 from rigs.netns import missing
@@ -22,40 +24,17 @@ also, _ = server.accept()
 inner = socket.create_server(("127.0.0.1", 0))
 loop = socket.create_connection(inner.getsockname())
 client.settimeout(3)
-before, modes = rank_monitor._sending(), (client.gettimeout(), client.getblocking())
+def sending():
+    return rank_monitor._sending(list(rank_monitor._connections()))
+
+before, modes = sending(), (client.gettimeout(), client.getblocking())
 six.setblocking(False)
 try:
     while True:
         six.send(bytes(1 << 16))
 except BlockingIOError:
-    print(json.dumps([before, rank_monitor._sending(), modes == (client.gettimeout(), client.getblocking())]))
+    print(json.dumps([before, sending(), modes == (client.gettimeout(), client.getblocking())]))
 """
-
-
-FULL = """
-import sys, torch
-from finetune import rank_monitor
-
-for target in (sys.argv[1] + "/a.pt", open(sys.argv[1] + "/b.pt", "wb")):
-    try:
-        torch.save({"a": torch.zeros(1 << 18)}, target)
-    except Exception as error:
-        sys.last_value = error
-    print(rank_monitor._error().replace(chr(10), " | "))
-"""
-
-
-@pytest.mark.netns
-def test_a_full_disk_is_named_before_the_error_of_the_archive(tmp_path):
-    if absent := missing():
-        pytest.skip(absent)
-    words = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=512k tmpfs "$0" && exec "$@"', str(tmp_path)]
-    done = subprocess.run([*words, sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True,
-                          check=False, timeout=300)  # fmt: skip
-    by_path, by_file = done.stdout.splitlines()
-    assert by_path.startswith(f"No space left on device: the file system of {tmp_path}/a.pt"), done.stderr
-    assert by_file.startswith("OSError: [Errno 28] No space left on device | ")
-    assert "inline_container" in by_path and "inline_container" in by_file
 
 
 @pytest.mark.netns
@@ -67,6 +46,24 @@ def test_bytes_that_wait_are_seen_on_the_jobs_own_sockets():
     done = subprocess.run([*words, sys.executable, "-c", TALK], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[["10.9.9.9", False, False]], [["10.9.9.9", True, False]], True]
+
+
+def test_bytes_over_sockets_count_as_data_that_a_process_moves(tmp_path):
+    """/proc/self/io leaves out what send() and recv() move, as those of an upload do."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
+        taken, _ = server.accept()
+        with taken:
+            monitor.sample()
+            before, sent = monitor._effort()[2], 1 << 20
+            client.settimeout(60)
+            threading.Thread(target=client.sendall, args=(bytes(sent),)).start()
+            while sent:
+                sent -= len(taken.recv(1 << 16))
+            monitor.sample()
+            assert monitor._effort()[2] - before > 1 << 20
+    monitor.sample()
+    assert monitor.uncounted >= 1 << 20, "a connection that was closed keeps its bytes"
 
 
 def test_only_a_host_with_a_driver_gives_its_ranks_a_gpu(tmp_path, monkeypatch):

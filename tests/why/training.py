@@ -173,6 +173,15 @@ def work_of(step: int, rank: int) -> float:
     return STEP
 
 
+def report(step: int, rank: int, group: dist.ProcessGroup) -> None:
+    """Reduce a metric in a group of its own. An exception that is caught makes a rank leave the call out."""
+    with contextlib.suppress(ValueError):
+        if step == AT and rank == CULPRIT:
+            happened()
+            fail()
+        dist.all_reduce(torch.ones(()), group=group)
+
+
 def forward_backward(model: torch.nn.Module, rows: torch.Tensor, seconds: float) -> None:
     nap(seconds)
     model(rows).square().mean().backward()
@@ -207,6 +216,7 @@ def main() -> None:
     dist.barrier()
     model = wrapped(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    second = dist.new_group() if FAULT.startswith("skips") else None
     loader = DataLoader(Rows(), batch_size=8, num_workers=1 if FAULT.startswith("loader") else 0)
     for step, rows in enumerate(loader):
         if step == STEPS:
@@ -217,6 +227,8 @@ def main() -> None:
             forward_backward(model, rows, work_of(step, rank))
         optimizer.step()
         optimizer.zero_grad()
+        if second is not None:
+            report(step, rank, second)
         if step % 20 == 0:
             dist.all_reduce(torch.ones(()))
     if FAULT == "uploads-at-end" and rank == 0:

@@ -44,7 +44,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     cpus = root.named("cpu")
     if not cpus:
         raise TopologyFileError(source, root.line, _text("no_cpu"))
-    warnings: list[str] = []
+    warnings = [_text("further_system")] if "<system" in text.partition("</system>")[2] else []
     hosts = {cpu.attributes.get("host_hash") for cpu in cpus}
     if len(hosts) > 1:
         warnings.append(_text("hosts", count=len(hosts)))

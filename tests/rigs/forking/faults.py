@@ -5,7 +5,7 @@ TOPOFLIGHT_FAULT="rank=1:stall@iteration=3"      several are parted by ";"
 die      SIGKILL to itself          stop     SIGSTOP to itself, every thread
 stall    waits for ever             fail     raises an error
 slow=S   comes S seconds late to every iteration from there on
-lie      gives wrong data
+lie      gives wrong data           print    prints without end
 """
 
 import os
@@ -14,7 +14,7 @@ import signal
 import time
 
 VARIABLE = "TOPOFLIGHT_FAULT"
-_FAULT = re.compile(r"rank=(\d+):(die|stop|stall|fail|slow|lie)(?:=([0-9.]+))?(?:@iteration=(\d+))?$")
+_FAULT = re.compile(r"rank=(\d+):(die|stop|stall|fail|slow|lie|print)(?:=([0-9.]+))?(?:@iteration=(\d+))?$")
 
 
 def parse(text):
@@ -55,7 +55,7 @@ def install():
 
 
 def happen(kind):
-    """Die, stop, fail or stall."""
+    """Die, stop, fail, stall or print."""
     if kind == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -64,3 +64,5 @@ def happen(kind):
         raise RuntimeError("fault asked for by TOPOFLIGHT_FAULT")
     while kind == "stall":
         time.sleep(1)
+    while kind == "print":
+        os.write(2, b"NET/IB : complaint of a library\n" * 32768)
