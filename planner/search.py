@@ -86,6 +86,11 @@ class Planned:
         """Limit for the forecast bytes of a rank; None: unknown."""
         return bytes_that_fit(self.job, self.capacity) if self.capacity else None
 
+    @property
+    def batch_is_assumed(self) -> bool:
+        """Whether the user named neither the global batch nor what follows from it."""
+        return self.job.train.global_batch is None and "micro_batch" not in self.requested
+
     def candidate(self, layout: Layout, memory: MemoryParts | None = None) -> Candidate:
         """Return the forecast of one layout, whether or not it fits; `memory` if it was forecast before."""
         parts, memory = step_parts(self.job, layout), memory or memory_of(self.job, layout)
