@@ -92,7 +92,7 @@ def fleet(row: Mapping[str, Any], seed: int) -> Fleet:
         kind = draw.choice(kinds)
         excess = 10 ** draw.uniform(-1.5, 1) if kind == "slow" else draw.uniform(0.3, 2)  # 3 % to 10 times
         made.faults[node] = (kind, excess, draw.choice(("both", "sends", "receives")))
-    groups = [group for group in Search(names)._near(range(nodes)) if len(group) > 2]
+    groups = [group for group in Search(names)._group_near(range(nodes)) if len(group) > 2]
     while len(made.links) < row["links"]:
         pair = tuple(draw.sample(draw.choice(groups), 2))
         if made.faults.keys().isdisjoint(pair):

@@ -12,18 +12,17 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import httpx2
 from huggingface_hub import HfApi, constants, errors, get_session, get_token, hf_hub_download, snapshot_download
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from contracts.job_config import ConfigError, JobConfig
 
-MAX_FILES = 10_000  # of a data set's listing
+WEIGHTS = "model*.safetensors"  # one file, or shards
+MOST_BYTES = 64 << 30  # of a data set's files, of all its splits and parts
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -72,30 +71,24 @@ def is_id(setting: str, name: str) -> bool:
     return not name.endswith((".json", ".jsonl", ".parquet", ".csv"))
 
 
-def list_files(name: str, revision: str) -> dict[str, int]:
-    """Path -> bytes of a data set at a commit; without the hub, of what the cache holds."""
-    where = {"repo_type": "dataset", "revision": revision}
+def download_data(name: str, revision: str, suffixes: tuple[str, ...]) -> Path:
+    """Download a data set's files with these suffixes; without the hub, return the folder of those in the cache."""
     with asking("dataset_name", name, revision):
-        try:
-            listed = list(islice(HfApi().list_repo_tree(name, recursive=True, **where), MAX_FILES + 1))
-        except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx2.TransportError):
-            folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=["README.md"], **where))
-            return {f.relative_to(folder).as_posix(): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
-    if len(listed) > MAX_FILES:
-        raise ConfigError(f"dataset_name={name!r}: more than {MAX_FILES} files")
-    found = {entry.path: entry.size for entry in listed if isinstance(entry, RepoFile)}
-    for path in map(PurePosixPath, found):
-        if path.is_absolute() or ".." in path.parts:
-            raise ConfigError(
-                f"dataset_name={name!r}: the hub lists {str(path)!r:.99}, which leads out of the data set"
-            )
-    return found
+        with contextlib.suppress(errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx2.TransportError):
+            listed = HfApi().dataset_info(name, revision=revision, files_metadata=True).siblings or ()
+            if sum(one.size or 0 for one in listed if one.rfilename.endswith(suffixes)) > MOST_BYTES:
+                raise ConfigError(f"dataset_name={name!r}: more than {MOST_BYTES >> 30} GiB of files; download the "
+                                  "part that you need (`hf download --include`), and name its folder")  # fmt: skip
+        wanted = ["README.md", *(f"*{suffix}" for suffix in suffixes)]
+        return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
 
 
-def fetch(name: str, path: str, revision: str) -> Path:
-    """One file of a data set, from the cache where it is there."""
-    with asking("dataset_name", name, revision):
-        return Path(hf_hub_download(name, path, repo_type="dataset", revision=revision))
+def download_weights(name: str, revision: str) -> Path:
+    """Return the folder with a model's weights: its own, or that of the hub's files in the cache."""
+    if os.path.isdir(name):
+        return Path(name)
+    with asking("model_name_or_path", name, revision):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[WEIGHTS, "generation_config.json"]))
 
 
 @contextlib.contextmanager

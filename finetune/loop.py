@@ -217,9 +217,8 @@ class Trainer:
     def _after(self, place: Place, done: Done, pace: float) -> None:
         """Do what follows a step: print a line, write a checkpoint, evaluate, or end."""
         config, step = self.config, place.step
-        is_first = len(self.recorder.losses) == 1  # all connections for a step exist now
-        if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
-            raise verify.mismatch(wrong)
+        if len(self.recorder.losses) == 1:  # all connections for a step exist now
+            verify.require_transports(self.recorder.record, self.plan)
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {

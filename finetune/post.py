@@ -18,7 +18,6 @@ import os
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,22 +116,20 @@ def _send(url: str, body: bytes) -> str:
         if not _TOKEN.fullmatch(token):
             return f"TOPOFLIGHT_AGENT_TOKEN_FILE: {path} holds no bearer token"
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
-    why = ""
-    for attempt in range(TRIES):
-        time.sleep(PAUSE_SECONDS if attempt else 0.0)
-        try:
-            # urllib3's own retries log what the peer answered, in which a peer may repeat the token
-            answer = urllib3.PoolManager().request(
-                "POST", f"{url.rstrip('/')}/runs", body=body, headers=headers, timeout=ONE_SECONDS, retries=False,
-                preload_content=False,
-            )  # fmt: skip
-            if answer.status < 300:
-                return ""
-            why = f"it answered {answer.status}"
-            if answer.status not in BUSY:
-                break
-        except urllib3.exceptions.HTTPError as error:
-            why = str(error)
+    # urllib3 logs a retry with what the peer answered, in which a peer may repeat the token
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+    retries = urllib3.Retry(
+        TRIES - 1, status_forcelist=BUSY, allowed_methods=None, backoff_factor=PAUSE_SECONDS, raise_on_status=False,
+        respect_retry_after_header=False,
+    )  # fmt: skip
+    try:
+        answer = urllib3.PoolManager().request(
+            "POST", f"{url.rstrip('/')}/runs", body=body, headers=headers, timeout=ONE_SECONDS, retries=retries,
+            redirect=False, preload_content=False,
+        )  # fmt: skip
+        why = "" if answer.status < 300 else f"it answered {answer.status}"
+    except urllib3.exceptions.HTTPError as error:
+        why = str(error)
     hidden = why.replace(token, "TOKEN") if token else why
     return "".join(c if c.isprintable() else " " for c in hidden[:400])
 

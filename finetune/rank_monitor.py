@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import errno
 import fcntl
 import functools
 import importlib
@@ -36,7 +35,6 @@ import sys
 import termios
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +54,6 @@ MOST_ERROR = 4000  # characters
 _USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a line is one that ordinary steps run through
 _ACTIVE_BYTES = 1 << 18  # read, written, sent or received between two writes, apart from what the monitor writes
 _DEEPEST = 200
-_LOADED = time.monotonic()  # before the rendezvous of this start, and after all ranks of an earlier one have ended
 _LIBC = ctypes.CDLL(None)
 _MOST_SOCKETS = 4096
 # struct tcp_info (linux/tcp.h): the state, what is sent again in vain, bytes that a peer has confirmed, bytes received
@@ -139,9 +136,8 @@ class RankMonitor(threading.Thread):
         self.over = threading.Event()
         self.writing = threading.Lock()  # nothing replaces the final state
         self.fixed = {"rank": rank, "world_size": world_size, **_identity()}
-        self.own_bytes = 0  # that this monitor has written: a dump is 2 MB
         self.traffic: dict[int, int] = {}  # by descriptor of a connection: bytes so far
-        self.sent = 0  # bytes of all connections, which may have been closed since
+        self.uncounted = 0  # bytes: what sockets have moved, less what this monitor has written (a dump is 2 MB)
         self.effort = self._effort()
         self.pid = os.getpid()
         self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
@@ -181,21 +177,12 @@ class RankMonitor(threading.Thread):
                 (self.folder / old).unlink(missing_ok=True)
 
     def _remove_files_of_others(self) -> None:
-        """Remove, by rank 0, what an earlier start has left of ranks that have not written yet.
-
-        All ranks have met. So a file that was there before this module was loaded is of an earlier start. The clock of
-        the file system decides, which the time of a new file shows.
-        """
-        if self.rank:
-            return
-        with contextlib.suppress(OSError):
-            draft = self.folder / f".{self.file}.draft"
-            draft.touch()
-            loaded = draft.stat().st_mtime - (time.monotonic() - _LOADED)
-            for path in self.folder.glob("*_rank_*.json"):
-                with contextlib.suppress(OSError):  # another rank removes its own
-                    if path.stat().st_mtime < loaded:
-                        path.unlink()
+        """Remove, by rank 0, what an earlier start of more ranks has left; each rank has removed its own old files."""
+        for path in self.folder.glob("*_rank_*.json") if self.rank == 0 else ():
+            number = path.stem.rpartition("_")[2]
+            if number.isdecimal() and int(number) >= self.fixed["world_size"]:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def sample(self) -> None:
         """Record where the main thread is now."""
@@ -262,29 +249,26 @@ class RankMonitor(threading.Thread):
     def write(self, *, ended: bool = False) -> None:
         """Replace the rank's file."""
         with self.writing:
-            if ended or not self.over.is_set():
-                self._write(ended)
-
-    def _write(self, ended: bool) -> None:
-        unsent = {address: count for address, count in self.unsent.items() if count}
-        now = time.time()
-        self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving),
-                           "unsent": unsent})  # fmt: skip
-        if len(self.marks) > MOST_MARKS:
-            del self.marks[1::2]
-        before, self.effort = self.effort, self._effort()
-        seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
-        least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
-        self._replace(self.file, json.dumps({
-            **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
-            "asked": self.asked, "answer": self.answer, "own": self.own,
-            "usual": [place for place, count in self.places.items() if count >= least],
-            "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
-            "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
-            "samples": dict(self.samples), "moving": dict(self.moving), "calls": self.calls, "marks": self.marks,
-            "groups": _groups(), "unsent": unsent, "resent": dict(self.resent),
-            "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
-        }).encode())  # fmt: skip
+            if self.over.is_set() and not ended:
+                return
+            unsent, now = {address: count for address, count in self.unsent.items() if count}, time.time()
+            so_far = {"calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving), "unsent": unsent}
+            self.marks.append({"at": now, **so_far})
+            if len(self.marks) > MOST_MARKS:
+                del self.marks[1::2]
+            before, self.effort = self.effort, self._effort()
+            seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
+            least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
+            state = {
+                **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
+                "asked": self.asked, "answer": self.answer, "own": self.own,
+                "usual": [place for place, count in self.places.items() if count >= least],
+                "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
+                "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
+                **so_far, "marks": self.marks, "groups": _groups(), "resent": dict(self.resent),
+                "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
+            }  # fmt: skip
+            self._replace(self.file, json.dumps(state).encode())
 
     def _effort(self) -> tuple[float, float, float, float]:
         """(now, CPU seconds of the main thread, bytes that the process moved, CPU seconds of its children)."""
@@ -293,7 +277,7 @@ class RankMonitor(threading.Thread):
             cpu = time.clock_gettime(time.pthread_getcpuclockid(self.main))
         with contextlib.suppress(OSError, ValueError, IndexError):
             counts = [int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2]]
-            moved = float(sum(counts) - self.own_bytes + self.sent)
+            moved = float(sum(counts) + self.uncounted)
             pids = Path(f"/proc/self/task/{self.native}/children").read_text().split()[:64]
             ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids)
             children = sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
@@ -304,7 +288,7 @@ class RankMonitor(threading.Thread):
         before, self.traffic = self.traffic, {fd: moved for fd, _, moved in connections}
         for fd, moved in self.traffic.items():  # a descriptor with fewer bytes is of a new connection
             old = before.get(fd, 0)
-            self.sent += moved - old if moved >= old else moved
+            self.uncounted += moved - old if moved >= old else moved
 
     def _has_started_ranks(self) -> bool:
         """Whether torchrun has a child with the variable that it gives its ranks; other children are not ranks."""
@@ -325,7 +309,7 @@ class RankMonitor(threading.Thread):
     def _replace(self, name: str, text: bytes) -> None:
         draft = self.folder / f".{name}.draft"
         with contextlib.suppress(OSError):
-            self.own_bytes += draft.write_bytes(text)
+            self.uncounted -= draft.write_bytes(text)
             draft.replace(self.folder / name)
 
 
@@ -568,22 +552,9 @@ def _address(fd: int, function: Any) -> tuple[Any, int] | None:
 
 
 def _error() -> str | None:
-    """The exception that nobody caught, with its whole message, and before it the full disk that it hides.
-
-    torch.save raises a RuntimeError of its archive's writer while it handles that of a write that failed.
-    """
+    """The exception that nobody caught, with its whole message."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    text, before = f"{type(error).__name__}: {str(error)[:MOST_ERROR]}" if error is not None else None, error
-    while text and before is not None:
-        if isinstance(before, OSError) and before.errno in (errno.ENOSPC, errno.EDQUOT) and before is not error:
-            return f"{type(before).__name__}: {before}\n{text}"
-        for frame, _ in traceback.walk_tb(before.__traceback__):
-            name = frame.f_locals.get("f") if frame.f_code.co_filename.endswith("/torch/serialization.py") else None
-            with contextlib.suppress(OSError):
-                if isinstance(name, str | os.PathLike) and os.statvfs(name).f_bavail == 0:
-                    return f"No space left on device: the file system of {os.fspath(name)} has no free block\n{text}"
-        before = before.__cause__ or before.__context__
-    return text
+    return None if error is None else f"{type(error).__name__}: {str(error)[:MOST_ERROR]}"
 
 
 def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:

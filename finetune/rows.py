@@ -2,7 +2,7 @@
 
 Surface: `datasets` finds the files of a split (JSON, JSON lines, parquet and CSV), by their names or by the `configs`
 in the front matter of README.md, and reads them as a stream. Nothing is written into its cache, and it never asks the
-hub: files come through `finetune.hub`. transformers' tokenizers and their chat templates spell them. Row shapes are
+hub: `finetune.hub` downloads the files. transformers' tokenizers and their chat templates spell them. Row shapes are
 TRL's: `messages`, `prompt` + `completion`, `text`; and `question` + `answer` as GSM8K has them. Every label is the
 *next* token's id, or -100 where it does not count, so that no model or stage has to shift.
 
@@ -17,12 +17,12 @@ import json
 import os
 import random
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,27 +71,16 @@ def _make_sums(count: int, split: str) -> list[dict[str, Any]]:
 
 
 def find_files(config: JobConfig, split: str) -> list[Path]:
-    """Return the files of one split, fetched from the hub where the name is an id. Raises ConfigError."""
+    """Return the files of one split, downloaded from the hub if the name is an id. Raises ConfigError."""
     name, path = config.dataset_name, Path(config.dataset_name).expanduser()
     where = f"dataset_name={name!r}"
     if path.is_file():
         return [path]
-    if path.is_dir():
-        return [path / one for one in files_of_split(path, config.dataset_config, split, where)]
-    if path.suffix in READERS:
-        raise ConfigError(f"{where}: no such file")
-    revision = config.dataset_revision
-    sizes = hub.list_files(name, revision)
-    with tempfile.TemporaryDirectory() as folder:  # `datasets` looks at names only: empty files show it the repository
-        for one in sizes:
-            place = Path(folder) / one
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.touch()
-        if "README.md" in sizes:
-            (Path(folder) / "README.md").write_bytes(hub.fetch(name, "README.md", revision).read_bytes())
-        chosen = files_of_split(Path(folder), config.dataset_config, split, where)
-    _check_size(sum(sizes[one] for one in chosen), where)
-    return [hub.fetch(name, one, revision) for one in chosen]
+    if not path.is_dir():
+        if path.suffix in READERS:
+            raise ConfigError(f"{where}: no such file")
+        path = hub.download_data(name, config.dataset_revision, tuple(READERS))
+    return [path / one for one in files_of_split(path, config.dataset_config, split, where)]
 
 
 def files_of_split(folder: Path, part: str | None, split: str, where: str) -> list[str]:
@@ -99,13 +88,15 @@ def files_of_split(folder: Path, part: str | None, split: str, where: str) -> li
     import datasets
 
     subfolder = part if part and (folder / part).is_dir() else None
+    if not any(one.suffix in READERS for one in folder.rglob("*")):
+        raise ConfigError(f"{where}: no {', '.join(READERS)} file")
     try:
         parts = datasets.get_dataset_config_names(str(folder))
         has_card = parts != ["default"]
         if has_card and part not in parts and (part is not None or (len(parts) > 1 and "default" not in parts)):
             wrong = "dataset_config" if part is None else f"dataset_config={part!r}:"
             raise ConfigError(f"{where}: {wrong} must be one of {', '.join(sorted(parts))}")
-        with tempfile.TemporaryDirectory() as cache:
+        with TemporaryDirectory() as cache:
             options = {"name": part} if has_card else {"data_dir": subfolder}
             found = datasets.load_dataset_builder(str(folder), cache_dir=cache, **options).config.data_files or {}
     except ConfigError:
@@ -152,7 +143,7 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             _check_size(path.stat().st_size, path)
         if kind != "parquet" and not path.stat().st_size:
             return
-        with tempfile.TemporaryDirectory() as cache:
+        with TemporaryDirectory() as cache:
             rows = datasets.load_dataset(
                 kind, data_files=str(path), split="train", streaming=True, cache_dir=cache, **options
             )

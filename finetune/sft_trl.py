@@ -127,13 +127,11 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
             note(f"report_to: not installed: {', '.join(sorted(missing))}; metrics.jsonl holds the same numbers")
         settings["report_to"] = sorted(targets - missing) or "none"
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    known = {action.dest for action in parser._actions}
-    for name in [name for name in settings if name not in known]:
+    unknown = parser.set_defaults_with_config(**settings, **_of_layout(layout, on_gpu))[::2]
+    for name in (option.removeprefix("--") for option in unknown):
         if name not in names.option_names()["no_effect"]:
             raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
         note(f"{name}: no effect, TRL {trl.__version__} has no such setting")
-        del settings[name]
-    parser.set_defaults_with_config(**settings, **_of_layout(layout, on_gpu))
     try:
         return tuple(parser.parse_args_into_dataclasses(args=[]))
     except (ValueError, TypeError, ImportError, SystemExit) as error:
@@ -241,9 +239,8 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         mean = loss / layout.world_size
         self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)), profiled=False)
         self.recorder.record.steps_done = state.global_step
-        is_first = len(self.recorder.losses) == 1  # what a step needs is connected now
-        if is_first and (wrong := verify.record_transports(self.recorder.record, self.plan)):
-            raise verify.mismatch(wrong)
+        if len(self.recorder.losses) == 1:  # what a step needs is connected now
+            verify.require_transports(self.recorder.record, self.plan)
         if not math.isfinite(mean):
             raise loop.DivergedError(f"step {state.global_step}: loss {mean}; the checkpoints remain")
         if stop:

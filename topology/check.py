@@ -14,7 +14,7 @@ from hardware.machines import Machine
 from probes.api import codes_of, finding
 from topology.derive import reference_of
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
-from topology.plan import gigabytes
+from topology.paths import gigabytes
 
 TEXTS = read_table(__file__, "findings.toml")
 CODES = codes_of(TEXTS)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from topology.graph import ClusterTopology, NicNode, NodeTopology
-from topology.paths import with_expectations
-from topology.plan import node_plan, rail_plan, usable_rate
+from topology.paths import node_plan, rail_plan, usable_rate, with_expectations
 
 _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma"), ("ethernet", "tcp"))
 

@@ -37,7 +37,7 @@ from contracts.tables import read_table
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
-    from probes.child import Probes
+    from probes.scanner import Probes
 
 
 class InputError(click.ClickException):
@@ -113,7 +113,7 @@ def snapshots(
 
 def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
     """Replay the recordings in order; omit those not read when `stop` is set. Raises InputError."""
-    from probes.child import replay
+    from probes.scanner import replay
     from probes.wire import RecordingError
 
     found: list[Snapshot] = []

@@ -19,8 +19,7 @@ from contracts.tables import read_table
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from topology.diff import Difference, compare
-from topology.traits import Trait, traits
+from topology.diff import Difference, Trait, compare, traits
 
 MOST_EVENTS = 50
 SCANS_TO_RAISE = 2
@@ -33,7 +32,7 @@ CAUSE_SECONDS = 86400.0  # a version change is shown with findings raised within
 _RULES = read_table(__file__, "rules.toml")
 AT_ONCE: dict[str, str] = {**_RULES["compared"], **_RULES["persistent"]}
 """Findings that one scan raises, with the reason: docs/reference/findings.md says it with each."""
-_MOVES_BY_ITSELF = "held back by"  # the trait changes on a GPU under load
+_MOVES_BY_ITSELF = "throttled by"  # the trait changes on a GPU under load
 _VERSIONS = {"driver": "driver", "CUDA": "driver", "kernel": "kernel", "OS": "kernel"}
 _COUNTED = {"GPUs", "RDMA devices", "CPU", "CPU threads", "NUMA nodes", "memory", "product"}  # traits of the whole host
 PARTS = ("driver", "firmware", "kernel", "hardware")

@@ -99,9 +99,9 @@ class _Process:
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
-                processes.tethered([*command, str(theirs.fileno()), str(idle_seconds)]), pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": path},
+                processes.tie_to_parent([*command, str(theirs.fileno()), str(idle_seconds)]),
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                start_new_session=True, env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
         self._pipe = Connection(ours.detach())
         if not self._pipe.poll(LONGEST_SECONDS):

@@ -77,7 +77,7 @@ def torchrun(job: Sequence[str], ranks: int, python: str = sys.executable) -> li
     """Return the command that runs `ranks` ranks of a job on this host."""
     words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     # ranks survive if torchrun is killed, so each is set to end with torchrun
-    return [*words, "--no-python", *processes.tethered(job, parent=0)]
+    return [*words, "--no-python", *processes.tie_to_parent(job, parent=0)]
 
 
 def train(

@@ -260,7 +260,7 @@ def measure(rig: Rig, network: str) -> BenchResult:
         codes = rig.run(
             network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=spec.limit_seconds
         )
-        seen.read()
+        seen.read_events()
         if any(codes):
             seen.outcome.problems.append(_how_ended(codes, folder))
         return assemble(spec, seen.outcome, started, time.monotonic() - clock, None)

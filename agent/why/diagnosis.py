@@ -25,7 +25,6 @@ from contracts.run_record import RESUMABLE, RunRecord
 from planner import why
 from planner.why import Cause, RunFacts, Unknown, Verdict
 from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, cause_named
-from probes.gpu import health
 
 _MOST_LOG_LINES = 20_000_000
 # Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
@@ -105,7 +104,8 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
         raise WhyError(f"{error.filename}: {error.strerror}") from None
     except LogFileError as error:
         raise WhyError(str(error)) from None
-    if found is not None and found.outcome == "finished":  # what ranks wrote before did not end the job
+    outlived = {"rendezvous_timeout", "python_traceback"} & {note.code for note in found.notes} if found else set()
+    if found and (found.outcome == "finished" or (outlived and found.outcome == "unknown")):  # it did not end the job
         log = replace(log, errors={}, rendezvous={})
     tails = list(_tails(sources.logs))
     hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}
@@ -301,31 +301,11 @@ _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted"
 _MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch"}
 
 
-# The driver's line, and that of NCCL's diagnostics (2.32)
-_XID = re.compile(
-    r"Xid (?:\(([^)]{1,60})\): (?:45\b.{1,200}previous Xid )?(\d{1,4})\b|"
-    r"(\d{1,4}) detected .{1,40}? on host (\S{1,253})\. )"
-)
-
-
 def _cause_of(problem: LogProblem) -> Cause:
-    """Return the cause for a log problem; an Xid gets its number and the GPU's address.
-
-    After an Xid of the GPU itself, the node must be taken out of the pool.
-    """
+    """Return the cause for a log problem."""
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
     at = f"{problem.place}: " if problem.place else ""
-    cause = Cause(code=problem.code, message=at + problem.message, evidence=lines, action=problem.action)
-    rows = [found for line in lines for found in _XID.finditer(line)]
-    if problem.code != "gpu_xid" or not rows:
-        return cause
-    numbers = [int(found[2] or found[3]) for found in rows]
-    of = next(kind for kind in health.XID_CAUSES if any(health.xid_cause(xid) == kind for xid in numbers))
-    drain = "drain the node, reset or reseat the GPU, and look at it with topoflight scan"
-    action = drain if of == "gpu" else cause.action
-    places = dict.fromkeys(found[1].removeprefix("PCI:") if found[1] else f"of {found[4]}" for found in rows)
-    message = f"GPU{'s' * (len(places) > 1)} {', '.join(places)}: {health.named_xids(numbers, of)}"
-    return replace(cause, message=message, action=action)
+    return Cause(code=problem.code, message=at + problem.message, evidence=lines, action=problem.action)
 
 
 def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:

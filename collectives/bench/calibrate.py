@@ -23,7 +23,7 @@ from collectives.bench import processes
 _REPEAT_SECONDS = 1.5  # per shape: enough for a median of several, with about a minute in total
 _SHAPES = 4  # number of timed shapes: two GEMMs, a layer's forward pass, and the whole layer
 _MOST_REPEATS = 200
-STARTUP_SECONDS = 60.0  # beside the budget, to import torch in every copy: 5 s on a quiet host, 20 to 30 on a busy one
+STARTUP_SECONDS = 60.0  # added to the budget, to import torch in each copy: 5 s if idle, 20 to 30 s if busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +76,10 @@ def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = Non
         finally:
             for tree in trees:
                 tree.end(0.0)
-    return slowest(answers)
+    return find_slowest(answers)
 
 
-def slowest(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def find_slowest(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the result of the slowest of several copies, for which the others would wait."""
     return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
 

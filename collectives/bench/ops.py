@@ -25,7 +25,7 @@ class Side:
     ranks: tuple[int, ...]  # global ranks of the group
     me: int  # position in the group
     send_buffer: Any  # input tensor
-    taken: Any  # output tensor
+    output: Any  # output tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Op:
     split: bool  # S is the total over the ranks: each rank's part is S / n
     shapes: Callable[[int, int], tuple[int, int]]  # (part elements, n) -> input elements, output elements
     run: Callable[[Side], None]
-    wrong: Callable[[Side, int], tuple[int, ...]]  # positions in the group whose data is wrong; () if none
+    find_wrong: Callable[[Side, int], tuple[int, ...]]  # positions in the group whose data is wrong; () if none
     in_place: bool = False  # input and output are one tensor
 
 
@@ -56,15 +56,15 @@ def allocate(op: Op, size_bytes: int, group: Any, ranks: tuple[int, ...], rank: 
     """Allocate the buffers of one rank."""
     import torch
 
-    send_elements, taken = op.shapes(part_elements(op, size_bytes, len(ranks)), len(ranks))
-    out = torch.zeros(taken, dtype=torch.float32, device=device)
+    send_elements, output_elements = op.shapes(part_elements(op, size_bytes, len(ranks)), len(ranks))
+    out = torch.zeros(output_elements, dtype=torch.float32, device=device)
     into = out if op.in_place else torch.zeros(send_elements, dtype=torch.float32, device=device)
-    return Side(group=group, ranks=ranks, me=ranks.index(rank), send_buffer=into, taken=out)
+    return Side(group=group, ranks=ranks, me=ranks.index(rank), send_buffer=into, output=out)
 
 
 def fill(side: Side, turn: int) -> None:
     """Write this rank's data for this round, and clear the data of an earlier round."""
-    side.taken.fill_(-1.0)
+    side.output.fill_(-1.0)
     write_pattern(side.send_buffer, (side.ranks[side.me],), turn)
 
 
@@ -96,15 +96,15 @@ def matches(tensor: Any, sources: tuple[int, ...], turn: int, start: int = 0) ->
     return body and bool((tensor[whole:] == period[: tensor.numel() - whole]).all())
 
 
-def _wrong_chunks(side: Side, turn: int, start: int) -> tuple[int, ...]:
-    chunks = zip(side.ranks, side.taken.chunk(len(side.ranks)), strict=True)
+def _find_wrong_chunks(side: Side, turn: int, start: int) -> tuple[int, ...]:
+    chunks = zip(side.ranks, side.output.chunk(len(side.ranks)), strict=True)
     return tuple(i for i, (rank, chunk) in enumerate(chunks) if not matches(chunk, (rank,), turn, start))
 
 
-def _wrong_sum(side: Side, turn: int) -> tuple[int, ...]:
-    scattered = side.send_buffer.numel() != side.taken.numel()
-    start = side.me * side.taken.numel() if scattered else 0
-    return () if matches(side.taken, side.ranks, turn, start) else (UNKNOWN_SOURCE,)
+def _find_wrong_sum(side: Side, turn: int) -> tuple[int, ...]:
+    scattered = side.send_buffer.numel() != side.output.numel()
+    start = side.me * side.output.numel() if scattered else 0
+    return () if matches(side.output, side.ranks, turn, start) else (UNKNOWN_SOURCE,)
 
 
 def _distributed() -> Any:
@@ -124,24 +124,24 @@ _RECORDS = (
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part, part * n),
-        run=lambda side: _distributed().all_gather_into_tensor(side.taken, side.send_buffer, group=side.group),
-        wrong=lambda side, turn: _wrong_chunks(side, turn, 0),
+        run=lambda side: _distributed().all_gather_into_tensor(side.output, side.send_buffer, group=side.group),
+        find_wrong=lambda side, turn: _find_wrong_chunks(side, turn, 0),
     ),
     Op(
         name="reduce_scatter",
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part * n, part),
-        run=lambda side: _distributed().reduce_scatter_tensor(side.taken, side.send_buffer, group=side.group),
-        wrong=_wrong_sum,
+        run=lambda side: _distributed().reduce_scatter_tensor(side.output, side.send_buffer, group=side.group),
+        find_wrong=_find_wrong_sum,
     ),
     Op(
         name="all_reduce",
         factor=lambda n: 2 * (n - 1) / n,
         split=False,
         shapes=lambda part, _n: (part, part),
-        run=lambda side: _distributed().all_reduce(side.taken, group=side.group),
-        wrong=_wrong_sum,
+        run=lambda side: _distributed().all_reduce(side.output, group=side.group),
+        find_wrong=_find_wrong_sum,
         in_place=True,
     ),
     Op(
@@ -149,8 +149,8 @@ _RECORDS = (
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part * n, part * n),
-        run=lambda side: _distributed().all_to_all_single(side.taken, side.send_buffer, group=side.group),
-        wrong=lambda side, turn: _wrong_chunks(side, turn, side.me * (side.taken.numel() // len(side.ranks))),
+        run=lambda side: _distributed().all_to_all_single(side.output, side.send_buffer, group=side.group),
+        find_wrong=lambda side, turn: _find_wrong_chunks(side, turn, side.me * side.output.numel() // len(side.ranks)),
     ),
 )
 

@@ -59,7 +59,7 @@ def require_program() -> None:
         )
 
 
-def command(port: Port, tcp_port: int, peer: str | None = None) -> list[str]:
+def build_command(port: Port, tcp_port: int, peer: str | None = None) -> list[str]:
     """Return the command of one side; the side with a `peer` writes.
 
     -Q 1: a completion for each write. The default counts a hundred at a time, which is coarse on a slow link. -u 18: a
@@ -89,13 +89,13 @@ def write(
             if stop.is_set():
                 problems.append(f"{port}: not measured: stopped")
                 continue
-            text, code = _attempts(port, place, peer, folder / "output", until, stop)
-            made = _read(port, text) if code == 0 else None
+            text, code = _run_until_connected(port, place, peer, folder / "output", until, stop)
+            made = _parse_output(port, text) if code == 0 else None
             if made is not None:
                 found.append(made)
                 until = time.monotonic() + LATER_SECONDS
             else:
-                problems.append(f"{port} to {peer}:{TCP_PORT + place}: {_words(text, code)}")
+                problems.append(f"{port} to {peer}:{TCP_PORT + place}: {_describe_output(text, code)}")
     return RdmaResult(
         host=socket.gethostname(), peer=peer, writes=tuple(found), started_at_seconds=began,
         seconds=time.monotonic() - clock, problems=tuple(problems), stopped_by="its caller" if stop.is_set() else None,
@@ -115,7 +115,7 @@ def listen(
     problems: list[str] = []
     until = time.monotonic() + wait_seconds
     with processes.run_folder() as folder:
-        trees = [_start(command(port, TCP_PORT + place), folder / str(place)) for place, port in enumerate(ports)]
+        trees = [_start(build_command(port, TCP_PORT + place), folder / str(place)) for place, port in enumerate(ports)]
         try:
             for place, (port, tree) in enumerate(zip(ports, trees, strict=True)):  # in the order of the writes
                 late = tree.wait(until, stop)
@@ -124,7 +124,8 @@ def listen(
                 elif late:
                     problems.append(f"{port}: no host wrote to it within {wait_seconds:g} s")
                 elif code := tree.process.returncode:
-                    problems.append(f"{port}: {_words((folder / str(place)).read_text(errors='replace'), code)}")
+                    output = (folder / str(place)).read_text(errors="replace")
+                    problems.append(f"{port}: {_describe_output(output, code)}")
                 else:
                     served.append(str(port))
                     until = time.monotonic() + wait_seconds
@@ -139,12 +140,12 @@ def _start(words: Sequence[str], output: Path) -> processes.Tree:
         return processes.Tree(words, os.environ, stream)
 
 
-def _attempts(
+def _run_until_connected(
     port: Port, place: int, peer: str, output: Path, until: float, stop: threading.Event
 ) -> tuple[str, int | None]:
     """Return the output of the run, and its exit code: None if it was terminated here."""
     while True:
-        tree = _start(command(port, TCP_PORT + place, peer), output)
+        tree = _start(build_command(port, TCP_PORT + place, peer), output)
         try:
             late = tree.wait(time.monotonic() + RUN_SECONDS + OVERRUN_SECONDS, stop)
         finally:
@@ -155,7 +156,7 @@ def _attempts(
             return text, code
 
 
-def _read(port: Port, text: str) -> RdmaWrite | None:
+def _parse_output(port: Port, text: str) -> RdmaWrite | None:
     """Return the number of completed writes that perftest reports; None if there is none.
 
     Its MB/s are not used: they depend on an estimated CPU frequency, which is wrong on an emulated CPU under load.
@@ -170,7 +171,7 @@ def _read(port: Port, text: str) -> RdmaWrite | None:
     )  # fmt: skip
 
 
-def _words(text: str, code: int | None) -> str:
+def _describe_output(text: str, code: int | None) -> str:
     """Return the output of a run without its table."""
     if code is None:
         return f"{PROGRAM} did not end within {RUN_SECONDS + OVERRUN_SECONDS:g} s"

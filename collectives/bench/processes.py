@@ -57,7 +57,7 @@ def _has(pid: int, variable: str, value: str) -> bool:
         return False
 
 
-def tethered(argv: Sequence[str], parent: int | None = None) -> list[str]:
+def tie_to_parent(argv: Sequence[str], parent: int | None = None) -> list[str]:
     """Return a command that runs `argv` and dies when the thread that starts it ends.
 
     `parent` is the pid of that process, by default this one; 0 for a command that another process will start.
@@ -66,7 +66,7 @@ def tethered(argv: Sequence[str], parent: int | None = None) -> list[str]:
     return [sys.executable, "-P", __file__, str(pid), *argv]  # by path, because the child may not find the package
 
 
-def marked(variable: str, value: str) -> list[psutil.Process]:
+def find_marked(variable: str, value: str) -> list[psutil.Process]:
     """Find every living process whose environment holds variable=value; that of a zombie is empty."""
     import psutil
 
@@ -87,7 +87,7 @@ class Tree:
         """Start it with SAFE_PATH in its own session; its output is written to `output`."""
         self._mark = os.urandom(16).hex()
         self.process = subprocess.Popen(
-            tethered(argv),
+            tie_to_parent(argv),
             env={**environment, **SAFE_PATH, RUN_VARIABLE: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -97,7 +97,7 @@ class Tree:
 
     def members(self) -> list[psutil.Process]:
         """Return the living members, including orphans."""
-        return marked(RUN_VARIABLE, self._mark)
+        return find_marked(RUN_VARIABLE, self._mark)
 
     def wait(self, until: float, stop: threading.Event) -> Literal["", "stopped", "late"]:
         """Wait for the command's end, `stop`, or the time `until` (monotonic clock); return which of them happened."""
@@ -172,7 +172,9 @@ def lock_host(path: Path | None = None) -> Iterator[None]:
             raise BusyError(
                 f"another benchmark runs on {socket.gethostname()} ({holder} holds {place}): wait for it to end"
             ) from None
-        _sign(descriptor)
+        with contextlib.suppress(OSError):  # the file may be of another user, and not writable
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"pid {os.getpid()}".encode(), 0)
         yield
     finally:
         os.close(descriptor)
@@ -199,15 +201,6 @@ def _open(path: Path) -> int:
         return descriptor
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-
-def _sign(descriptor: int) -> None:
-    """Write the pid of the holder into the lock file, if it is writable."""
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()}".encode(), 0)
-    except OSError:
-        return
 
 
 # A temporary folder for one run. The next run removes the folder of a run that was killed.

@@ -48,7 +48,7 @@ class Journal:
     def _beat(self) -> None:
         store_port = int(os.environ.get("MASTER_PORT") or 0)
         while True:
-            self.write("beat", moved_bytes=moved(store_port))
+            self.write("beat", moved_bytes=count_moved_bytes(store_port))
             time.sleep(BEAT_SECONDS)
 
 
@@ -61,8 +61,8 @@ _ACKED, _RECEIVED = 120, 128  # offsets of tcpi_bytes_acked and tcpi_bytes_recei
 _INFO_BYTES = 136
 
 
-def moved(store_port: int) -> int:
-    """Return the bytes of all connections except those of the job's store; its port is 0 if there is none."""
+def count_moved_bytes(store_port: int) -> int:
+    """Return the bytes of all connections except those to the job's store; `store_port` is 0 if there is none."""
     total = 0
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names, no Path objects
         with contextlib.suppress(OSError, ValueError):  # closed in the meantime, not TCP, or not connected

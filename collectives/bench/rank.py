@@ -1,8 +1,8 @@
 """What each rank of a benchmark runs: `python -m torch.distributed.run ... -m collectives.bench.rank PLAN`.
 
-Of each collective: iterations, fresh data, and the times of all ranks shared. A gloo group carries the control traffic,
-so that it never mixes with what is measured. Every rank sees the same gathered times and so takes the same decisions;
-nothing is broadcast.
+Each collective is run for some iterations and verified on fresh data, and all ranks exchange their times. A separate
+gloo group carries the control traffic, so that it is not part of the measurement. Every rank sees the same gathered
+times and so takes the same decisions; nothing is broadcast.
 """
 
 from __future__ import annotations
@@ -66,35 +66,35 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
     side = ops.allocate(op, case.bytes, me.group, tuple(range(me.world)), me.rank, me.device)
     times = Times(runs=[[] for _ in range(me.world)], waits=[[] for _ in range(me.world)])
     name = f"{case.op} of {case.bytes} bytes"
-    came = mark(me)
-    meet(me, side)  # NCCL connects in the first collective of a group, so this one is not counted as an iteration
-    between(me, came, mark(me))
+    arrived_at = record_time(me)
+    wait_for_group(me, side)  # not counted, because NCCL connects in the first collective of a group
+    measure_seconds(me, arrived_at, record_time(me))  # waits for the GPU
     started = time.monotonic()
     me.journal.write("case", op=case.op, bytes=case.bytes, where=name)
     _iterate(me, op, side, 1, name)
-    first = each = slowest(me, time.monotonic() - started)
+    first = each = find_slowest(me, time.monotonic() - started)
     if left_seconds < LEAST_ITERATIONS * first:
         return first
     warm = budget_seconds * WARMUP_SHARE / first if first > 0 else me.plan.warmup
     _iterate(me, op, side, max(0, min(me.plan.warmup - 1, int(warm))), name)
-    spent = slowest(me, time.monotonic() - started)
+    spent = find_slowest(me, time.monotonic() - started)
     while True:
-        wrong = verified_round(me, op, side, name)
-        # large size, slow network: the rest of the budget holds less than a batch, and the round just done
+        wrong = verify_round(me, op, side, name)
+        # The last round used a part of the budget, and with a large size or a slow network less than a batch is left.
         fits = (budget_seconds - spent) / each - 1 if each > 0 else BATCH
         runs, waits = _iterate(me, op, side, max(1, min(BATCH, int(fits))), name)
-        share(me, times, runs, waits, wrong)
+        share_times(me, times, runs, waits, wrong)
         each = max(row[-1] for row in times.runs)
-        spent = slowest(me, time.monotonic() - started)
+        spent = find_slowest(me, time.monotonic() - started)
         me.journal.write("progress", op=case.op, bytes=case.bytes, iterations=len(times.runs[0]), seconds=runs[-1:])
-        if _enough(me.plan, times, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
+        if _is_measured(me.plan, times, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
             break
-    if speaks():
+    if reports_for_host():
         me.journal.write(
             "measured",
             op=op.name,
             bytes=ops.moved_bytes(op, case.bytes, me.world),
-            iteration_seconds=slowest_of_iteration(times),
+            iteration_seconds=find_slowest_iterations(times),
             wait_seconds=times.waits,
             rounds=times.rounds,
             wrong=sorted(times.wrong),
@@ -107,25 +107,25 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side, count: int, name: str) -> tup
     runs, waits = [], []
     for _ in range(count):
         me.journal.arrive(name)
-        came = mark(me)
-        meet(me, side)
-        began = mark(me)
+        arrived_at = record_time(me)
+        wait_for_group(me, side)
+        began = record_time(me)
         op.run(side)
-        ended = mark(me)
-        waits.append(between(me, came, began))
-        runs.append(between(me, began, ended))
+        ended = record_time(me)
+        waits.append(measure_seconds(me, arrived_at, began))
+        runs.append(measure_seconds(me, began, ended))
     return runs, waits
 
 
-def meet(me: Rank, side: ops.Side) -> None:
-    """Wait for the group: an all-reduce of one element, which on a GPU stays in the stream."""
+def wait_for_group(me: Rank, side: ops.Side) -> None:
+    """Synchronize the group with an all-reduce of one element, which on a GPU stays in the stream."""
     import torch
     import torch.distributed as dist
 
     dist.all_reduce(torch.zeros(1, device=me.device), group=side.group)
 
 
-def mark(me: Rank) -> Any:
+def record_time(me: Rank) -> Any:
     """Record a time: of this host, or an event in the GPU's stream."""
     if me.device == "cpu":
         return time.perf_counter()
@@ -136,7 +136,7 @@ def mark(me: Rank) -> Any:
     return event
 
 
-def between(me: Rank, first: Any, second: Any) -> float:
+def measure_seconds(me: Rank, first: Any, second: Any) -> float:
     """Return the seconds between two recorded times."""
     if me.device == "cpu":
         return float(second - first)
@@ -144,20 +144,20 @@ def between(me: Rank, first: Any, second: Any) -> float:
     return float(first.elapsed_time(second)) / 1000
 
 
-def verified_round(me: Rank, op: ops.Op, side: ops.Side, name: str) -> tuple[int, ...]:
-    """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
+def verify_round(me: Rank, op: ops.Op, side: ops.Side, name: str) -> tuple[int, ...]:
+    """Run once on fresh data, compare every element, and return the global ranks whose data is wrong."""
     me.turn += 1
     me.journal.arrive(f"verified round of {name}")
     ops.fill(side, me.turn)
     op.run(side)
-    return tuple(side.ranks[place] if place >= 0 else ops.UNKNOWN_SOURCE for place in op.wrong(side, me.turn))
+    return tuple(side.ranks[place] if place >= 0 else ops.UNKNOWN_SOURCE for place in op.find_wrong(side, me.turn))
 
 
-def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: tuple[int, ...]) -> None:
+def share_times(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: tuple[int, ...]) -> None:
     """Exchange the times and verification results of all ranks."""
-    for rank, (its_runs, its_waits, sources) in enumerate(gather(me, (runs, waits, wrong))):
-        times.runs[rank] += its_runs
-        times.waits[rank] += its_waits
+    for rank, (rank_runs, rank_waits, sources) in enumerate(gather(me, (runs, waits, wrong))):
+        times.runs[rank] += rank_runs
+        times.waits[rank] += rank_waits
         times.wrong |= {(rank, source) for source in sources}
     times.rounds += 1
 
@@ -171,27 +171,27 @@ def gather(me: Rank, value: Any) -> list[Any]:
     return everyone
 
 
-def slowest(me: Rank, seconds: float) -> float:
+def find_slowest(me: Rank, seconds: float) -> float:
     """Return the largest of all ranks' seconds, so that all ranks decide alike."""
     return float(max(gather(me, seconds)))
 
 
-def slowest_of_iteration(times: Times) -> list[float]:
-    """Return the seconds of the slowest rank in each iteration."""
+def find_slowest_iterations(times: Times) -> list[float]:
+    """Return the seconds of the slowest rank, for each iteration."""
     return [max(seconds) for seconds in zip(*times.runs, strict=True)]
 
 
-def _enough(plan: Work, times: Times, spent: float, budget_seconds: float) -> bool:
+def _is_measured(plan: Work, times: Times, spent: float, budget_seconds: float) -> bool:
     iterations = len(times.runs[0])
     if iterations >= plan.max_iterations or spent >= budget_seconds:
         return True
     if plan.precision is None or iterations < plan.min_iterations:
         return False
-    spread = spread_ratio(slowest_of_iteration(times))
+    spread = spread_ratio(find_slowest_iterations(times))
     return spread is not None and spread <= plan.precision
 
 
-def speaks() -> bool:
+def reports_for_host() -> bool:
     """Return whether this rank writes the common results for its host."""
     return os.environ.get("LOCAL_RANK") == "0"
 
@@ -211,7 +211,7 @@ def main(path: str) -> None:
     try:
         _join(me, host)
         _work(me)
-    except BaseException as error:  # noqa: BLE001 - told in the journal and on stderr, and ends the process
+    except BaseException as error:  # noqa: BLE001 - reported in the journal and on stderr; then the process ends
         journal.write("error", why=f"{type(error).__name__}: {error}"[:2000])
         traceback.print_exc()
         _exit(1)
@@ -245,7 +245,7 @@ def _join(me: Rank, host: str) -> None:
         "rank": me.rank, "host": host, "versions": _versions(me), "environment": environment, "links": me.plan.links,
     }  # fmt: skip
     everyone = gather(me, hello)
-    me.journal.write("joined", ranks=everyone if speaks() else [])
+    me.journal.write("joined", ranks=everyone if reports_for_host() else [])
 
 
 def _work(me: Rank) -> None:
@@ -255,7 +255,7 @@ def _work(me: Rank) -> None:
     singles: dict[Case, float] = {}  # seconds of one iteration per case that was run, equal on all ranks
     skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):
-        left = me.plan.budget_seconds - slowest(me, time.monotonic() - started)
+        left = me.plan.budget_seconds - find_slowest(me, time.monotonic() - started)
         if left <= 0 or (predict_seconds(case, singles) or 0.0) * LEAST_ITERATIONS > left:
             skipped.append(case)
             continue
@@ -263,7 +263,7 @@ def _work(me: Rank) -> None:
         singles[case] = run_case(me, case, share, left)
         if singles[case] * LEAST_ITERATIONS > left:
             skipped.append(case)
-    if skipped and speaks():
+    if skipped and reports_for_host():
         me.journal.write("skipped", cases=[[c.op, c.bytes] for c in skipped])
     dist.barrier(group=me.control)
     dist.destroy_process_group()

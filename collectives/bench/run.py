@@ -70,7 +70,7 @@ def _run_in(
     return assemble(spec, outcome, started, seconds, evidence.read_files(logs) if logs else None)
 
 
-# Convert the events of the ranks to a result: bandwidths, and all problems.
+# The result: bandwidths and problems, from the events of the ranks.
 
 
 def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, proof: Evidence | None) -> BenchResult:
@@ -86,7 +86,7 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     wrong = _wrong_data(events["measured"], hosts)
     problems = (*outcome.problems, *skipped, *wrong)
-    # Of all sizes together, because a late rank is late at every size.
+    # Times of all sizes together, because a late rank is late at every size.
     waits = [
         [wait for event in events["measured"] for wait in event["wait_seconds"][rank]] for rank in range(len(hosts))
     ]
@@ -100,7 +100,7 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
         versions=first["versions"],
         started_at_seconds=started,
         seconds=seconds,
-        stragglers=name_stragglers(hosts, waits),
+        stragglers=find_stragglers(hosts, waits),
         evidence=proof,
         complete=not outcome.problems and not skipped and all(m.verified for m in measurements) and bool(hello),
         problems=problems,
@@ -146,27 +146,27 @@ def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
     return problems
 
 
-# Who is slow: named from how long each rank waits for the others to arrive.
+# Stragglers: ranks for which the others wait.
 #
-# Every iteration starts with a meeting of the group. The rank that comes last waits least, so no two clocks are ever
-# compared: a rank's lateness is what the median rank waits more than it does.
+# Every iteration starts with a synchronization of the group. The rank that arrives last waits least, so no clocks of
+# different ranks are compared: the lateness of a rank is how much longer the median rank waits.
 
-# Ranks that are alike come last in 1 / n of the iterations each. A rank is named when it comes last in more than
-# chance explains at this level (one-sided binomial, divided by the number of ranks asked about) ...
+# Equally fast ranks arrive last in 1 / n of the iterations each. A rank is named if it arrives last more often than
+# chance explains at this level (one-sided binomial, divided by the number of ranks that are tested) ...
 SIGNIFICANCE = 0.001
-# ... and when its lateness is no less than what a healthy meeting itself takes to the same median rank: below that
-# it costs the job nothing that one could see.
+# ... and if its lateness exceeds the time that the median rank needs for a synchronization of healthy ranks. A smaller
+# lateness costs the job nothing that can be measured.
 MIN_ITERATIONS = 5
 
 
-def name_stragglers(hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]]) -> tuple[Straggler, ...]:
+def find_stragglers(hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]]) -> tuple[Straggler, ...]:
     """Name the ranks that the others wait for; `hosts` and `wait_seconds` are by rank, then by iteration."""
     iterations = len(wait_seconds[0]) if wait_seconds else 0
     if len(hosts) < 2 or iterations < MIN_ITERATIONS:
         return ()
     columns = list(zip(*wait_seconds, strict=True))
     late = [[median(column) - column[place] for column in columns] for place in range(len(hosts))]
-    if len(hosts) == 2:  # the median of two is their mean: the later of a pair is late by the whole difference
+    if len(hosts) == 2:  # the median of two is their mean, so a late rank is late by twice the difference to it
         late = [[2 * seconds for seconds in row] for row in late]
     last = [column.index(min(column)) for column in columns]
     found = []
@@ -187,7 +187,7 @@ def name_stragglers(hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]
                 late_seconds=lateness,
                 iterations=iterations,
                 share=times / iterations,
-                why=f"came last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it",
+                why=f"arrived last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it",
             )
         )
     return tuple(sorted(found, key=lambda straggler: -straggler.late_seconds))

@@ -1,4 +1,4 @@
-"""Follows the events of the local ranks, decides when to stop waiting, and says who it was."""
+"""Starts the ranks of this host with torchrun, follows their events, and names the ranks that failed or hang."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from collectives.bench import plan, processes
 from collectives.bench.plan import BenchSpec
 
 Event = dict[str, Any]
-GRACE_SECONDS = 9.0  # from the first dead rank to the end of all: time for the others' last word
+GRACE_SECONDS = 9.0  # from the first dead rank to the end of all ranks, so that the others can report their errors
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torchrun's report of a failed rank
-OVERRUN_SECONDS = 15.0  # of the budget, for one transfer that takes longer than predicted
+OVERRUN_SECONDS = 15.0  # allowed beyond the budget, for a transfer that takes longer than predicted
 STILL_SECONDS = 4.0  # eight heartbeats
 FAILED = "a rank failed"
 
 
 @dataclass(slots=True, kw_only=True)
 class RankState:
-    """What the events of one local rank say."""
+    """The state of one local rank, according to its events."""
 
     rank: int
     host: str = ""
@@ -39,7 +39,7 @@ class RankState:
     moved_bytes: int = 0  # over its TCP connections
     where: str = "starting"
     joined: bool = False
-    beat_at_seconds: float = 0.0  # of its last sign of life, by this host's clock
+    beat_at_seconds: float = 0.0  # of its last heartbeat, by this host's clock
     last: str | None = None  # "end", "error"
     why: str = ""
     last_at_seconds: float = 0.0  # this host's clock
@@ -50,7 +50,7 @@ class RankState:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """All that the ranks left behind."""
+    """The events of the local ranks, and the problems of the run."""
 
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class Watch:
-    """Follows the events of the local ranks and decides when to stop waiting."""
+    """Reads the events of the local ranks, and decides when to stop waiting for them."""
 
     def __init__(self, spec: BenchSpec, directory: Path, on_event: Callable[[Event], None]) -> None:
         self.states: dict[int, RankState] = {}
@@ -72,12 +72,12 @@ class Watch:
 
     def poll(self, stop: threading.Event) -> str | None:
         """Read new events; return the reason to stop waiting, or None to continue."""
-        self.read()
+        self.read_events()
         now = time.monotonic()
         joined = bool(self.states) and all(state.joined for state in self.states.values())
         if joined and self._joined_at is None:
             self._joined_at = now
-        # A rank that waits for a large transfer comes to no meeting; that its bytes move shows that it goes on.
+        # A rank in a large transfer reaches no synchronization point, but its moving bytes are progress, too.
         progress = (
             sum(state.arrived for state in self.states.values()) + (1 if joined else 0),
             sum(state.moved_bytes for state in self.states.values()),
@@ -86,7 +86,7 @@ class Watch:
             self._arrived_at = now
         if progress != self._progress:
             self._progress, self._progress_at = progress, now
-        failed = any(state.last == "error" or _dead(state) for state in self.states.values())
+        failed = any(state.last == "error" or _is_dead(state) for state in self.states.values())
         self._failed_at = (self._failed_at or now) if failed else None
         if stop.is_set():
             self.outcome.stopped_by = "its caller"
@@ -104,8 +104,8 @@ class Watch:
             return f"not done after {self._spec.limit_seconds:g} s"
         return None
 
-    def read(self) -> None:
-        """Take in the whole lines the ranks have written since the last time."""
+    def read_events(self) -> None:
+        """Read the complete lines that the ranks have written since the last call."""
         for path in sorted(self._directory.glob("rank-*.jsonl")):
             offset = self._offsets.get(path, 0)
             with path.open("rb") as file:
@@ -115,9 +115,9 @@ class Watch:
             self._offsets[path] = offset + len(whole)
             rank = int(path.stem.removeprefix("rank-"))
             for line in whole.splitlines():
-                self._take(self.states.setdefault(rank, RankState(rank=rank)), json.loads(line))
+                self._process_event(self.states.setdefault(rank, RankState(rank=rank)), json.loads(line))
 
-    def _take(self, state: RankState, event: Event) -> None:
+    def _process_event(self, state: RankState, event: Event) -> None:
         kind = event["event"]
         state.arrived, state.where = event["arrived"], event["where"]
         if kind == "start":
@@ -133,10 +133,10 @@ class Watch:
             self._on_event({"rank": state.rank, "host": state.host, **event})
 
     def explain(self, verdict: str | None, code: int, stuck: list[str], log_tail: str) -> list[str]:
-        """Say what went wrong, the first rank first; nothing if all ranks finished."""
+        """Describe what went wrong, the first rank that failed first; empty if all ranks finished."""
         if verdict is None and code == 0 and self.states and all(s.last == "end" for s in self.states.values()):
             return []
-        problems = self._dead_ranks(log_tail) if verdict in (None, FAILED) else stuck
+        problems = self._describe_dead_ranks(log_tail) if verdict in (None, FAILED) else stuck
         failed = sorted((s for s in self.states.values() if s.last == "error"), key=lambda s: s.last_at_seconds)
         problems += [f"{s}: {s.why} (in {s.where})" for s in failed]  # the first one is the likelier cause
         if self._spec.hosts > 1 and any(state.joined for state in self.states.values()):
@@ -144,27 +144,27 @@ class Watch:
         if verdict is not None:
             problems.insert(0, f"{verdict}: all processes of the run were ended")
         if not any(state.joined for state in self.states.values()):
-            problems += self._rendezvous(log_tail)
+            problems += self._describe_rendezvous(log_tail)
         return problems or [f"torchrun ended with exit code {code} before the ranks were done: {log_tail[-400:]}"]
 
-    def _dead_ranks(self, log_tail: str) -> list[str]:
-        """Name the ranks that died; torchrun ended the others, which its report does not list."""
+    def _describe_dead_ranks(self, log_tail: str) -> list[str]:
+        """Name the ranks that died. The report of torchrun does not list the ranks that torchrun ended."""
         codes = {int(pid): int(code) for code, pid in _EXIT_CODE.findall(log_tail)}
         dead = [s for s in self.states.values() if s.last is None and s.pid is not None]
         listed = [s for s in dead if s.pid in codes] or dead
-        return [f"{s}: died silently in {s.where} ({_exit_words(codes.get(s.pid or -1))})" for s in listed]
+        return [f"{s}: died silently in {s.where} ({_describe_exit(codes.get(s.pid or -1))})" for s in listed]
 
-    def stuck_ranks(self) -> list[str]:
-        """Name the ranks that give no sign of life, and those behind the others; none while they come further."""
+    def describe_stuck_ranks(self) -> list[str]:
+        """Name ranks without a heartbeat, then ranks behind the others; empty while ranks still make progress."""
         if time.monotonic() - self._arrived_at < STILL_SECONDS:
             return []
-        going = [state for state in self.states.values() if state.last is None]
-        far = max((state.arrived for state in going), default=0)
+        running = [state for state in self.states.values() if state.last is None]
+        far = max((state.arrived for state in running), default=0)
         silent, behind, waiting = [], [], []
-        for state in going:
+        for state in running:
             seconds = time.time() - state.beat_at_seconds
             if seconds > max(STILL_SECONDS, self._spec.silence_seconds / 3):
-                silent.append(f"{state}: no sign of life for {seconds:.0f} s, last in {state.where} (killed)")
+                silent.append(f"{state}: no heartbeat for {seconds:.0f} s; the last was in {state.where} (killed)")
             elif state.arrived < far:
                 behind.append(f"{state}: has not reached the point where the others wait; last in {state.where} "
                               f"({state.arrived} of {far} points)")  # fmt: skip
@@ -172,17 +172,15 @@ class Watch:
                 waiting.append(f"{state}: waits in {state.where} (ended)")
         return silent + behind + waiting[:8]
 
-    def _rendezvous(self, log_tail: str) -> list[str]:
+    def _describe_rendezvous(self, log_tail: str) -> list[str]:
         host = socket.gethostname() if self._spec.host_name is None else self._spec.host_name
-        problems = [f"{host}: torchrun said: {log_tail[-400:]}"] if log_tail and not self.states else []
+        problems = [f"{host}: output of torchrun: {log_tail[-400:]}"] if log_tail and not self.states else []
         if self._spec.hosts == 1 or self._spec.rendezvous is None:
             return problems
-        if self._spec.node_rank == 0:  # it is the place itself: what answers there now says nothing
-            missing = (
-                f"not all of {self._spec.hosts} hosts came to {self._spec.rendezvous} within "
-                f"{self._spec.startup_seconds:g} s: the others have not started, or cannot reach it"
-            )
-            return [f"{host}: {missing}", *problems]
+        if self._spec.node_rank == 0:  # this host runs the rendezvous, so that it answers proves nothing
+            missing = f"not all of {self._spec.hosts} hosts connected to {self._spec.rendezvous} within"
+            cause = "the others have not started, or cannot reach it"
+            return [f"{host}: {missing} {self._spec.startup_seconds:g} s: {cause}", *problems]
         address, _, port = self._spec.rendezvous.rpartition(":")
         try:
             socket.create_connection((address.strip("[]"), int(port)), timeout=3).close()
@@ -191,8 +189,8 @@ class Watch:
         return problems
 
 
-def _dead(state: RankState) -> bool:
-    """Tell whether a rank has gone without a last word; a pid that is a zombie has gone too."""
+def _is_dead(state: RankState) -> bool:
+    """Return whether the process of a rank is gone, or a zombie, although no event reports its end."""
     if state.pid is None or state.last is not None:
         return False
     try:
@@ -202,23 +200,24 @@ def _dead(state: RankState) -> bool:
     return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
-def _exit_words(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "exit code unknown"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-# Starts the ranks with torchrun, and sees to it that they end.
+# Start the ranks, and end all of their processes.
 #
-# One host: `torchrun --standalone`. Several hosts: torchrun with a rendezvous, started on each of them (a Kubernetes
-# Indexed Job does that). This process never imports torch.
+# One host: `torchrun --standalone`. Several hosts: torchrun with a rendezvous, started on each host, for example by a
+# Kubernetes Indexed Job. This process never imports torch.
 
 POLL_SECONDS = 0.05
 TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
+TAIL_BYTES = 16_384
 LOG_LIMIT_BYTES = 64 << 20  # torch with every debug variable prints some 100 KiB a rank before it works
 
 
-def command(spec: BenchSpec, plan_path: Path) -> list[str]:
+def build_command(spec: BenchSpec, plan_path: Path) -> list[str]:
     """Build the torchrun command line."""
     argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={spec.ranks_per_host}"]
     if spec.hosts == 1:
@@ -231,7 +230,7 @@ def command(spec: BenchSpec, plan_path: Path) -> list[str]:
             argv += [f"--rdzv-conf=join_timeout={math.ceil(spec.startup_seconds)}"]
         else:
             address, _, port = spec.rendezvous.rpartition(":")
-            # torchrun's own patience with hosts that come later, by default less than ours may be
+            # torchrun's time limit for hosts that connect later; its default may be shorter than ours
             argv += [f"--rdzv-conf=timeout={math.ceil(spec.startup_seconds)}"]
             argv += [f"--node-rank={spec.node_rank}", f"--master-addr={address.strip('[]')}", f"--master-port={port}"]
     return [*argv, "-m", "collectives.bench.rank", str(plan_path)]
@@ -244,35 +243,37 @@ def run_ranks(
     on_event: Callable[[Event], None],
     stop: threading.Event | None = None,
 ) -> Outcome:
-    """Run the work to its end, whichever end it is; all processes of the run are gone afterwards."""
+    """Run the benchmark until it ends or fails. Afterwards no process of the run is left."""
     plan.write(spec, directory / "plan.json")
-    # Temporary files of torchrun, which leaves them when it is killed, go with the run's folder; the 1 is what torchrun
-    # would set itself, with a banner that is no news of the run.
+    # A killed torchrun leaves its temporary files behind, so they are in the run's folder, which is removed. torchrun
+    # would set OMP_NUM_THREADS to 1 as well, and print a banner about it.
     inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(directory), **environment}
     watch = Watch(spec, directory, on_event)
     stop = stop or threading.Event()
     with (directory / "launcher.log").open("wb") as log:
-        tree = processes.Tree(command(spec, directory / "plan.json"), inherited, log)
+        tree = processes.Tree(build_command(spec, directory / "plan.json"), inherited, log)
         try:
             verdict = None
             while tree.process.poll() is None and verdict is None:
                 verdict = watch.poll(stop)
                 if verdict is None and os.fstat(log.fileno()).st_size > LOG_LIMIT_BYTES:
-                    # a library that fails in a loop would fill the host's disk with its complaint
+                    # a library that fails in a loop would fill the host's disk with its messages
                     verdict = f"the ranks printed more than {LOG_LIMIT_BYTES >> 20} MiB"
                 time.sleep(POLL_SECONDS)
         finally:
-            watch.read()
-            stuck = watch.stuck_ranks()
+            watch.read_events()
+            stuck = watch.describe_stuck_ranks()
             tree.end(TERM_SECONDS)
             hanging = [process.pid for process in tree.members()]
             watch.outcome.problems += [f"could not be killed, it hangs in the kernel: pid {pid}" for pid in hanging]
-    watch.read()
-    watch.outcome.problems += watch.explain(verdict, tree.process.returncode, stuck, _tail(directory / "launcher.log"))
+    watch.read_events()
+    watch.outcome.problems += watch.explain(
+        verdict, tree.process.returncode, stuck, _read_tail(directory / "launcher.log")
+    )
     return watch.outcome
 
 
-def _tail(path: Path, size: int = 16_384) -> str:
+def _read_tail(path: Path) -> str:
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read(size).decode(errors="replace").strip()
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read(TAIL_BYTES).decode(errors="replace").strip()

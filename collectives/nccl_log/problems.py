@@ -13,6 +13,7 @@ from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_befo
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 
 _FAILED = {"job_failed", "call_failed", "remote_failed"}  # a process said so itself, or its launcher did
+_BEFORE_2_19 = re.compile(r"2\.(1[0-8]|\d)\b")
 _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # launchers also print it after `scancel`
 _RETRIED = ("retried", "a pod has a node", "a pod has its image")  # the last two are also facts of facts.toml
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
@@ -506,7 +507,7 @@ def _code_of_partial(evidence: Evidence, facts: Facts) -> str:
         return "gdr_read_disabled_by_env"
     against = (
         (gpus_before_ampere(evidence.gpus) is False
-         and not (_older_than(evidence, 19) and gpus_are("card", evidence.gpus)))
+         and not (_BEFORE_2_19.match(evidence.nccl_version or "") and gpus_are("card", evidence.gpus)))
         or facts.local_ranks == 1  # the rule does not apply to a GPU that is alone on its node in every communicator
         or evidence.nvls_use in ("available", "used")  # Hopper and later
         or facts.mnnvl or facts.mnnvl_fabric
@@ -516,9 +517,3 @@ def _code_of_partial(evidence: Evidence, facts: Facts) -> str:
         or facts.nvlink
     )  # fmt: skip
     return "gdr_partial" if against else "gdr_read_disabled_pre_ampere"
-
-
-def _older_than(evidence: Evidence, minor: int) -> bool:
-    """Return whether the log names a version of NCCL before 2.minor."""
-    version = re.match(r"2\.(\d+)", evidence.nccl_version or "")
-    return version is not None and int(version[1]) < minor

@@ -1,6 +1,6 @@
 """Runs the rounds of a search: `python -m collectives.search.coordinator SETTINGS`, on the first node.
 
-It serves the store that all ranks connect to, watches their signs of life, and writes a journal: one JSON line for the
+It serves the store that all ranks connect to, watches their heartbeats, and writes a journal: one JSON line for the
 nodes, one for each round with its outcomes, and one for the result. A coordinator that finds a journal continues it.
 """
 
@@ -18,26 +18,26 @@ from typing import Any
 
 import cattrs
 
-from collectives.search.plan import Outcome, Search, Test, sum_up
+from collectives.search.plan import Outcome, Search, Test, combine_passes
 from collectives.search.rank import Place, note_path
 from contracts.host_list import expand_host_list
 
 POLL_SECONDS = 0.2
-HANG_SILENCES = 4.0  # silences without any progress of a test, after which its ranks are started anew
-NETWORK = {"NCCL_MNNVL_ENABLE": "0"}  # of a second pass: nodes of one NVLink domain exchange data over the network, too
+HANG_SILENCES = 4.0  # a test without progress for this many silence_seconds hangs, and its ranks are restarted
+NETWORK = {"NCCL_MNNVL_ENABLE": "0"}  # second pass: nodes of one NVLink domain use the network, too
 
 
 class Fleet:
-    """The ranks as the store shows them."""
+    """The state of all ranks, read from the store."""
 
     def __init__(self, store: Any, settings: Place) -> None:
         self._store, self._settings = store, settings
-        self._beats: dict[str, tuple[list[Any], float, float]] = {}  # the last, when it changed, when progress changed
-        self.ranks: dict[int, int] = {}  # of each node that joined
-        self._restarted: set[int] = set()  # nodes with ranks that start anew
+        self._beats: dict[str, tuple[list[Any], float, float]] = {}  # heartbeat, time of its change, time of progress
+        self.ranks: dict[int, int] = {}  # ranks of each node that joined
+        self._restarted: set[int] = set()  # nodes with ranks that are restarting
 
     def gather(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
-        """Wait for the ranks of these nodes; returns the description that each node which joined gave of itself."""
+        """Wait until the ranks of these nodes join. Return the description of each node that joined."""
         until, joined = time.monotonic() + self._settings.wait_seconds, dict[int, dict[str, Any]]()
         while len(joined) < len(nodes) and time.monotonic() < until:
             for node in nodes:
@@ -49,18 +49,18 @@ class Fleet:
         return joined
 
     def restart(self, names: Iterable[str], environment: Mapping[str, str]) -> None:
-        """Start ranks anew with these variables; the next round waits for them."""
+        """Restart ranks with these environment variables; the next round waits for them."""
         for name in names:
             self._store.delete_key(f"join/{name}")
             self._store.set(f"anew/{name}", json.dumps(environment))
             self._restarted.add(int(name.partition("/")[0]))
 
-    def rank_names(self, nodes: Sequence[int]) -> list[str]:
+    def name_ranks(self, nodes: Sequence[int]) -> list[str]:
         """Name the ranks of these nodes: "3/0" is rank 0 of node 3."""
         return [f"{node}/{local}" for node in nodes for local in range(self.ranks[node])]
 
     def read_beat(self, name: str) -> tuple[float, float, str]:
-        """Seconds since the last sign of life, and since the last progress of a rank; and where it was."""
+        """Return the seconds since the last heartbeat and since the last progress of a rank, and its position."""
         now = time.monotonic()
         has_beat = self._store.check([f"beat/{name}"])
         beat = json.loads(self._store.get(f"beat/{name}")) if has_beat else [-1, -1, "joining"]
@@ -70,19 +70,19 @@ class Fleet:
         return now - lived, now - moved, str(beat[2])
 
     def run(self, number: int, tests: Sequence[Test], run: str) -> list[Outcome]:
-        """Start the tests of a round, and wait until each has ended or cannot end."""
-        self.gather(self._restarted)  # a rank that does not come back gives no sign of life below
+        """Start the tests of a round, and wait until each has ended or is known to hang."""
+        self.gather(self._restarted)  # a rank that does not return has no heartbeat below
         self._restarted.clear()
         self._store.set(f"round/{number}", json.dumps({"run": run, "tests": cattrs.unstructure(tests)}))
         self._store.add("rounds", 1)
-        groups = [self.rank_names(test.nodes) for test in tests]
+        groups = [self.name_ranks(test.nodes) for test in tests]
         waiting = {name: index for index, group in enumerate(groups) for name in group}
         for name in waiting:
             self._beats.pop(name, None)
         found: dict[str, dict[str, Any]] = {}
         lost: dict[int, str] = {}
         hung: set[int] = set()
-        last: dict[int, float] = dict.fromkeys(range(len(tests)), time.monotonic())  # when a test last moved
+        last: dict[int, float] = dict.fromkeys(range(len(tests)), time.monotonic())  # last progress
         while waiting:
             time.sleep(POLL_SECONDS)
             for name, index in list(waiting.items()):
@@ -95,11 +95,11 @@ class Fleet:
                 silent, still, where = self.read_beat(name)
                 last[index] = max(last[index], time.monotonic() - still)
                 if silent > self._settings.silence_seconds:
-                    lost[node] = f"no sign of life for {silent:.0f} s, last in {where}"
+                    lost[node] = f"no heartbeat for {silent:.0f} s; the last was in {where}"
                 elif time.monotonic() - last[index] <= HANG_SILENCES * self._settings.silence_seconds:
                     continue
                 elif tests[index].kind == "alone" or 2 * len(found.keys() & groups[index]) > len(groups[index]):
-                    lost[node] = f"its rank lives and does not move in {where}, which the others have left"
+                    lost[node] = f"its rank is alive but stands still in {where}, which other ranks have finished"
                 else:
                     hung.add(index)
                     self.restart([name], {})
@@ -113,7 +113,7 @@ class Fleet:
 
 
 def _outcome(found: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
-    """Join what the ranks of a test measured: of several rails at once the slowest counts."""
+    """Combine the results of the ranks of a test: of rails that ran together, the slowest counts."""
     slowest: dict[tuple[int, int, int, int], float] = defaultdict(float)  # source, target, rail, turn
     for posted in found.values():
         turns: Counter[tuple[int, int]] = Counter()
@@ -132,13 +132,13 @@ def _outcome(found: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hu
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Read the complete rows: the last one may still be written, or its writer may have died."""
+    """Read the complete rows; the last row may be incomplete."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def _write_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one row to the journal, on the disk before this returns."""
+    """Append one row to the journal, and flush it to the disk."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
@@ -146,7 +146,7 @@ def _write_row(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Search | None:
-    """Bring a search to where its journal ends; None where the planner now plans other rounds than the journal has."""
+    """Replay the rounds of a journal; None if the planner no longer plans the same rounds."""
     search = Search(header["domains"], header["models"], header["rails"])
     for row in rounds:
         search.lost.update({int(node): why for node, why in row["lost"].items()})
@@ -156,27 +156,27 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
     return search
 
 
-def _names(nodes: int) -> Sequence[str]:
-    """What nodes are called that never came: by the list of Slurm's job step, else by their number."""
+def _get_default_names(nodes: int) -> Sequence[str]:
+    """Name nodes that do not join: from the node list of the Slurm job step, or by number."""
     hosts = expand_host_list(os.environ.get("SLURM_STEP_NODELIST", ""))
     return hosts if len(hosts) == nodes else [f"node {node}" for node in range(nodes)]
 
 
 def coordinate(settings: Place, store: Any) -> None:
-    """Search to the end; the journal has the result. Exits where the journal is of another search."""
+    """Run the search and write its result to the journal. Exit if the journal belongs to another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
     rows, began, run = read_journal(journal), time.time(), os.urandom(4).hex()
-    if journal.exists():  # the last row is incomplete where a coordinator died while it wrote
+    if journal.exists():  # a coordinator may have died while it wrote the last row
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
     for node in () if rows else range(settings.nodes):
         note_path(settings.journal, node).unlink(missing_ok=True)  # of an earlier search
     joined = fleet.gather(range(settings.nodes))
     described = [joined.get(node, {}) for node in range(settings.nodes)]
-    unnamed = _names(settings.nodes)
+    unnamed = _get_default_names(settings.nodes)
     names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
     absent = {node: f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran "
-              "there, its output on that node says why. If no node joined, give an address of node 0 that all nodes "
-              "reach: --rendezvous HOST:PORT" for node in range(settings.nodes) if node not in joined}  # fmt: skip
+              "there, its output contains the reason. If no node joined, set --rendezvous HOST:PORT to an address of "
+              "node 0 that all nodes can reach" for node in range(settings.nodes) if node not in joined}  # fmt: skip
     header = next((row for row in rows if "hosts" in row), None)
     if header is None:
         shared = Counter(row["nvlink"] for row in joined.values() if row["nvlink"])
@@ -189,19 +189,20 @@ def coordinate(settings: Place, store: Any) -> None:
     is_same = len(header["hosts"]) == len(names) and all(
         header["hosts"][node] in (names[node], unnamed[node]) for node in joined
     )
-    is_reached = any(joined)  # by a node other than the first, whose ranks connect over the loopback
-    unreached = {node: why for node, why in absent.items() if not (node and is_reached)}
-    notes = {node: note_path(settings.journal, node) for node in absent}
-    unreached.update({node: note.read_text(encoding="utf-8") for node, note in notes.items() if note.exists()})
+    # Node 0 connects over loopback. If another node joined too, the address works, and an absent node may be broken.
+    unreached = {node: why for node, why in absent.items() if not (node and any(joined))}
+    for node in absent:
+        if (note := note_path(settings.journal, node)).exists():
+            unreached[node] = note.read_text(encoding="utf-8")
     passes, minutes = list[Search](), 0.0
     for environment in header["passes"]:
         rounds = [row for row in rows if row.get("environment") == environment]
         search = resume(header, rounds) if is_same else None
         if search is None:
-            sys.exit(f"{journal} is of other nodes or of another version: give another --journal file")
+            sys.exit(f"{journal} was written for other nodes or by another version. Set --journal to another file.")
         search.lost, search.unreached = {**absent, **(passes[-1].lost if passes else {}), **search.lost}, unreached
         if environment:
-            fleet.restart(fleet.rank_names([node for node in joined if node not in search.lost]), environment)
+            fleet.restart(fleet.name_ranks([node for node in joined if node not in search.lost]), environment)
         minutes += sum(row["node_minutes"] for row in rounds)
         while tests := search.next_round():
             lost, started = dict(search.lost), time.monotonic()
@@ -213,14 +214,14 @@ def coordinate(settings: Place, store: Any) -> None:
             _write_row(journal, cattrs.unstructure(row))
             search.report(outcomes)
         passes.append(search)
-    found = sum_up(passes, header["hosts"], header["began"], time.time() - header["began"], minutes)
+    found = combine_passes(passes, header["hosts"], header["began"], time.time() - header["began"], minutes)
     _write_row(journal, {"result": cattrs.unstructure(found)})
     store.set("end", "")
-    time.sleep(3)  # for the ranks to see it
+    time.sleep(3)  # until the ranks have read it
 
 
 def main(text: str) -> None:
-    """Hold the store and search."""
+    """Serve the store and run the search."""
     from torch.distributed import TCPStore
 
     settings = Place(**json.loads(text))

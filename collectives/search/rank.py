@@ -1,9 +1,9 @@
-"""What each rank of a search runs: `python -m collectives.search.rank PLACE`, with a Place as JSON.
+"""One rank of a search: `python -m collectives.search.rank PLACE`, where PLACE is a Place as JSON.
 
-The rank waits for the next round in the store of the coordinator, takes part in the test that names its node, and posts
-what it measured. Each test has process groups of its own, one for each rail (ranks with the same local number), which
-connect only those that exchange data. No collective spans all ranks, so a rank that is dead or stuck ends only its own
-test. Transfers run in threads that the main thread watches: bytes that move are progress, however slow they are.
+The rank waits for the next round in the store of the coordinator, runs the test that contains its node, and stores its
+result. Each test has its own process groups, one for each rail (ranks with the same local number). No collective spans
+all ranks, so a dead or stuck rank ends only its own test. Transfers run in threads that the main thread watches: bytes
+that move are progress, however slow they are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ITERATIONS = 3  # of each transfer: their median counts
-CHUNKS = 16  # of a transfer: each one that arrives shows that bytes move
+ITERATIONS = 3  # of each transfer; the median counts
+CHUNKS = 16  # of a transfer; each chunk that arrives is progress
 BEAT_SECONDS = 1.0
 MATMUL_SIZE, MATMUL_SECONDS = {"cpu": 512, "cuda": 8192}, 1.0
 ALL_REDUCE_BYTES = 64 << 20
@@ -31,9 +31,9 @@ ALL_REDUCE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which rank this is, and the settings of the search."""
+    """The position of a rank, and the settings of the search."""
 
-    store: str  # "host:port" of node 0, at which the other nodes connect
+    store: str  # "host:port" on node 0, to which all nodes connect
     nodes: int
     node: int
     local: int
@@ -41,16 +41,16 @@ class Place:
     host: str
     domain: str
     model: str
-    nvlink: str  # NVLink domain that may span hosts; "" is unknown
+    nvlink: str  # NVLink domain that may span hosts; "" if unknown
     backend: str
     bytes: int  # of one transfer
-    silence_seconds: float  # without a byte, before a transfer is stuck
-    wait_seconds: float  # for the coordinator to appear, and for nodes to join
+    silence_seconds: float  # time without a byte after which a transfer is stuck
+    wait_seconds: float  # to wait for the coordinator, and for nodes to join
     journal: str = ""
 
 
 class StuckError(RuntimeError):
-    """A transfer in which no byte moved; `source` and `target` are places in the group."""
+    """A transfer in which no byte moved; `source` and `target` are ranks in the group."""
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(f"no byte moved from {source} to {target}")
@@ -58,7 +58,7 @@ class StuckError(RuntimeError):
 
 
 def note_path(journal: str, node: int) -> Path:
-    """Return the file beside the journal in which a node says why it cannot join; node 0 reads it if it is shared."""
+    """Return the file, next to the journal, for the reason why a node cannot join. Node 0 reads it if it is shared."""
     return Path(f"{journal}.node-{node}")
 
 
@@ -76,7 +76,7 @@ def connect(place: Place) -> Any:
         except (OSError, RuntimeError) as error:
             if isinstance(error, OSError) and place.journal:
                 why = f"it cannot resolve {host}, the name of node 0 ({error.strerror})"
-                with suppress(OSError):  # a folder that this node does not have
+                with suppress(OSError):  # the folder may not exist on this node
                     note_path(place.journal, place.node).write_text(why, encoding="utf-8")
             if time.monotonic() > until:
                 raise
@@ -84,10 +84,10 @@ def connect(place: Place) -> Any:
 
 
 class Ring:
-    """The group of one rail in one test: exchanges data with one source and one target at a time."""
+    """The process group of one rail in one test. Exchanges data with one source and one target at a time."""
 
     def __init__(self, place: Place, store: Any, me: int, size: int, device: str) -> None:
-        """Make the group; it connects when data is exchanged."""
+        """Create the group. It connects at the first exchange."""
         import torch
         import torch.distributed as dist
 
@@ -110,9 +110,9 @@ class Ring:
             self._group = dist.ProcessGroupNCCL(store, me, size, timeout=timedelta(hours=1))
 
     def exchange(self, stride: int) -> float:
-        """Send to the node `stride` places on and receive from as far before; returns seconds from first to last chunk.
+        """Send to the node `stride` ranks after this one, and receive from the one as far before it.
 
-        Raises StuckError, or RuntimeError where the other end has left.
+        Returns the seconds from the first to the last chunk. Raises StuckError, or RuntimeError if the peer has left.
         """
         source, target = (self._me - stride) % self._size, (self._me + stride) % self._size
         arrived: list[float] = []
@@ -123,8 +123,8 @@ class Ring:
                 lambda: self._transfer(self._group.send, self._out, target, []),
             ]
         else:
-            jobs = [lambda: self._both(source, target, arrived)]
-        threads = [threading.Thread(target=self._guarded, args=(job,), daemon=True) for job in jobs]
+            jobs = [lambda: self._exchange_with_nccl(source, target, arrived)]
+        threads = [threading.Thread(target=self._run_job, args=(job,), daemon=True) for job in jobs]
         for thread in threads:
             thread.start()
         seen, since = self._moved, time.monotonic()
@@ -140,7 +140,7 @@ class Ring:
             raise StuckError(source, self._me) if late and len(arrived) < CHUNKS else RuntimeError(text)
         return (arrived[-1] - arrived[0]) * CHUNKS / (CHUNKS - 1)
 
-    def _guarded(self, job: Callable[[], None]) -> None:
+    def _run_job(self, job: Callable[[], None]) -> None:
         try:
             job()
         except RuntimeError as error:
@@ -152,8 +152,8 @@ class Ring:
             self._moved += 1
             arrived.append(time.perf_counter())
 
-    def _both(self, source: int, target: int, arrived: list[float]) -> None:
-        """Exchange each chunk in one operation of NCCL: a separate send and receive could wait for each other."""
+    def _exchange_with_nccl(self, source: int, target: int, arrived: list[float]) -> None:
+        """Send and receive each chunk in one NCCL group operation, because separate ones can deadlock."""
         import torch
 
         torch.cuda.set_device(self._device)
@@ -168,20 +168,20 @@ class Ring:
             arrived.append(time.perf_counter())
 
     def all_reduce(self) -> float:
-        """Time the best of three sums over the group."""
+        """Return the seconds of the fastest of three all-reduces over the group."""
         import torch
 
         count = ALL_REDUCE_BYTES if "cuda" in self._device else ALL_REDUCE_BYTES // 16
         data = torch.zeros(count, dtype=torch.uint8, device=self._device)
-        return min(_timed(lambda: self._group.allreduce([data]).wait(), self._device) for _ in range(3))
+        return min(_time_call(lambda: self._group.allreduce([data]).wait(), self._device) for _ in range(3))
 
     def close(self) -> None:
-        """End the group without waiting for the others."""
+        """Abort the group without waiting for the other ranks."""
         self._group.abort()
 
 
 class Rank:
-    """One rank, which waits for rounds and takes part in them."""
+    """One rank of the search."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -192,7 +192,7 @@ class Rank:
         self._name = f"{place.node}/{place.local}"
 
     def start(self) -> None:
-        """Join, and report from now on that this process lives and how far it is."""
+        """Join the search and start the heartbeat."""
         import torch
 
         if self.place.backend == "nccl":
@@ -204,9 +204,10 @@ class Rank:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        """Report the progress of this rank. Exit when the search ends; start anew on request or without coordinator.
+        """Send heartbeats with the progress of this rank until the search ends.
 
-        A request has variables to set in the environment, which some libraries read only once.
+        Restart this process on request and when the coordinator is gone. A request contains environment variables,
+        because some libraries read them only once.
         """
         store, count, request = self.store.clone(), 0, f"anew/{self._name}"
         while True:
@@ -218,7 +219,7 @@ class Rank:
                 anew = json.loads(store.get(request)) if store.check([request]) else None
                 if anew is not None:
                     store.delete_key(request)
-            except RuntimeError:  # the coordinator is gone: another one continues from its journal
+            except RuntimeError:  # the coordinator is gone; a new one continues
                 anew = {}
             if anew is not None:
                 words = [sys.executable, "-m", "collectives.search.rank", *sys.argv[1:]]
@@ -227,7 +228,7 @@ class Rank:
             time.sleep(BEAT_SECONDS)
 
     def run(self) -> None:
-        """Take part in every round until the search ends."""
+        """Run the tests of every round until the search ends."""
         for number in itertools.count(self._next_round):
             while not _wait_for(self.store, f"round/{number}"):
                 pass
@@ -236,11 +237,11 @@ class Rank:
                 if self.place.node in test["nodes"]:
                     self.where = f"round {number}, test {index}"
                     key = f"test/{posted['run']}/{number}/{index}"
-                    found = self._alone(key) if test["kind"] == "alone" else self._exchange(key, test)
+                    found = self._test_node(key) if test["kind"] == "alone" else self._test_transfers(key, test)
                     self.store.set(f"result/{number}/{self._name}", json.dumps(found))
 
-    def _alone(self, key: str) -> dict[str, Any]:
-        """Multiply matrices on this rank's device, and sum over the ranks of this node."""
+    def _test_node(self, key: str) -> dict[str, Any]:
+        """Time a matrix product on this rank's device, and an all-reduce over the ranks of this node."""
         import torch
         from torch.distributed import PrefixStore
 
@@ -248,10 +249,10 @@ class Rank:
         size = MATMUL_SIZE[kind]
         left = torch.ones(size, size, device=self.device, dtype=torch.float32 if kind == "cpu" else torch.bfloat16)
         best, until = float("inf"), time.monotonic() + MATMUL_SECONDS
-        # while another program has its turn on a CPU, this part is not slow
+        # CPU time: wall time would include other programs on this CPU
         clock = time.process_time if kind == "cpu" else time.perf_counter
         while time.monotonic() < until:
-            best = min(best, _timed(lambda: left @ left, self.device, clock))
+            best = min(best, _time_call(lambda: left @ left, self.device, clock))
         parts = [(f"{'GPU' if kind == 'cuda' else 'rank '}{self.place.local} matmul", best)]
         if self.place.ranks > 1:
             ring = Ring(self.place, PrefixStore(key, self.store), self.place.local, self.place.ranks, self.device)
@@ -260,8 +261,8 @@ class Rank:
             ring.close()
         return {"alone": parts}
 
-    def _exchange(self, key: str, test: Mapping[str, Any]) -> dict[str, Any]:
-        """Send to every other node of the test in turn; all nodes do so at the same time, in step."""
+    def _test_transfers(self, key: str, test: Mapping[str, Any]) -> dict[str, Any]:
+        """Send to every other node of the test in turn. All nodes do so at the same time, step by step."""
         from torch.distributed import PrefixStore
 
         nodes: list[int] = test["nodes"]
@@ -280,20 +281,20 @@ class Rank:
                     if turn == ITERATIONS - 1:
                         source = nodes[(nodes.index(self.place.node) - stride) % len(nodes)]
                         found["transfers"].append((source, self.place.node, rail, sorted(times)[len(times) // 2]))
-                if not self._in_step(f"{key}/{number}", len(nodes) * self.place.ranks):
+                if not self._wait_for_step(f"{key}/{number}", len(nodes) * self.place.ranks):
                     break
                 self.progress += 1
         except StuckError as error:
             found["stuck"] = [[nodes[place] for place in error.link]]
-        except RuntimeError as error:  # the other end has left
+        except RuntimeError as error:  # the peer has left
             found["left"] = str(error)[:300]
         if found["stuck"] or found["left"]:
             self.store.set(f"{key}/{number}/go", "stop")
         ring.close()
         return found
 
-    def _in_step(self, key: str, ranks: int) -> bool:
-        """Wait until all have come here; False where one is stuck or has left, or the coordinator gave the test up."""
+    def _wait_for_step(self, key: str, ranks: int) -> bool:
+        """Wait for all ranks of the test. Return False if one is stuck or has left, or if the test was stopped."""
         if self.store.add(key, 1) == ranks:
             self.store.set(f"{key}/go", "go")
         stop = f"{key.rpartition('/')[0]}/stop"
@@ -304,7 +305,7 @@ class Rank:
 
 
 def _wait_for(store: Any, key: str) -> bool:
-    """Wait a second for a key; RuntimeError where the store is gone."""
+    """Wait for a key for one heartbeat. Raises RuntimeError if the store is gone."""
     from torch.distributed import DistStoreError
 
     try:
@@ -314,7 +315,7 @@ def _wait_for(store: Any, key: str) -> bool:
     return True
 
 
-def _timed(work: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+def _time_call(work: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     import torch
 
     began = clock()
@@ -325,12 +326,12 @@ def _timed(work: Callable[[], Any], device: str, clock: Callable[[], float] = ti
 
 
 def main(text: str) -> None:
-    """Run as the rank that `text` describes; the process ends with the search."""
+    """Run the rank that `text` describes until the search ends."""
     rank = Rank(Place(**json.loads(text)))
     rank.start()
     try:
         rank.run()
-    except RuntimeError as error:  # of the store: the beat, which has seen it too, starts this process anew
+    except RuntimeError as error:  # the store is gone: the heartbeat thread restarts this process
         sys.stderr.write(f"node {rank.place.node}: {error}\n")
         time.sleep(10 * BEAT_SECONDS)
 

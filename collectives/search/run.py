@@ -1,4 +1,4 @@
-"""Starts the processes of a search on this node: its ranks, and on the first node the coordinator. No torch here."""
+"""Starts the processes of a search on this node: its ranks and, on node 0, the coordinator. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from collectives.search.plan import SearchResult
 from collectives.search.rank import Place
 from contracts.host_list import expand_host_list
 
-COORDINATORS = 4  # one, and those that take its place
+COORDINATORS = 4  # one, and its replacements if it dies
 END_SECONDS = 3.0
 
 
 class SearchError(RuntimeError):
-    """The search could not run, or this node lost the coordinator; the text says why."""
+    """The search could not run, or this node lost the coordinator. The text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """What this node does in a search."""
+    """The part of this node in a search."""
 
-    place: Place  # of the first rank that is started here
-    locals: tuple[int, ...]  # numbers of the ranks to start here; another process may start others of this node
+    place: Place  # of the first rank that this process starts
+    locals: tuple[int, ...]  # local ranks to start; another process may start the others of this node
     limit_seconds: float
-    environment: Mapping[str, str]  # for the ranks, on top of this process's own
+    environment: Mapping[str, str]  # for the ranks, in addition to that of this process
     gpu_pids: tuple[int, ...]  # other work on this node's GPUs
     force: bool
 
 
 def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event) -> SearchResult | None:
-    """Take part until the search ends; gives the result on the first node, and None on all others.
+    """Run the part of this node until the search ends. Return the result on node 0, and None on all others.
 
-    Raises processes.BusyError where the node is in use, SearchError if the search did not finish.
+    Raises processes.BusyError if the node is in use, SearchError if the search did not finish.
     """
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     place, is_first = spec.place, 0 in spec.locals
@@ -54,13 +54,13 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
         folder = stack.enter_context(processes.run_folder())
         output = stack.enter_context((folder / "output.log").open("wb"))
         settings = replace(place, journal=place.journal or str(folder / "journal.jsonl"))
-        if place.node == 0:  # the store is on this host, whatever its name resolves to
+        if place.node == 0:  # the store runs on this host
             place = replace(place, store=f"localhost:{place.store.rpartition(':')[2]}")
         trees = [_start("rank", replace(place, local=local), output, spec.environment) for local in spec.locals]
         try:
             if place.node == 0 and is_first:
-                return _lead(settings, output, spec.limit_seconds, note, stop)
-            _follow(trees, spec, stop)
+                return _run_coordinator(settings, output, spec.limit_seconds, note, stop)
+            _wait_for_ranks(trees, spec, stop)
             return None
         except SearchError as error:
             text = (folder / "output.log").read_text(encoding="utf-8", errors="replace").strip()[-600:]
@@ -77,31 +77,31 @@ def _start(module: str, settings: Place, output: Any, more: Mapping[str, str]) -
     return processes.Tree(words, environment, output)
 
 
-def _lead(
+def _run_coordinator(
     settings: Place, output: Any, limit: float, note: Callable[[str], None], stop: threading.Event
 ) -> SearchResult:
-    """Run the coordinator, again where it dies; gives the result in its journal."""
+    """Run the coordinator, restart it if it dies, and return the result from its journal."""
     until, size, journal = time.monotonic() + limit, 0, Path(settings.journal)
     for _ in range(COORDINATORS):
         tree = _start("coordinator", settings, output, {})
         try:
             while tree.process.poll() is None:
                 if stop.wait(0.2):
-                    raise SearchError("stopped; the same command with the same --journal continues from here")
+                    raise SearchError("stopped. Run the command again with the same --journal to continue")
                 if time.monotonic() > until:
-                    raise SearchError(f"not done after {limit:g} s")
+                    raise SearchError(f"the search did not finish within {limit:g} s")
                 if journal.exists() and journal.stat().st_size != size:
                     size = journal.stat().st_size
-                    note(f"rounds done: {sum('outcomes' in row for row in read_journal(journal))}")
+                    note(f"completed rounds: {sum('outcomes' in row for row in read_journal(journal))}")
         finally:
             tree.end(END_SECONDS)
         if (last := (read_journal(journal) or [{}])[-1].get("result")) is not None:
             return cattrs.structure(last, SearchResult)
-        note("the coordinator died; another one continues from its journal")
-    raise SearchError(f"the coordinator ended {COORDINATORS} times before the search was done")
+        note("The coordinator died. A new one continues from its journal.")
+    raise SearchError(f"the coordinator died {COORDINATORS} times before the search finished")
 
 
-def _follow(trees: Sequence[processes.Tree], spec: SearchSpec, stop: threading.Event) -> None:
+def _wait_for_ranks(trees: Sequence[processes.Tree], spec: SearchSpec, stop: threading.Event) -> None:
     """Wait until the coordinator has ended the ranks."""
     until = time.monotonic() + spec.limit_seconds
     for tree in trees:
@@ -109,7 +109,7 @@ def _follow(trees: Sequence[processes.Tree], spec: SearchSpec, stop: threading.E
             raise SearchError(f"{spec.place.host}: {why}")
     if all(tree.process.returncode for tree in trees):
         raise SearchError(
-            f"{spec.place.host}: its ranks ended before the search did; the coordinator is {spec.place.store}"
+            f"{spec.place.host}: all ranks ended before the search finished (coordinator: {spec.place.store})"
         )
 
 
@@ -117,7 +117,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Read nodes, node, ranks and rendezvous from the environment of torchrun or srun. Raises HostListError."""
     if "LOCAL_RANK" in environment and "WORLD_SIZE" in environment:  # torchrun
         ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-        port = int(environment.get("MASTER_PORT", "29500")) + 1  # its own store listens on MASTER_PORT
+        port = int(environment.get("MASTER_PORT", "29500")) + 1  # torchrun's own store listens on MASTER_PORT
         return {
             "nodes": int(environment["WORLD_SIZE"]) // ranks, "node": int(environment["RANK"]) // ranks,
             "ranks": ranks, "locals": (int(environment["LOCAL_RANK"]),),

@@ -93,7 +93,7 @@ class BlockedCalls:
                 found.clear()
         self.roots = late | self.unbegun | self.still_inside  # ranks that others wait for and that wait for no rank
         self.what = {rank: self._activity(rank) for rank in self.roots}
-        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED}
+        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED and self.age >= one.grace}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
         self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
         if self.first is not None and not (self.decisive or self.first in self.waits):
@@ -104,7 +104,7 @@ class BlockedCalls:
         self.waiting = tuple(sorted(rank for rank in self.waits if rank not in self.roots))
         by_file = not facts.states and any(one.written and not one.taken for one in traces.values())
         age = f", for {self.age:.0f} s" + by_file * " by the dumps' file times" if self.age > 0 else ""
-        self.wait = f"{source}: {self._describe(self.waiting)}{age}"
+        self.wait = f"{source}: {'; '.join(self._describe(self.waiting))}{age}"
 
     # Who waits for whom ----------------------------------------------------------------------------------------------
 
@@ -269,13 +269,14 @@ class BlockedCalls:
         where = f", from {last.frames[0]}" if last and last.frames else ""
         return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
 
-    def _describe(self, waiting: Sequence[int]) -> str:
-        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0; rank 3 waits in ..."."""
+    def _describe(self, waiting: Sequence[int], *, whole: bool = False) -> list[str]:
+        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0"; whole: for whom, and from which line."""
         rows: dict[str, list[int]] = {}
         for rank in waiting:
-            rows.setdefault(describe(self.waits[rank].call), []).append(rank)
-        most = sorted(rows.items(), key=lambda row: -len(row[1]))[:4]
-        return "; ".join(f"{ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''} in {where}" for where, ranks in most)
+            of_whom = f" for {ranks_of(sorted(self.waits[rank].missing))}{self._line_of(rank)}" if whole else ""
+            rows.setdefault(describe(self.waits[rank].call) + of_whom, []).append(rank)
+        most = sorted(rows.items(), key=lambda row: -len(row[1]))[: 8 if whole else 4]
+        return [f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} in {where}" for where, ranks in most]
 
     # The verdict -----------------------------------------------------------------------------------------------------
 
@@ -317,10 +318,7 @@ class BlockedCalls:
         If all may, and the others gave up, the timeout was short; they are named as what was waited for.
         """
         facts, what = self.facts, self.what
-        if all(facts.is_paused(rank) for rank in ranks) and self.age < STALL_SECONDS:
-            rows = [f"rank {rank}: {what[rank].words}; {self.wait}" for rank in sorted(ranks)]
-            return not_yet(rows, STALL_SECONDS, self.waiting)
-        named = [rank for rank in sorted(ranks) if self.age >= what[rank].grace or what[rank].kind in ENDED]
+        named = [rank for rank in sorted(ranks) if self.age >= what[rank].grace]
         named = named or sorted(ranks)
         causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
         failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
@@ -328,10 +326,7 @@ class BlockedCalls:
 
     def _too_early(self) -> Verdict | None:
         """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
-        patient = {
-            rank: one for rank, one in self.what.items()
-            if self.age < one.grace and one.kind not in ENDED and rank not in self.decisive
-        }  # fmt: skip
+        patient = {rank: one for rank, one in self.what.items() if self.age < one.grace and rank not in self.decisive}
         if not patient or len(patient) < len(self.what):
             return None
         if self.facts.gave_up:
@@ -389,8 +384,9 @@ class BlockedCalls:
             for group, here in numbers.items() if len(here) > 1
         ]  # fmt: skip
         evidence = tuple(dict.fromkeys((self.wait, *apart)))[:4]
-        return facts.named("rank_unknown", waiting=self.waiting, waits=self._describe(self.waiting), evidence=evidence,
-                           rest=rest if unseen else "the rank that has not entered is unknown")  # fmt: skip
+        rest = rest if unseen else "the rank that has not entered is unknown"
+        return facts.named("rank_unknown", waiting=self.waiting, waits="; ".join(self._describe(self.waiting)),
+                           evidence=evidence, rest=rest)  # fmt: skip
 
     def _find_circle(self) -> tuple[int, ...]:
         """Return the ranks of a cycle, each of which waits for another of them."""
@@ -410,6 +406,7 @@ class BlockedCalls:
         if busy and self.age < facts.limit:  # it has called ahead, and may yet come
             rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
             return not_yet(rows, facts.limit, self.waiting)
+        unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
         odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
         for rank in circle:
             mine, sides = waits[rank], dict[tuple[str, int], list[int]]()
@@ -420,24 +417,21 @@ class BlockedCalls:
                 both = self._members(rank, group) & self._members(rank, mine.call.group)
                 if len(others) > len(both) / 2 > 0:
                     odd[rank] = others
-        lines: dict[str, list[int]] = {}
-        for rank in circle:
-            line = f"in {describe(waits[rank].call)} for {ranks_of(sorted(waits[rank].missing))}{self._line_of(rank)}"
-            lines.setdefault(line, []).append(rank)
-        evidence = tuple(f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} {line}" for line, ranks in lines.items())
-        state = "failed" if any(one.ended and one.error for one in facts.states.values()) else "stuck"
-        if not odd:
-            return facts.named("circle", state=state, who=ranks_of(circle), waiting=circle, evidence=evidence[:8])
-        rank, others = min(odd.items())
+        if unseen and not odd and self.age < 2 * STALL_SECONDS:  # the dumps of these ranks are about to come
+            rows = [f"whether {ranks_of(unseen)} entered is unknown; {self.wait}"]
+            return not_yet(rows, 2 * STALL_SECONDS, self.waiting)
+        rank, others = min(odd.items(), default=(circle[0], [circle[0]]))
         call = waits[others[0]].call
         made = any((one.group, one.number, one.p2p) == (call.group, call.number, False)
                    for one in self.traces[rank].calls)  # fmt: skip
         return facts.named(
-            "circle_odd", state=state, who=ranks_of(sorted(odd)), others=ranks_of(others), call=describe(call),
-            mine=describe(waits[rank].call), ranks=tuple(sorted(odd)), evidence=evidence[:8],
+            "circle_odd" if odd else "circle",
+            state="failed" if any(one.ended and one.error for one in facts.states.values()) else "stuck",
+            who=ranks_of(sorted(odd) or circle), others=ranks_of(others), call=describe(call),
+            mine=describe(waits[rank].call), evidence=tuple(self._describe(circle, whole=True)),
+            ranks=tuple(sorted(odd)), waiting=tuple(one for one in circle if one not in odd),
             how="the two calls are made in another order there" if made else (
                 "that call was left out there, or the two calls are made in another order"),
-            waiting=tuple(one for one in circle if one not in odd),
         )  # fmt: skip
 
     def _line_of(self, rank: int) -> str:

@@ -260,24 +260,19 @@ class RunFacts:
         state, trace = self.states.get(rank), self.traces.get(rank)
         return state is not None and trace is not None and state.calls > sum(trace.enqueued.values())
 
-    def is_paused(self, rank: int) -> bool:
-        """Whether a process may be stopped for a moment only, as py-spy and gdb do, by the age of its rank's file."""
-        alone = any(process == "runs" for process in self.processes.values())
-        return (
-            self.processes.get(rank) == "stopped" and alone and self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS
-        )
-
     def activity(self, rank: int) -> Activity:
         """Return what a rank is doing, from the process table, else its own file, else its stack."""
         state, process, stack = self.states.get(rank), self.processes.get(rank), self.stacks.get(rank)
         if state is not None and state.ended:
             return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
         if process == "gone" and not self.outlived(rank):
-            return Activity("gone", "its process is gone, and it wrote no final state")
-        if process == "stopped":
-            return Activity("stopped", "its process is stopped (state T: a signal or a debugger)", STALL_SECONDS)
+            return Activity("gone", "is gone: its process has ended, and it wrote no final state")
+        if process == "stopped":  # perhaps for a moment only, as py-spy and gdb do it
+            is_brief = self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS and "runs" in self.processes.values()
+            words = "is stopped (state T of its process: a signal or a debugger)"
+            return Activity("stopped", words, STALL_SECONDS if is_brief else 0.0)
         if state is None:
-            unseen = "its position is unknown: no log, trace or RAS report covers it"
+            unseen = "has no known position: no log, trace or RAS report covers it"
             return Activity("unknown", f"is in {' < '.join(stack[:3])}" if stack else unseen)
         age, stale = self.ages.get(rank, 0.0), CLOCKS_SECONDS if self.copied else STALE_SECONDS
         is_mute = age > stale and not self.outlived(rank)
@@ -289,10 +284,9 @@ class RunFacts:
         if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
-        effort = (
-            "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU{', moves data' * state.is_active})"
-        )
-        effort = " (no CPU time, and hardly any data read, written, sent or received)" if _is_idle(state) else effort
+        effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
+        if state.cpu_share is not None and state.cpu_share < IDLE_SHARE:
+            effort = f" (no CPU time; its process moves {'' if state.is_active else 'hardly any '}data)"
         return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{effort}", self._grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
@@ -377,9 +371,9 @@ class RunFacts:
         action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
-        who = f"rank {rank}{f' on {host}' if host else ''}{':' * what.words.startswith('its ')}"
+        message = f"rank {rank}{f' on {host}' if host else ''} {what.words}"
         return Cause(
-            code=CODES.get(what.kind, "rank.behind"), message=f"{who} {what.words}", ranks=(rank,), share=share,
+            code=CODES.get(what.kind, "rank.behind"), message=message, ranks=(rank,), share=share,
             nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
         )  # fmt: skip
 
@@ -401,17 +395,15 @@ def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) 
     return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
 
 
-def ranks_of(ranks: Sequence[int]) -> str:
-    """ "rank 2", "ranks 1, 2, 3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"
+def ranks_of(ranks: Sequence[int], kind: str = "rank") -> str:
+    """ "rank 2", "nodes 1, 2, 3"."""
+    numbers = ", ".join(map(str, ranks[:16])) + " ..." * (len(ranks) > 16)
+    return f"{kind}{'s' * (len(ranks) != 1)} {numbers}"
 
 
 def headline(error: str) -> str:
-    """The line that says that a disk is full; else the first line of an exception's message, and its last one."""
+    """The first line of an exception's message, and its last one."""
     lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
-    lines = [line for line in lines if _OWN_ERRORS["disk"].search(line)] or lines
     return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
 
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from time import gmtime, strftime
 
 from collectives.traces import watchdog
@@ -91,14 +92,14 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
         return facts.named("launcher", error=headline(own), evidence=(own,)) if kind == "node" else None
     for error in errors:
         if found := _MESH.search(error):
-            who = ranks_of([one for one, state in here.items() if state.error == error])
+            who = ranks_of([one for one, state in here.items() if state.error == error], kind)
             return facts.named("mesh", who=who, peer=f"{found[1]}:{found[2]}", evidence=(error,))
     by_log = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
     if by_log and by_log.causes[0].code == "port_in_use":
         return by_log
     world = max(state.world_size or 0 for state in here.values())
     absent = tuple(one for one in range(min(world, MOST_RANKS)) if one not in here) if max(here) < world else ()
-    missing = ranks_of(absent).replace("rank", kind) if absent else f"{world - len(here)} of {world} {kind}s"
+    missing = ranks_of(absent, kind) if absent else f"{world - len(here)} of {world} {kind}s"
     gave_up = [ages[one] for one, state in here.items() if state.answer == "connected" and state.ended]
     # one that gave up may have hosted the store: a connection that was closed then does not show a fault of the network
     reached = ("connected", "closed") if gave_up else ("connected",)
@@ -118,9 +119,9 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
     over = any(state.ended or (kind == "rank" and facts.processes.get(one) == "gone") for one, state in here.items())
     verdict = facts.named(
         key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
-        missing=missing, who=ranks_of([*here]).replace("rank", kind), seconds=round(age), each="; ".join(rows[:4]),
+        missing=missing, who=ranks_of([*here], kind), seconds=round(age), each="; ".join(rows[:4]),
         verb="waits" if len(here) == 1 else "wait", pids=", ".join(str(facts.starting.get(one)) for one in absent[:8]),
-        late=ranks_of(late).replace("rank", kind), evidence=(*rows[:8], *errors[:1]),
+        late=ranks_of(late, kind), evidence=(*rows[:8], *errors[:1]),
         waiting=tuple(here) if kind == "rank" else (), ranks=named,
     )  # fmt: skip
     return verdict if over or age >= limit else not_yet([verdict.causes[0].message, *rows], limit)
@@ -249,8 +250,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
             return facts.timeout_too_short(busy, wait, waited)
         causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
         return facts.verdict("failed", *causes, waiting=waited)
-    paused = [rank for rank in what if facts.is_paused(rank)]
-    bad = [rank for rank, one in what.items() if (one.kind in ENDED and rank not in paused) or (
+    bad = [rank for rank, one in what.items() if (one.kind in ENDED and not one.grace) or (
         one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
@@ -271,7 +271,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
         if not bad and all(_waits(rank, facts) for rank in set(what) - set(clean)):
             bad = clean  # the others are about to end, or the last rank works alone, as in an upload
     if not bad:
-        rows = [f"rank {rank}: {what[rank].words}" for rank in paused]
+        rows = [f"rank {rank} {one.words}" for rank, one in what.items() if one.kind == "stopped"]
         return not_yet(rows, STALL_SECONDS) if rows else None
     lost = sorted(facts.lost_a_peer - set(bad))
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
@@ -328,10 +328,5 @@ def by_silence(facts: RunFacts) -> Verdict | None:
     """Return the verdict if no rank has written for a while and none is known to run: it ended without a message."""
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
-    age = f"; the last heartbeat is {_duration(facts.silence)} old"
+    age = f"; the last heartbeat is {timedelta(seconds=round(facts.silence))} old"
     return _all_ended(tuple(facts.states), facts, age)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 36000 else (
-        f"{seconds / 3600:.0f} h")  # fmt: skip

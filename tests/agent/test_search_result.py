@@ -18,7 +18,7 @@ from agent.http import pages
 from agent.http.state import State
 from agent.jobs import search
 from bench.search import Fleet
-from collectives.search.plan import DRAWN, Search, SearchResult, sum_up
+from collectives.search.plan import DRAWN, Search, SearchResult, combine_passes
 from contracts import plain
 
 HOSTILE = "gpu-3<script>&"
@@ -34,7 +34,7 @@ def searched(
     while tests := found.next_round():
         found.report([fleet.run(test, set()) for test in tests])
     hosts = [HOSTILE if node == 3 else f"gpu-{node}" for node in range(count)]
-    return sum_up([found], hosts, began=1.7e9, seconds=60.0, node_minutes=8.0)
+    return combine_passes([found], hosts, began=1.7e9, seconds=60.0, node_minutes=8.0)
 
 
 # Nodes, faults, links, codes of the findings, first line, bad nodes by metric, nodes of the picture.

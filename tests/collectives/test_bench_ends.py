@@ -46,7 +46,7 @@ def with_fault(tmp_path, fault, **changes):
 
 def left_behind(tmp_path):
     """Processes of the runs of one test: they carry its folder in their environment."""
-    return [process.cmdline() for process in processes.marked(TEST_VARIABLE, str(tmp_path))]
+    return [process.cmdline() for process in processes.find_marked(TEST_VARIABLE, str(tmp_path))]
 
 
 def assert_ended(found, tmp_path, *words):
@@ -69,7 +69,7 @@ STANDS_STILL = {"silence_seconds": SILENCE_SECONDS}
          f"rank 0 on {HOST}: died", 1),
         ("rank=1:stop@iteration=20", STANDS_STILL, (
             f"no rank made progress for {SILENCE_SECONDS} s", f"rank 0 on {HOST}: waits in all_gather",
-            f"rank 1 on {HOST}: no sign of life for "), f"rank 0 on {HOST}: no sign", None),
+            f"rank 1 on {HOST}: no heartbeat for "), f"rank 0 on {HOST}: no heartbeat", None),
         ("rank=0:stall@iteration=20", STANDS_STILL, (
             f"rank 0 on {HOST}: has not reached the point where", f"rank 1 on {HOST}: waits"), "", None),
         ("rank=1:fail@iteration=20", {}, (f"rank 1 on {HOST}: RuntimeError: fault asked for",), "", None),

@@ -64,7 +64,7 @@ def after(name, turn, ranks=(4, 7, 9), size=3 * 1024):
             "all_reduce": lambda: sum(given),
             "all_to_all": lambda: torch.cat([one.chunk(n)[place] for one in given]),  # noqa: B023
         }[name]()
-        side.taken.copy_(whole)
+        side.output.copy_(whole)
     return op, sides
 
 
@@ -72,21 +72,21 @@ def after(name, turn, ranks=(4, 7, 9), size=3 * 1024):
 def test_right_data_is_right_and_old_data_is_wrong(name):
     op, sides = after(name, turn=1)
     for side in sides:
-        assert op.wrong(side, 1) == ()
-        assert op.wrong(side, 2) != (), "data of an earlier round"
+        assert op.find_wrong(side, 1) == ()
+        assert op.find_wrong(side, 2) != (), "data of an earlier round"
     fill(sides[1], 1)
-    assert op.wrong(sides[1], 1) != (), "a buffer into which no rank wrote"
+    assert op.find_wrong(sides[1], 1) != (), "a buffer into which no rank wrote"
 
 
 @each_row("name", OPS)
 def test_one_wrong_element_is_seen_wherever_it_is(name):
     op, sides = after(name, turn=5)
-    for place in (0, sides[1].taken.numel() // 2, sides[1].taken.numel() - 1):
-        before = sides[1].taken[place].clone()
-        sides[1].taken[place] += 1
-        assert op.wrong(sides[1], 5) != ()
-        sides[1].taken[place] = before
-        assert op.wrong(sides[1], 5) == ()
+    for place in (0, sides[1].output.numel() // 2, sides[1].output.numel() - 1):
+        before = sides[1].output[place].clone()
+        sides[1].output[place] += 1
+        assert op.find_wrong(sides[1], 5) != ()
+        sides[1].output[place] = before
+        assert op.find_wrong(sides[1], 5) == ()
 
 
 def swap_parts(taken):
@@ -105,8 +105,8 @@ def swap_parts(taken):
 )
 def test_the_place_whose_data_is_wrong_is_named(name, spoil, wrong):
     op, sides = after(name, turn=3)
-    spoil(sides[0].taken)
-    assert op.wrong(sides[0], 3) == wrong
+    spoil(sides[0].output)
+    assert op.find_wrong(sides[0], 3) == wrong
 
 
 def test_sums_are_exact_for_many_ranks():

@@ -9,7 +9,7 @@ from rigs.tables import each_row, rows_of
 from collectives.bench import results
 from collectives.bench.rank import predict_seconds
 from collectives.bench.results import spread_ratio
-from collectives.bench.run import BenchSpec, Case, SpecError, assemble, name_stragglers
+from collectives.bench.run import BenchSpec, Case, SpecError, assemble, find_stragglers
 from collectives.bench.watch import Outcome
 
 
@@ -114,7 +114,7 @@ def jitter(ranks, iterations, late, seed=0):
 def named(ranks, iterations, late, seed=0):
     waits = meetings(jitter(ranks, iterations, late, seed))
     hosts = [f"host-{rank}" for rank in range(ranks)]
-    return name_stragglers(hosts, waits)
+    return find_stragglers(hosts, waits)
 
 
 @each_row("ranks", [2, 3, 8, 64])
@@ -123,7 +123,7 @@ def test_a_rank_that_is_always_late_is_named_with_its_host_and_lateness(ranks):
     assert (found.rank, found.host, found.iterations) == (1, "host-1", 40)
     assert found.late_seconds == pytest.approx(0.010, abs=0.001)
     assert found.share == 1.0
-    assert "came last in 40 of 40 collectives" in found.why
+    assert "arrived last in 40 of 40 collectives" in found.why
 
 
 @each_row("ranks", [2, 8, 64])
@@ -139,10 +139,10 @@ def test_two_late_ranks_of_many_are_both_named_the_later_one_first():
 
 def test_too_few_meetings_lone_ranks_and_a_rank_late_once_name_nobody():
     assert named(4, 4, {1: 0.1}) == ()
-    assert name_stragglers(["a"], [[0.1] * 50]) == ()
+    assert find_stragglers(["a"], [[0.1] * 50]) == ()
     arrivals = jitter(4, 50, {})
     arrivals[7][2] += 5.0
-    assert name_stragglers(list("abcd"), meetings(arrivals)) == ()
+    assert find_stragglers(list("abcd"), meetings(arrivals)) == ()
 
 
 def test_the_time_of_a_size_is_predicted_from_a_large_enough_one():

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from collectives.bench import perftest
-from collectives.bench.perftest import Port, command, listen, write
+from collectives.bench.perftest import Port, build_command, listen, write
 from collectives.bench.results import RdmaResult, read_as
 from contracts import plain
 
@@ -82,9 +82,9 @@ def listening(wait_seconds: float, **more: Any) -> tuple[threading.Thread, Answe
 
 def test_each_port_meets_the_one_at_its_place() -> None:
     """The side that writes names its peer last; an InfiniBand port has no GID index."""
-    assert command(PORTS[0], 18515)[:7] == ["ib_write_bw", "-d", "mlx5_0", "-i", "1", "-p", "18515"]
-    assert command(PORTS[0], 18515)[-2:] == ["-x", "3"]
-    assert command(PORTS[1], 18516, "node0")[-1] == "node0" and "-x" not in command(PORTS[1], 18516)
+    assert build_command(PORTS[0], 18515)[:7] == ["ib_write_bw", "-d", "mlx5_0", "-i", "1", "-p", "18515"]
+    assert build_command(PORTS[0], 18515)[-2:] == ["-x", "3"]
+    assert build_command(PORTS[1], 18516, "node0")[-1] == "node0" and "-x" not in build_command(PORTS[1], 18516)
 
 
 @pytest.mark.usefixtures("stand_in")

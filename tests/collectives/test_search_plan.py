@@ -177,7 +177,7 @@ def test_a_journal_resumes_after_a_node_was_lost(tmp_path):
     first, rows = resume(header, []), []
     first.lost[7] = "did not join"
     for outcome in ({"alone": tuple((node, "rank 0 matmul", 1.0) for node in range(7))},
-                    {"stuck": ((5, 6), (4, 5)), "lost": {5: "no sign of life for 20 s"}}):  # fmt: skip
+                    {"stuck": ((5, 6), (4, 5)), "lost": {5: "no heartbeat for 20 s"}}):  # fmt: skip
         lost, tests = dict(first.lost), first.next_round()
         outcomes = [Outcome(**outcome)] + [Outcome()] * (len(tests) - 1)
         first.report(outcomes)
@@ -219,11 +219,11 @@ def test_the_calls_of_nccl_are_those_of_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     ring = Ring(place, HashStore(), 0, 1, "cpu")
     with pytest.raises(RuntimeError, match="oalescing"):
-        ring._both(0, 0, [])
+        ring._exchange_with_nccl(0, 0, [])
 
 
 def test_a_lost_node_is_bad_and_its_neighbours_are_not():
-    planned, ends = [], [Outcome(stuck=((5, 6), (4, 5)), lost={5: "no sign of life for 20 s"})]
+    planned, ends = [], [Outcome(stuck=((5, 6), (4, 5)), lost={5: "no heartbeat for 20 s"})]
     found = run([""] * 8, lambda *_: 1.0, planned=planned, instead={2: ends})
     assert sum(5 in test.nodes for test in planned) == 2, "alone, and in the round in which it was lost"
     assert {v.node: v.reason for v in found.verdicts() if v.state != "good"} == {5: "lost"}
@@ -233,6 +233,6 @@ def test_a_link_that_was_slow_once_and_stuck_beside_a_lost_node_is_no_fault():
     """Host 3 is killed while host 4 sends to host 5, which took 34 % longer in the round before, by chance."""
     pairs = [(a, b) for a in range(6) for b in range(6) if a != b]
     slow = tuple((a, b, -1, (1.34 if (a, b) == (4, 5) else 1.0) + (a + b) % 5 / 100) for a, b in pairs)
-    ends = [Outcome(stuck=((4, 5),), lost={3: "no sign of life for 10 s"})]
+    ends = [Outcome(stuck=((4, 5),), lost={3: "no heartbeat for 10 s"})]
     found = run([""] * 6, lambda a, b, _: 1 + (a + b) % 5 / 100, instead={2: [Outcome(transfers=slow)], 3: ends})
     assert {v.node: v.reason for v in found.verdicts() if v.state != "good"} == {3: "lost"} and not found.bad_links()

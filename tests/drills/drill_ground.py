@@ -112,7 +112,7 @@ class Ground:
     def living(self) -> list[tuple[psutil.Process, str]]:
         """Every living process that this ground's commands started, with its command line."""
         alive = []
-        for process in processes.marked(MARK, self.mark):
+        for process in processes.find_marked(MARK, self.mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     alive.append((process, " ".join(process.cmdline())))

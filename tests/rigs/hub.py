@@ -101,7 +101,7 @@ class Hub:
         sha, folder = found
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         if what in ("", "revision"):
-            siblings = [{"rfilename": p.relative_to(folder).as_posix()} for p in files]
+            siblings = [{"rfilename": p.relative_to(folder).as_posix(), "size": p.stat().st_size} for p in files]
             return JSONResponse({
                 "id": name, "sha": sha, "private": False, "gated": "manual" if repository.tokens else False,
                 "siblings": siblings, "tags": [], "downloads": 0,

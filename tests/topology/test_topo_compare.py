@@ -49,7 +49,7 @@ def test_differences_in_words():
     ]
     wrong = [(expected, found[:1]) for found, expected in rows if next(iter(messages(found)), None) != expected]
     assert not wrong
-    assert diff_text(()) == "nothing that matters for training differs"
+    assert diff_text(()) == "No differences that affect training."
     of_gpu = [message for message in messages(diff(sound, lost)) if "GPU5" in message]
     assert of_gpu[0].startswith(f"GPU5 state ok on {here}, lost"), "told once, not by its paths"
     assert not any("path" in message for message in of_gpu)
@@ -106,9 +106,9 @@ def test_throttling_is_as_bad_as_the_scan_calls_it():
     """Heat at half the clock fails; the power cap of full load is no fault; that it ended is good news."""
     hot, cool = snapshot("sick-h100-thermal"), snapshot(HGX)
     judged = {f.status for f in findings_of(hot, GPU_PROBE, hot.facts(GpuFacts)) if f.code.startswith("gpu.thermal.t")}
-    assert {d.status for d in diff(cool, hot) if d.what == "held back by"} == judged
+    assert {d.status for d in diff(cool, hot) if d.what == "throttled by"} == judged
     ended = diff(hot, replace(cool, hostname=hot.hostname))
-    assert {d.status for d in ended if d.what == "held back by"} == {Status.INFO}
+    assert {d.status for d in ended if d.what == "throttled by"} == {Status.INFO}
     gpus = tuple(replace(gpu, throttle_reasons=("sw_power_cap",)) for gpu in cool.facts(GpuFacts).gpus)
     assert {d.status for d in diff(cool, changed(HGX, "gpu", gpus=gpus))} == {Status.INFO}
 
