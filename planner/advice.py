@@ -75,6 +75,7 @@ class Recommendation:
     helps_most: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()  # missing facts, and their effect on the answer
     slowed: tuple[str, ...] = ()  # faults of these nodes that the forecast includes
+    healthy: RankedLayout | None = None  # best layout without these faults, if they are not part of the topology
     total_steps: int | None = None  # of the whole run, if steps or tokens are limited
     total_seconds: Interval | None = None  # of the whole run
     total_cost: Interval | None = None  # of the whole run, in the currency of the price

@@ -24,7 +24,7 @@ from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
-from planner.forecast.faults import Findings, apply_findings, cut_domains, pick_costly, slowed
+from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
@@ -146,9 +146,7 @@ def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], u
     return sizes
 
 
-def _choose_batch(
-    model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any], unknowns: list[str]
-) -> int:
+def _choose_batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any]) -> int:
     if train.global_batch is not None:
         if train.global_batch < 1:
             raise ValueError(f"global_batch={train.global_batch}: must be at least 1")
@@ -165,21 +163,7 @@ def _choose_batch(
         wanted = max(1, tokens // train.sequence_length)
         if not requested and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
             multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
-    batch = math.ceil(wanted / multiple) * multiple
-    unknowns.append(_describe_batch(batch, train))
-    return batch
-
-
-def _describe_batch(batch: int, train: TrainSpec) -> str:
-    return _text("batch", batch=batch, tokens=batch * train.sequence_length)
-
-
-def _replace_batch(planned: Planned, batch: int) -> Planned:
-    """Return the plan with another assumed batch."""
-    train = planned.job.train
-    before, after = _describe_batch(planned.global_batch, train), _describe_batch(batch, train)
-    words = tuple(after if text == before else text for text in planned.unknowns)
-    return replace(planned, global_batch=batch, unknowns=words)
+    return math.ceil(wanted / multiple) * multiple
 
 
 def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
@@ -259,7 +243,7 @@ def plan(
             host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
         ),
         world=world,
-        global_batch=_choose_batch(model, train, engine, world, requested, unknowns),
+        global_batch=_choose_batch(model, train, engine, world, requested),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
@@ -361,7 +345,8 @@ def recommend(
 ) -> Recommendation:  # fmt: skip
     """Answer for one job on one cluster in its current state; `multi_node` None: it may use several nodes later.
 
-    `findings`: known faults of the nodes, by host name.
+    `findings`: known faults of the nodes, by host name. If the graph does not show them, the answer also has the best
+    layout of the same nodes without them.
     """
     case = situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
@@ -381,16 +366,27 @@ def recommend(
     )  # fmt: skip
     if measured_step:
         planned = scaled(planned, measured_step)
+    healthy = None
+    if planned.slowed:
+        known = links or links_of(cluster, ranks_per_node=ranks_per_node)
+        if without := find_healthy_links(cluster, known, against, snapshots):
+            again = plan(cluster, snapshots, model, train, calibration=calibration, links=without)
+            healthy = best_layout(replace(
+                again, scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch,
+            ))  # fmt: skip
     found = search(planned)
     for other in _list_other_batches(planned):
         if found.best:
             break
-        planned = _replace_batch(planned, other)
+        planned = replace(planned, global_batch=other)
         found = search(planned)
     is_certain = bool(found.best)
     if not is_certain:
         found = replace(found, best=search(planned, surely=False).best[:1])
     unknowns, assumed = list(planned.unknowns), ""
+    if planned.batch_is_assumed:
+        batch = planned.global_batch
+        unknowns.append(_text("batch", batch=batch, tokens=batch * train.sequence_length))
     if nccl_version and nccl_version > (newest := newest_read()):
         unknowns.append(_text("unread_release", version=version_text(nccl_version), newest=version_text(newest)))
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
@@ -419,7 +415,7 @@ def recommend(
         answer, notes=(*answer.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
         runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(found.rejected),
         helps_most=helps, unknowns=tuple(unknowns),
-        slowed=planned.slowed,
+        slowed=planned.slowed, healthy=healthy,
     )  # fmt: skip
 
 
@@ -467,7 +463,7 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
     They are smaller ones if the settings name the accumulation, then larger ones up to one sequence per rank.
     """
     batch, named = planned.global_batch, planned.requested
-    if planned.job.train.global_batch is not None or "micro_batch" in named:
+    if not planned.batch_is_assumed:
         return
     while "gradient_accumulation" in named and batch % (2 * planned.world) == 0:
         batch //= 2

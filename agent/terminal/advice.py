@@ -189,11 +189,29 @@ def batch_words(shape: Layout) -> str:
 
 
 def as_it_is(advice: Recommendation) -> tuple[str, ...]:
-    """Return the faults of these nodes that the forecast includes; empty if there are none."""
-    if advice.chosen is None or not advice.slowed:
+    """Return the time these nodes lose compared with healthy ones, and the findings that cause it; empty if healthy."""
+    chosen, healthy = advice.chosen, advice.healthy
+    if chosen is None or not advice.slowed:
         return ()
-    text = "The forecast is for these nodes with their faults. --machine TYPE has the forecast of healthy nodes."
-    return (text, *advice.slowed)
+    if healthy is None:
+        text = "The forecast is for these nodes with their faults. `topoflight scan` says what they cost."
+        return (text, *advice.slowed)
+    times = healthy.forecast.tokens_per_second / chosen.forecast.tokens_per_second
+    words = f"With their faults these nodes are {slower(times)} than healthy nodes"
+    if advice.total_seconds is not None and times >= _SAME:
+        words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
+    step = units.seconds(healthy.forecast.step_seconds.mid)
+    return (f"{words}. On healthy nodes {healthy.layout.family} takes {step} a step.", *advice.slowed)
+
+
+_SAME = 1.01
+
+
+def slower(times: float) -> str:
+    """Describe how much slower it is: "3.0 times slower", "12% slower", "no slower"."""
+    if times < _SAME:
+        return "no slower"
+    return f"{times:.1f} times slower" if times >= 1.5 else f"{times - 1.0:.0%} slower"
 
 
 def layout_title(shape: Layout) -> str:

@@ -104,7 +104,8 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
         raise WhyError(f"{error.filename}: {error.strerror}") from None
     except LogFileError as error:
         raise WhyError(str(error)) from None
-    if found is not None and found.outcome == "finished":  # what ranks wrote before did not end the job
+    outlived = {"rendezvous_timeout", "python_traceback"} & {note.code for note in found.notes} if found else set()
+    if found and (found.outcome == "finished" or (outlived and found.outcome == "unknown")):  # it did not end the job
         log = replace(log, errors={}, rendezvous={})
     tails = list(_tails(sources.logs))
     hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}

@@ -2,7 +2,8 @@
 
 The forecast is for the nodes in their current state. faults.toml has one rule per finding code that affects data
 transfers or the compute rate of the slowest rank. Some faults are invisible to the scan's graph (no GPUDirect, locked
-memory, low clock), and their rules slow the nodes. The graph already shows other faults (a dead HCA, a link with fewer
+memory, low clock), and their rules slow the nodes. The cost of these faults, and of RDMA that is off, is the difference
+to a forecast of the same nodes without them. The graph already shows other faults (a dead HCA, a link with fewer
 lanes), and their rules only add a note. With the codes in `ENDS` a job cannot run. The cost of any other failure is
 unknown, and the advice says so. docs/decisions/0020 gives the cost of each code.
 """
@@ -15,12 +16,14 @@ from dataclasses import dataclass, field, replace
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import compute_clock_share
+from hardware.nics import nics
 from hardware.units import GIGA
 from planner.forecast.compute import Rates
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, unknown_network
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.interfaces.facts import InterfacesFacts
+from probes.pci.facts import PciFacts
 from topology.cluster import join
 from topology.graph import ClusterTopology
 
@@ -214,6 +217,34 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
         )
         for host, found in findings.items()
     }  # fmt: skip
+
+
+def find_healthy_links(
+    cluster: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
+) -> Links | None:  # fmt: skip
+    """Return the links of the nodes without these faults; None if the graph shows another fault, or a rate is unknown.
+
+    If RDMA is off, no probe reads the rate of the ports. The network is then assumed to have as many of the cards as
+    the node has ranks, at the rate of the fastest card of their family.
+    """
+    named = [one for found in findings.values() for one in found]
+    if any(one.code in _SHOWN and one.code not in _PART_THE_DOMAIN for one in named):
+        return None
+    off = {one.subject for one in named if _HOW.get(one.code) == "sockets"}
+    if not off or links.network is None or cluster.inter_node_transport in ("rdma", "efa", "nvlink"):
+        return links
+    pci = snapshots[0].facts(PciFacts) if snapshots else None
+    cards = [device for device in (pci.devices if pci else ()) if device.bus_id in off]
+    known = [
+        nic.bytes_per_second for card in cards for nic in nics()
+        if nic.vendor == card.vendor_id and card.device_id in nic.devices and nic.bytes_per_second
+    ]  # fmt: skip
+    if not known or len(known) < len(cards):
+        return None
+    used = min(len(cards), max(1, links.ranks_per_node))
+    rate = used * min(known) * NETWORK_SHARE
+    why = f"{used} cards as the fastest of their family"
+    return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=why))
 
 
 def apply_findings(

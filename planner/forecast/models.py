@@ -259,18 +259,15 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     window = config.get(name) if enabled else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         return None, None
-    if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # transformers ignores layer_types there
+    if family in _FAMILIES["sliding_everywhere"]:
         return window, None
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list):
         sliding = sum(kind == word for kind in kinds[:layers])
     elif family == "llama4" and (rotary := _read_indices(config, "no_rope_layers")):
         sliding = sum(map(bool, rotary[:layers]))
-    elif family in ("gemma3", "llama4"):
-        pattern = "sliding_window_pattern" if family == "gemma3" else "no_rope_layer_interval"
-        sliding = layers - layers // _whole(config, (pattern,))
-    elif family == "olmo3":
-        sliding = layers - layers // 4
+    elif family in _TABLES["full_attention"]:
+        sliding = layers - layers // _whole(config, (_TABLES["full_attention"][family],), default=4)
     elif family == "gpt_oss":
         sliding = (layers + 1) // 2  # the first, and every other
     elif family == "qwen2_moe" and isinstance(first, int):

@@ -96,5 +96,5 @@ def test_a_small_run_that_is_not_the_fastest_says_so_before_its_layout() -> None
 
 def test_what_this_host_loses_stands_beside_its_layouts() -> None:
     text = page(model="Llama-3.1-8B", method="full", nodes="2")
-    assert "limits.memlock.low: no RDMA, TCP over eno1" in text and "with their faults" in text
-    assert "with their faults" not in page("hgx-h100-8xH100-8hca", model="Llama-3.1-8B", nodes="2")
+    assert "limits.memlock.low: no RDMA, TCP over eno1" in text and "slower than healthy nodes" in text
+    assert "slower than healthy nodes" not in page("hgx-h100-8xH100-8hca", model="Llama-3.1-8B", nodes="2")
