@@ -146,9 +146,7 @@ def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], u
     return sizes
 
 
-def _choose_batch(
-    model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any], unknowns: list[str]
-) -> int:
+def _choose_batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any]) -> int:
     if train.global_batch is not None:
         if train.global_batch < 1:
             raise ValueError(f"global_batch={train.global_batch}: must be at least 1")
@@ -165,21 +163,7 @@ def _choose_batch(
         wanted = max(1, tokens // train.sequence_length)
         if not requested and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
             multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
-    batch = math.ceil(wanted / multiple) * multiple
-    unknowns.append(_describe_batch(batch, train))
-    return batch
-
-
-def _describe_batch(batch: int, train: TrainSpec) -> str:
-    return _text("batch", batch=batch, tokens=batch * train.sequence_length)
-
-
-def _replace_batch(planned: Planned, batch: int) -> Planned:
-    """Return the plan with another assumed batch."""
-    train = planned.job.train
-    before, after = _describe_batch(planned.global_batch, train), _describe_batch(batch, train)
-    words = tuple(after if text == before else text for text in planned.unknowns)
-    return replace(planned, global_batch=batch, unknowns=words)
+    return math.ceil(wanted / multiple) * multiple
 
 
 def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
@@ -259,7 +243,7 @@ def plan(
             host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
         ),
         world=world,
-        global_batch=_choose_batch(model, train, engine, world, requested, unknowns),
+        global_batch=_choose_batch(model, train, engine, world, requested),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
@@ -394,12 +378,15 @@ def recommend(
     for other in _list_other_batches(planned):
         if found.best:
             break
-        planned = _replace_batch(planned, other)
+        planned = replace(planned, global_batch=other)
         found = search(planned)
     is_certain = bool(found.best)
     if not is_certain:
         found = replace(found, best=search(planned, surely=False).best[:1])
     unknowns, assumed = list(planned.unknowns), ""
+    if planned.batch_is_assumed:
+        batch = planned.global_batch
+        unknowns.append(_text("batch", batch=batch, tokens=batch * train.sequence_length))
     if nccl_version and nccl_version > (newest := newest_read()):
         unknowns.append(_text("unread_release", version=version_text(nccl_version), newest=version_text(newest)))
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
@@ -476,7 +463,7 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
     They are smaller ones if the settings name the accumulation, then larger ones up to one sequence per rank.
     """
     batch, named = planned.global_batch, planned.requested
-    if planned.job.train.global_batch is not None or "micro_batch" in named:
+    if not planned.batch_is_assumed:
         return
     while "gradient_accumulation" in named and batch % (2 * planned.world) == 0:
         batch //= 2
