@@ -21,6 +21,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from contracts.job_config import ConfigError, JobConfig
 
+WEIGHTS = "model*.safetensors"  # one file, or shards
 MOST_BYTES = 64 << 30  # of a data set's files, of all its splits and parts
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -80,6 +81,14 @@ def download_data(name: str, revision: str, suffixes: tuple[str, ...]) -> Path:
                                   "part that you need (`hf download --include`), and name its folder")  # fmt: skip
         wanted = ["README.md", *(f"*{suffix}" for suffix in suffixes)]
         return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
+
+
+def download_weights(name: str, revision: str) -> Path:
+    """Return the folder with a model's weights: its own, or that of the hub's files in the cache."""
+    if os.path.isdir(name):
+        return Path(name)
+    with asking("model_name_or_path", name, revision):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[WEIGHTS, "generation_config.json"]))
 
 
 @contextlib.contextmanager

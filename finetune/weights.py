@@ -1,6 +1,6 @@
 """Where weights come from, and into which shards they go: each rank reads the slices that it holds, and no others.
 
-Surface: safetensors files, with `model.safetensors.index.json` where they are several, in a folder or of a hub.
+Surface: safetensors files with transformers' names, in a folder or of a hub.
 Weights of `random:` models are drawn one at a time, from the seed and the weight's name, the same under every layout.
 """
 
@@ -9,11 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import json
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,45 +38,28 @@ class Stored:
     """Weights in safetensors files, by the names that transformers' model gives them."""
 
     def __init__(self, config: JobConfig, plain: Any) -> None:
-        self.config, self.plain = config, plain
-        self._opened: dict[str, Any] = {}
-        index = self._find("model.safetensors.index.json")
-        if index is not None:
-            self._file_of: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        else:
-            self._file_of = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        from safetensors import safe_open
+
+        self.plain, self._named = plain, f"model_name_or_path={config.model_name_or_path!r}"
+        folder = hub.download_weights(config.model_name_or_path, config.model_revision)
+        files: list[Any] = [safe_open(path, framework="pt") for path in sorted(folder.glob(hub.WEIGHTS))]
+        if not files:
+            raise ConfigError(f"{self._named}: holds no {hub.WEIGHTS}")
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
         name, first = next(iter(plain.named_parameters()))
         self.dtype = self.read(name, ([0] * first.ndim, [0] * first.ndim)).dtype
-        if (generation := self._find("generation_config.json")) is not None:
+        if (folder / "generation_config.json").is_file():
             from transformers import GenerationConfig
 
-            plain.generation_config = GenerationConfig.from_pretrained(Path(generation).parent)
-
-    def _find(self, file: str) -> str | None:
-        from transformers.utils import cached_file
-
-        name, revision = self.config.model_name_or_path, self.config.model_revision
-        with hub.asking("model_name_or_path", name, revision):
-            found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-        return str(found) if found else None
-
-    def _open(self, file: str) -> Any:
-        if file not in self._opened:
-            from safetensors import safe_open
-
-            path = self._find(file)
-            if path is None:
-                raise ConfigError(f"model_name_or_path={self.config.model_name_or_path!r}: holds no {file}")
-            self._opened[file] = safe_open(path, framework="pt")
-        return self._opened[file]
+            plain.generation_config = GenerationConfig.from_pretrained(folder)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Of a file that is mapped into memory: what is not read takes none."""
         if name not in self._file_of and name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
             name = "model.embed_tokens.weight"
         if name not in self._file_of:
-            raise ConfigError(f"model_name_or_path={self.config.model_name_or_path!r}: its files hold no {name}")
-        part: torch.Tensor = self._open(self._file_of[name]).get_slice(name)[_slices(box)]
+            raise ConfigError(f"{self._named}: its files {hub.WEIGHTS} hold no {name}")
+        part: torch.Tensor = self._file_of[name].get_slice(name)[_slices(box)]
         return part
 
 

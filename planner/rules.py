@@ -9,63 +9,64 @@ from collections.abc import Callable, Iterator
 
 from contracts.layout import EIGHT_BITS, Layout
 from hardware.units import GIB, GIGA
-from planner.forecast.engine import NF4_BYTES, Engine, Question
+from planner.forecast.engine import NF4_BYTES, Engine
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
+from planner.forecast.step_time import Job
 
-Rule = Callable[[Question, Layout], str | None]
+Rule = Callable[[Job, Layout], str | None]
 
 
-def heads_divide(q: Question, at: Layout) -> str | None:
+def heads_divide(job: Job, at: Layout) -> str | None:
     """With tensor parallelism, each rank has whole attention heads."""
-    if q.model.heads % at.tp:
-        return f"{q.model.heads} attention heads are not divisible by TP={at.tp}"
+    if job.model.heads % at.tp:
+        return f"{job.model.heads} attention heads are not divisible by TP={at.tp}"
     return None
 
 
-def kv_heads_divide(q: Question, at: Layout) -> str | None:
+def kv_heads_divide(job: Job, at: Layout) -> str | None:
     """Key and value heads are split too; Megatron replicates them if there are too few."""
-    if q.model.kv_heads % at.tp and not (q.engine.copies_kv_heads and at.tp % q.model.kv_heads == 0):
-        return f"{q.model.kv_heads} key/value heads are not divisible by TP={at.tp}"
+    if job.model.kv_heads % at.tp and not (job.engine.copies_kv_heads and at.tp % job.model.kv_heads == 0):
+        return f"{job.model.kv_heads} key/value heads are not divisible by TP={at.tp}"
     return None
 
 
-def ffn_divides(q: Question, at: Layout) -> str | None:
+def ffn_divides(job: Job, at: Layout) -> str | None:
     """The columns of the MLP are split evenly."""
-    widths = [q.model.expert_ffn, q.model.shared_expert_ffn] if q.model.experts else [q.model.ffn]
-    widths += [q.model.ffn] if q.model.dense_layers else []
+    widths = [job.model.expert_ffn, job.model.shared_expert_ffn] if job.model.experts else [job.model.ffn]
+    widths += [job.model.ffn] if job.model.dense_layers else []
     for width in widths:
         if width % at.tp:
             return f"MLP width {width} is not divisible by TP={at.tp}"
     return None
 
 
-def tp_inside_island(q: Question, at: Layout) -> str | None:
+def tp_inside_island(job: Job, at: Layout) -> str | None:
     """Tensor parallelism waits for its links several times per layer, so it must not leave an NVLink island."""
-    if at.tp <= q.links.island_size:
+    if at.tp <= job.links.island_size:
         return None
-    slow = q.links.crosses(at.tp, 1)
-    if at.tp > q.links.ranks_per_node and q.links.network is not None:
+    slow = job.links.crosses(at.tp, 1)
+    if at.tp > job.links.ranks_per_node and job.links.network is not None:
         return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} between nodes"
-    if not q.has_gpu and at.tp <= q.links.ranks_per_node:
+    if not job.has_gpu and at.tp <= job.links.ranks_per_node:
         return None  # host memory is the only link
-    if q.links.island_size == 1:
+    if job.links.island_size == 1:
         return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} (no NVLink)"
-    return f"TP={at.tp} needs more GPUs than the {q.links.island_size} that NVLink connects"
+    return f"TP={at.tp} needs more GPUs than the {job.links.island_size} that NVLink connects"
 
 
-def most_chunks(q: Question) -> int:
+def most_chunks(job: Job) -> int:
     """Return how many chunks an interleaved pipeline may have."""
-    return q.model.layers + (2 if q.engine.empty_ends else 0)
+    return job.model.layers + (2 if job.engine.empty_ends else 0)
 
 
-def enough_layers(q: Question, at: Layout) -> str | None:
+def enough_layers(job: Job, at: Layout) -> str | None:
     """Each pipeline chunk has at least one layer, or the embedding or the head."""
-    if at.pp * at.virtual_stages > (most_chunks(q) if at.virtual_stages > 1 else q.model.layers):
-        return f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {q.model.layers}"
+    if at.pp * at.virtual_stages > (most_chunks(job) if at.virtual_stages > 1 else job.model.layers):
+        return f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {job.model.layers}"
     return None
 
 
-def enough_micro_batches(_q: Question, at: Layout) -> str | None:
+def enough_micro_batches(_job: Job, at: Layout) -> str | None:
     """With fewer micro-batches than stages a pipeline is never full, and torch's 1F1B schedule rejects it."""
     if at.pp > 1 and at.gradient_accumulation < at.pp:
         return f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {at.gradient_accumulation}"
@@ -74,37 +75,37 @@ def enough_micro_batches(_q: Question, at: Layout) -> str | None:
     return None
 
 
-def stages_sum(q: Question, at: Layout) -> str | None:
+def stages_sum(job: Job, at: Layout) -> str | None:
     """Uneven stages contain every layer exactly once."""
-    if at.stage_layers and sum(at.stage_layers) != q.model.layers:
-        return f"stage_layers add up to {sum(at.stage_layers)}, the model has {q.model.layers} layers"
+    if at.stage_layers and sum(at.stage_layers) != job.model.layers:
+        return f"stage_layers add up to {sum(at.stage_layers)}, the model has {job.model.layers} layers"
     return None
 
 
-def sequence_divides(q: Question, at: Layout) -> str | None:
+def sequence_divides(job: Job, at: Layout) -> str | None:
     """Ring attention divides the sequence into 2 x CP equal parts."""
-    if at.cp > 1 and q.train.sequence_length % (2 * at.cp):
-        return f"sequence length {q.train.sequence_length} does not divide by 2 x CP={at.cp}"
+    if at.cp > 1 and job.train.sequence_length % (2 * at.cp):
+        return f"sequence length {job.train.sequence_length} does not divide by 2 x CP={at.cp}"
     return None
 
 
-def experts_divide(q: Question, at: Layout) -> str | None:
+def experts_divide(job: Job, at: Layout) -> str | None:
     """Expert parallelism gives each rank whole experts, within one pipeline stage (docs/decisions/0022)."""
     if at.ep == 1:
         return None
-    if not q.model.experts:
-        return f"EP={at.ep}: {q.model.name} has no experts"
-    if q.model.experts % at.ep:
-        return f"{q.model.experts} experts do not divide by EP={at.ep}"
+    if not job.model.experts:
+        return f"EP={at.ep}: {job.model.name} has no experts"
+    if job.model.experts % at.ep:
+        return f"{job.model.experts} experts do not divide by EP={at.ep}"
     ranks = at.world_size // at.pp
     if ranks % at.ep:
         return f"EP={at.ep} does not divide the {ranks} ranks of a pipeline stage"
     return None
 
 
-def batch_divides(q: Question, at: Layout) -> str | None:
+def batch_divides(job: Job, at: Layout) -> str | None:
     """The global batch is divided evenly among the data-parallel ranks."""
-    wanted = q.train.global_batch
+    wanted = job.train.global_batch
     if wanted is not None and at.global_batch != wanted:
         return (
             f"{at.micro_batch} x {at.gradient_accumulation} x {at.data_parallel} ranks is not the global batch {wanted}"
@@ -112,23 +113,23 @@ def batch_divides(q: Question, at: Layout) -> str | None:
     return None
 
 
-def positions_reach(q: Question, _at: Layout) -> str | None:
+def positions_reach(job: Job, _at: Layout) -> str | None:
     """A learned position table has a maximum length."""
-    if q.model.family == "gpt2" and q.model.max_positions and q.train.sequence_length > q.model.max_positions:
-        return f"sequence length {q.train.sequence_length} is beyond the model's {q.model.max_positions} positions"
+    if job.model.family == "gpt2" and job.model.max_positions and job.train.sequence_length > job.model.max_positions:
+        return f"sequence length {job.train.sequence_length} is beyond the model's {job.model.max_positions} positions"
     return None
 
 
-def weights_can_train(q: Question, _at: Layout) -> str | None:
+def weights_can_train(job: Job, _at: Layout) -> str | None:
     """Quantised weights have no gradient, and the fine-tune job cannot load them (finetune/model.py)."""
-    if q.model.quantised and (q.train.method == "full" or not q.engine.loads_quantised):
-        return f"the weights are quantised ({q.model.quantised}): name the model that they were made from"
+    if job.model.quantised and (job.train.method == "full" or not job.engine.loads_quantised):
+        return f"the weights are quantised ({job.model.quantised}): name the model that they were made from"
     return None
 
 
-def precision_exists(q: Question, at: Layout) -> str | None:
+def precision_exists(job: Job, at: Layout) -> str | None:
     """The GPU supports the number format."""
-    cc = q.compute_capability
+    cc = job.compute_capability
     needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(at.precision)
     if needed and cc is not None and cc < needed:
         return f"{at.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
@@ -137,9 +138,9 @@ def precision_exists(q: Question, at: Layout) -> str | None:
     return None
 
 
-def engine_runs(q: Question, at: Layout) -> str | None:
+def engine_runs(job: Job, at: Layout) -> str | None:
     """The engine supports the layout, and LoRA or QLoRA; 4-bit blocks need unsplit matrices, and a forecast a GPU."""
-    return engine_lacks(q.engine, q.model, q.train, at, has_gpu=q.has_gpu)
+    return engine_lacks(job.engine, job.model, job.train, at, has_gpu=job.has_gpu)
 
 
 def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
@@ -191,23 +192,23 @@ def _list_missing_options(engine: Engine, name: str, train: TrainSpec, at: Layou
         yield "QLoRA's 4-bit blocks do not split over TP or CP"
 
 
-def host_memory_holds(q: Question, at: Layout) -> str | None:
+def host_memory_holds(job: Job, at: Layout) -> str | None:
     """Offloaded data and the memory for loading the model fit into 80 % of the nodes' memory.
 
     If the host memory is unknown, offloading is rejected.
     """
-    load = q.engine.host_load(2.0 * weights(q.model).total, at, min(at.world_size, q.links.ranks_per_node))
-    if q.has_gpu and q.host_memory_bytes is not None and load > 0.8 * q.host_memory_bytes:
-        usable = 0.8 * q.host_memory_bytes / GIB
+    load = job.engine.host_load(2.0 * weights(job.model).total, at, min(at.world_size, job.links.ranks_per_node))
+    if job.has_gpu and job.host_memory_bytes is not None and load > 0.8 * job.host_memory_bytes:
+        usable = 0.8 * job.host_memory_bytes / GIB
         return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable:.0f} GiB are usable"
     if at.offload == "none":
         return None
-    if q.host_memory_bytes is None:
+    if job.host_memory_bytes is None:
         return "offloading needs host memory, and the memory of the nodes is unknown"
-    frozen = NF4_BYTES if q.train.method == "qlora" else 2.0
-    each = (12.0 if at.offload == "optimizer" else 16.0) if q.train.method == "full" else frozen
-    needed = each * weights(q.model).total * at.dp_replicate / max(1, q.links.nodes)
-    usable = 0.8 * q.host_memory_bytes
+    frozen = NF4_BYTES if job.train.method == "qlora" else 2.0
+    each = (12.0 if at.offload == "optimizer" else 16.0) if job.train.method == "full" else frozen
+    needed = each * weights(job.model).total * at.dp_replicate / max(1, job.links.nodes)
+    usable = 0.8 * job.host_memory_bytes
     if needed > usable:
         return f"offloading needs {needed / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
     return None
@@ -223,12 +224,10 @@ RULES: tuple[tuple[str, Rule], ...] = tuple((rule.__name__.replace("_", "-"), ru
 RULES_OF_DEGREES = tuple((name, rule) for name, rule in RULES if rule not in _OF_BATCH)
 
 
-def first_broken(
-    question: Question, layout: Layout, rules: tuple[tuple[str, Rule], ...] = RULES
-) -> tuple[str, str] | None:
+def first_broken(job: Job, layout: Layout, rules: tuple[tuple[str, Rule], ...] = RULES) -> tuple[str, str] | None:
     """Return name and reason of the first rule that a layout violates."""
     for name, rule in rules:
-        reason = rule(question, layout)
+        reason = rule(job, layout)
         if reason is not None:
             return name, reason
     return None

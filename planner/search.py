@@ -16,7 +16,7 @@ from contracts.layout import Checkpointing, Layout, Precision, Schedule, Shardin
 from hardware.units import GIB
 from planner.advice import Rejected
 from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, memory_interval, widths
-from planner.forecast.engine import Question, uneven_stages
+from planner.forecast.engine import uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.rules import RULES_OF_DEGREES, first_broken, most_chunks
@@ -121,11 +121,9 @@ def _list_powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
 
 
-def _list_shardings(
-    question: Question, dp: int, in_node: int, named: object
-) -> Iterator[tuple[Sharding, int, int, bool]]:
+def _list_shardings(job: Job, dp: int, in_node: int, named: object) -> Iterator[tuple[Sharding, int, int, bool]]:
     """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward); groups of the `named` size if it is given."""
-    can = question.engine.can
+    can = job.engine.can
     if dp == 1:
         yield "zero3" if "zero3" in can else "ddp", 1, 1, True
         return
@@ -133,52 +131,52 @@ def _list_shardings(
         yield "ddp", 1, dp, True
     zeros: tuple[Sharding, ...] = ("zero1", "zero2")
     for zero in zeros:  # FSDP's follows below
-        if zero in can and question.engine.as_run(Layout(world_size=dp, dp_shard=dp, sharding=zero)).sharding == zero:
+        if zero in can and job.engine.as_run(Layout(world_size=dp, dp_shard=dp, sharding=zero)).sharding == zero:
             yield zero, dp, 1, True
     if "zero3" in can:
         yield "zero3", dp, 1, True
-        if question.engine.reshard:
+        if job.engine.reshard:
             yield "zero3", dp, 1, False
     if "hsdp" in can:
         group = named if isinstance(named, int) and named > 1 else max(2, in_node)
         while group < dp:
             if dp % group == 0:
                 yield "zero3", group, dp // group, True
-                if question.engine.reshard and group in (in_node, named):
+                if job.engine.reshard and group in (in_node, named):
                     yield "zero3", group, dp // group, False
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 
-def _list_virtuals(question: Question, split: Layout, named: object) -> Iterator[int]:
+def _list_virtuals(job: Job, split: Layout, named: object) -> Iterator[int]:
     yield 1
-    if split.pp == 1 or not question.engine.interleaved or split.gradient_accumulation % split.pp:
+    if split.pp == 1 or not job.engine.interleaved or split.gradient_accumulation % split.pp:
         return
     for v in range(16, 1, -1):
         # Embedding and head count as one layer each, so the first and last chunk may have one layer less.
-        if split.pp * v <= most_chunks(question) and (-question.model.layers % (split.pp * v) <= 2 or v == named):
+        if split.pp * v <= most_chunks(job) and (-job.model.layers % (split.pp * v) <= 2 or v == named):
             yield v
 
 
-def _list_context_degrees(question: Question, ranks: int) -> list[int]:
+def _list_context_degrees(job: Job, ranks: int) -> list[int]:
     """Return context-parallel degrees that leave each rank enough of a sequence."""
-    length = question.train.sequence_length
+    length = job.train.sequence_length
     most = min(max(8, length // 4096), length // _LEAST_TOKENS)
     return [cp for cp in _list_powers(min(ranks, max(1, most))) if ranks % cp == 0]
 
 
-def _list_degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
+def _list_degrees(job: Job, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp, pp, cp, ep) that the rules allow; each rejected degree is recorded once."""
     seen: set[str] = set()
 
     def refuse(what: str, layout: Layout) -> bool:
-        if (broken := first_broken(question, layout, RULES_OF_DEGREES)) is None:
+        if (broken := first_broken(job, layout, RULES_OF_DEGREES)) is None:
             return False
         if what not in seen:
             seen.add(what)
             found.rejected.append(Rejected(what=what, rule=broken[0], reason=broken[1]))
         return True
 
-    model, per_node = question.model, question.links.ranks_per_node
+    model, per_node = job.model, job.links.ranks_per_node
     for tp in _list_powers(min(world, 2 * per_node)):
         if world % tp:
             continue
@@ -189,7 +187,7 @@ def _list_degrees(question: Question, world: int, found: Found) -> Iterator[tupl
                 break
             if pp > 1 and refuse("PP", Layout(world_size=pp, pp=pp)):
                 break
-            for cp in _list_context_degrees(question, world // (tp * pp)):
+            for cp in _list_context_degrees(job, world // (tp * pp)):
                 if cp > 1 and refuse("CP", Layout(world_size=cp, cp=cp)):
                     break
                 dp = world // (tp * pp * cp)
@@ -398,15 +396,15 @@ _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 def fitting(
-    question: Question, base: Layout, budget: float | None, *, named: Mapping[str, object], after: Layout | None = None,
+    job: Job, base: Layout, budget: float | None, *, named: Mapping[str, object], after: Layout | None = None,
 ) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
     """Return the lightest checkpointing that fits, else offloading, else the bytes missing for full checkpointing.
 
     `after`: what fitted for a layout with no more data; choices lighter than its choice are skipped.
     """
     least = float("inf")
-    for layout in _list_lighter(question, base, named, after):
-        memory = memory_of(question, layout)
+    for layout in _list_lighter(job, base, named, after):
+        memory = memory_of(job, layout)
         if budget is None or memory.total <= budget:
             return layout, memory
         if layout.offload == "none":
@@ -414,17 +412,15 @@ def fitting(
     return least
 
 
-def _list_lighter(
-    question: Question, base: Layout, named: Mapping[str, object], after: Layout | None
-) -> Iterator[Layout]:
+def _list_lighter(job: Job, base: Layout, named: Mapping[str, object], after: Layout | None) -> Iterator[Layout]:
     """Yield a layout with more and more checkpointing, then with offloading, which is slow."""
     offloaded = named.get("offload", "none") != "none" or (after is not None and after.offload != "none")
     for choice in () if offloaded else _CHOICES[_CHOICES.index(after.checkpointing) if after else 0 :]:
-        if choice in question.engine.checkpointing and named.get("checkpointing", choice) == choice:
+        if choice in job.engine.checkpointing and named.get("checkpointing", choice) == choice:
             yield base if choice == "none" else replace(base, checkpointing=choice)
     if named.get("checkpointing", "full") != "full":
         return
-    for where in question.engine.offloads:
+    for where in job.engine.offloads:
         layout = replace(base, checkpointing="full", offload=where)
-        if named.get("offload", where) == where and first_broken(question, layout) is None:
+        if named.get("offload", where) == where and first_broken(job, layout) is None:
             yield layout

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 from contracts.layout import EIGHT_BITS, Layout, Offload, Precision
 from hardware.units import GIB
-from planner.forecast.links import Links
 from planner.forecast.specs import (
     ModelSpec,
     TrainSpec,
@@ -503,16 +502,3 @@ def make_engine(base: Engine, traits: Mapping[str, Any]) -> Engine:
     if "states" in made:
         made["states"] = StateBytes(*made["states"])
     return replace(base, **made)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A run for which a layout is needed: the input of rules and forecasts."""
-
-    model: ModelSpec
-    train: TrainSpec
-    links: Links
-    engine: Engine
-    has_gpu: bool = True
-    compute_capability: tuple[int, int] | None = None
-    host_memory_bytes: float | None = None  # per node; None: unknown

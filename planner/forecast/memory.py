@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from contracts.layout import Layout
 from hardware.units import GIB
-from planner.forecast.engine import NF4_SCALES, Engine, Question, Share, share_of
+from planner.forecast.engine import NF4_SCALES, Engine, Share, share_of
 from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_weights
+from planner.forecast.step_time import Job
 
 # Memory of the allocator and of libraries in addition to tensors; docs/explanation/forecast.md.
 FRAGMENTATION = 1.05  # reserved by the caching allocator, relative to allocated memory
@@ -52,9 +53,9 @@ class _StoredBytes(NamedTuple):
     logits: float
 
 
-def memory_of(question: Question, layout: Layout) -> MemoryParts:
+def memory_of(job: Job, layout: Layout) -> MemoryParts:
     """Return the memory of one layout of a job."""
-    return memory_parts(question.model, question.train, layout, question.engine, on_cpu=not question.has_gpu)
+    return memory_parts(job.model, job.train, layout, job.engine, on_cpu=not job.has_gpu)
 
 
 def memory_parts(

@@ -14,8 +14,17 @@ from typing import NamedTuple
 
 from contracts.layout import Layout
 from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
-from planner.forecast.engine import NF4_BYTES, Question, Share, last_stage, share_of
-from planner.forecast.specs import ModelSpec, Weights, document_length, expected_longest, mean_length, weights
+from planner.forecast.engine import NF4_BYTES, Engine, Share, last_stage, share_of
+from planner.forecast.links import Links
+from planner.forecast.specs import (
+    ModelSpec,
+    TrainSpec,
+    Weights,
+    document_length,
+    expected_longest,
+    mean_length,
+    weights,
+)
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send")
 
@@ -57,13 +66,20 @@ ADAM_RANK_BYTES_PER_SECOND = 20e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(Question):
-    """A run together with the rates of its ranks; costs of layers are cached over the evaluated layouts.
+class Job:
+    """A run for which a layout is needed; costs of layers are cached over the evaluated layouts.
 
     Not to be confused with a Kubernetes Job, `planner.kubernetes.manifests.JobSpec`.
     """
 
+    model: ModelSpec
+    train: TrainSpec
+    links: Links
+    engine: Engine
     rates: Rates
+    has_gpu: bool = True
+    compute_capability: tuple[int, int] | None = None
+    host_memory_bytes: float | None = None  # per node; None: unknown
     constants: Constants = DEFAULT
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
     # dataclasses.replace starts with an empty cache, because fields without init are not copied.

@@ -1,14 +1,14 @@
-"""Expand the words of a shell script, with the values of variables at that point of the script.
+"""Parse shell scripts, and expand their words with the values of variables at that point of a script.
 
 The grammar is tree-sitter-bash's. Specification: POSIX shell (XCU 2.2 quoting, 2.6 expansions), bash(1) arrays.
 """
 
 from __future__ import annotations
 
-import operator
+import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from planner.lint.script import OPEN, Assigned, Script, Word, words
+from planner.lint.script import OPEN, Assigned, Word, words
 
 _BASH = Language(tree_sitter_bash.language())
 _MOST_SECONDS = 2.0  # CPU seconds per text: 1 MiB of ordinary script takes 0.5; a hostile text can take quadratic time
@@ -29,7 +29,8 @@ MOST_LEVELS = 60  # nesting of blocks, substitutions and defaults
 _MOST_WORK = 1 << 25  # characters read, loop iterations included; takes a few seconds
 
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
-_ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
+_ARRAY = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
+NEXT_ITEM = "\0"  # ends each item in the value of an array
 _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # unquoted, these are split at blanks
 
@@ -53,13 +54,6 @@ class Shell:
     def copy(self) -> Shell:
         """Return an independent copy."""
         return replace(self, variables=dict(self.variables), functions=dict(self.functions))
-
-    def restore(self, hidden: Mapping[str, Assigned | None]) -> None:
-        """Restore variables that were set only for a command or function; None: was not set."""
-        for name, before in hidden.items():
-            self.variables.pop(name, None)
-            if before is not None:
-                self.variables[name] = before
 
 
 def limit_parsing() -> None:
@@ -96,14 +90,13 @@ def walk(node: Node | None, *kinds: str) -> Iterator[Node]:
 
 
 class Expander:
-    """Expands words with the variables of `shell`. Values that are unknown before a run become OPEN."""
+    """Expands words with the variables of `scope`. Values that are unknown before a run become OPEN."""
 
-    capture: Callable[[Sequence[Node]], None]  # follows a command substitution
+    follow_substitution: Callable[[Sequence[Node]], None]  # follows the commands of `$( )`
     set: Callable[[Assigned], None]  # sets a variable
 
-    def __init__(self, shell: Shell) -> None:
-        self.scope = shell
-        self.script = Script()
+    def __init__(self, scope: Shell) -> None:
+        self.scope = scope
         self.source, self.first = b"", 1
         self.loops = 0  # loops around the statement
         self._level = self._work = 0
@@ -127,14 +120,16 @@ class Expander:
         """Return the source text of a node."""
         return self.source[node.start_byte : node.end_byte].decode("utf-8", "replace")
 
+    def raw(self, node: Node) -> str:
+        """Return the source text of a word without its quotes."""
+        text = self.text(node)
+        if node.type == "concatenation":
+            return re.sub(r"[\"']", "", text)
+        return text[1:-1] if node.type in ("string", "raw_string") else text
+
     def line(self, node: Node) -> int:
         """Return the line number of a node in the whole text; 0 if unknown."""
         return self.first + node.start_point.row if self.first else 0
-
-    def items(self, name: str) -> tuple[Word, ...] | None:
-        """Return the items of an array; None if unknown."""
-        found = self.scope.variables.get(name)
-        return found.items if found is not None else None
 
     def value(self, node: Node) -> str:
         """Return the text of a word after expansion."""
@@ -155,15 +150,13 @@ class Expander:
             case "string":
                 return self._mixed(node, node.start_byte + 1, node.end_byte - 1, r"\\([\"\\`$])|\\\n")
             case "simple_expansion":
-                name = self.text(node)[1:]  # bash takes one digit: `$12` is `${1}2`
-                return self.parameter(name[:1]) + name[1:] if name[:1].isdecimal() else self.parameter(name)
+                return self.parameter(self.text(node)[1:])
             case "expansion":
                 return self._braced(node)
             case "arithmetic_expansion":
-                number = self.arithmetic(self.text(node))
-                return OPEN if number is None else str(number)
+                return self._product(self.text(node))
             case "command_substitution" | "process_substitution":
-                self.capture(node.named_children)
+                self.follow_substitution(node.named_children)
                 return OPEN
         found = self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
         is_home = re.match(r"(?:\w+=)?~(?:/|$)", self.text(node)) is not None  # bash replaces it with $HOME
@@ -173,7 +166,7 @@ class Expander:
         """Return the value of `$NAME`, "" if it is unset, OPEN if it is unknown as `$1` is."""
         self.spend(64)
         found = self.scope.variables.get(name)
-        return OPEN if found is None else found.value
+        return OPEN if found is None else found.value.partition(NEXT_ITEM)[0]
 
     def _mixed(self, node: Node, start: int, end: int, escape: str) -> str:
         """Expand text between two offsets. Text outside child nodes is literal, as the grammar omits some blanks."""
@@ -198,14 +191,12 @@ class Expander:
         if match is None or (match[2] and match[3] != "}"):
             return OPEN
         name, index, sign = match.groups()
-        if index:
-            items = self.items(name) or ()
-            short = sum(len(each.text) + 1 for each in items) < MOST_VALUE
-            separated = index == "[*]" and "IFS" in self.scope.variables  # items are joined with IFS
-            return " ".join(each.text for each in items) if items and short and not separated else OPEN
-        if sign == "}":
-            return self.parameter(name)
         found, value = self.scope.variables.get(name), self.parameter(name)
+        if index:
+            is_separated = index == "[*]" and "IFS" in self.scope.variables  # items are joined with IFS
+            return OPEN if found is None or is_separated else found.value.rstrip(NEXT_ITEM).replace(NEXT_ITEM, " ")
+        if sign == "}":
+            return value
         is_missing = found is not None and (found.unset or (sign[0] == ":" and not value))
         if is_missing or value == OPEN:
             if sign[-1] in "+?":
@@ -218,85 +209,34 @@ class Expander:
             self.set(Assigned(name, other, self.text(node), self.line(node)))
         return other
 
-    def arithmetic(self, text: str) -> int | None:
-        """Return the value of an expression such as `$((512 * 1024))`; None if a name in it is no known number.
-
-        In a loop, whose later rounds are not followed, no name has a known number.
-        """
-        inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
-
-        def put(match: re.Match[str]) -> str:
-            number = self.parameter(match[1]) or "0"
-            return number if number.isdecimal() and not self.loops else OPEN
-
-        if not self.spend(len(text)):
-            return None
-        filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside)
-        try:
-            return _number(filled) if re.fullmatch(r"[\d\s+*/%<>-]{1,80}", filled) else None
-        except (ValueError, ZeroDivisionError):
-            return None
+    def _product(self, text: str) -> str:
+        """Return the value of a product such as `$((8 * 1024 * SIZE))`; OPEN for other arithmetic and in loops."""
+        factors = re.sub(r"[\s${}]", "", text[3:-2]).split("*")
+        numbers = [each if each[:1].isdecimal() else self.parameter(each) for each in factors]
+        if self.loops or len(factors) > 8 or not all(re.fullmatch(r"0|[1-9]\d{0,18}", each) for each in numbers):
+            return OPEN
+        product = math.prod(map(int, numbers))
+        return str(product) if product < 1 << 63 else OPEN
 
     def words(self, node: Node) -> list[Word]:
         """Return the words after expansion and word splitting of a word."""
-        text, line = self.text(node), self.line(node)
-        bare = text[1:-1] if node.type == "string" else text
-        array = _ARRAY.fullmatch(bare)
-        if array and not (node.type == "string" and "*" in bare):  # "${NAME[*]}" is one word
-            items = self.items(array[1])
-            if items is not None and self.spend(WORK_OF_WORD * len(items)):
-                return list(items)
-        value = self.value(node)
-        if node.type in _SPLITS and (re.search(r"\s", value) or not value):
-            parts = value.split()
-            self.spend(WORK_OF_WORD * len(parts))
-            return [Word(each, each, line) for each in parts]
-        return [Word(value, self.raw(node), line)]
-
-    def raw(self, node: Node) -> str:
-        """Return the source text of a word without its quotes."""
-        text = self.text(node)
-        if node.type == "concatenation":
-            return re.sub(r"[\"']", "", text)
-        return text[1:-1] if node.type in ("string", "raw_string") else text
+        value, raw, line = self.value(node), self.raw(node), self.line(node)
+        array = _ARRAY.fullmatch(self.text(node))
+        parts = value.split() if node.type in _SPLITS else [value]
+        if array and (found := self.scope.variables.get(array[1])):
+            parts = found.value.split(NEXT_ITEM)[:-1]
+        self.spend(WORK_OF_WORD * len(parts))
+        return [Word(each, raw if parts == [value] else each, line) for each in parts]
 
     def evaluate(self, node: Node) -> Assigned:
         """Evaluate `NAME=value`, `NAME+=value` or `NAME=(array)`. `NAME[i]=value` makes the variable unknown."""
         target, given = node.child_by_field_name("name") or node, node.child_by_field_name("value")
         name, adds = self.text(target).partition("[")[0], node.children[1].type == "+="
-        items = None
-        if target.type != "variable_name":
-            list(map(self.value, node.named_children))
-            value = OPEN
-        elif given is not None and given.type == "array":
-            before = self.items(name) if adds else ()
-            more = tuple(word for each in given.named_children for word in self.words(each))
-            indexed = any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in given.named_children)
-            before = (Word(OPEN, ""),) if before is None else before  # unknown number of items
-            items = None if indexed else (*before, *more)[: MOST_VALUE >> 4]
-            value = OPEN if items is None else items[0].text if items else ""
+        before = self.scope.variables.get(name, Assigned(name, OPEN)).value if adds else ""
+        if given is not None and given.type == "array":
+            value = "".join(word.text + NEXT_ITEM for each in given.named_children for word in self.words(each))
+            before += NEXT_ITEM * (before not in ("", before.rstrip(NEXT_ITEM) + NEXT_ITEM))
         else:
             value = self.value(given) if given else ""
-            value = ((self.parameter(name) + value) if adds else value)[:MOST_VALUE]
-        return Assigned(name, value, self.raw(given) if given else "", self.line(node), items=items)
-
-
-# In the order of their precedence, the lowest first
-_OPERATORS: Sequence[Mapping[str, Callable[[int, int], int]]] = (
-    {"<<": operator.lshift, ">>": operator.rshift},
-    {"+": operator.add, "-": operator.sub},
-    {"*": operator.mul, "/": operator.floordiv, "%": operator.mod},
-)
-
-
-def _number(text: str) -> int:
-    """Evaluate an expression whose intermediate results are in 0 to 2^63 - 1. Raises ValueError otherwise."""
-    for group in _OPERATORS:
-        if match := re.fullmatch(rf"(?s)(.*)({'|'.join(map(re.escape, group))})(.*)", text):  # at the last of them
-            left, right = _number(match[1]), _number(match[3])
-            if (group is _OPERATORS[0] and right > 62) or not 0 <= (result := group[match[2]](left, right)) < 1 << 63:
-                raise ValueError("no number that bash has too")
-            return result
-    if not re.fullmatch(r"\s*(?:0|[1-9]\d{0,18})\s*", text):
-        raise ValueError("no decimal number")
-    return int(text)
+        value = (before + value)[:MOST_VALUE] if target.type == "variable_name" else OPEN
+        return Assigned(name, value, self.raw(given) if given else "", self.line(node))

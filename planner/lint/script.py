@@ -76,7 +76,6 @@ class Assigned(NamedTuple):
     line: int = 0
     exported: bool = True
     unset: bool = False
-    items: tuple[Word, ...] | None = None  # items of a shell array; `value` is the first item
 
 
 Settings = dict[str, Assigned]

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import json
 import os
-import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+import resident
 from rigs.netns import missing
 from rigs.recorded import snapshot
 from rigs.results import RUN
-from rigs.serving import port_of
 from rigs.waiting import eventually
 
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
@@ -36,10 +33,10 @@ from contracts.run_record import record_of
 
 ROOT = Path(__file__).parents[2]
 MARK = "TOPOFLIGHT_DRILL"
-TERM_SECONDS = 120.0  # a kubelet waits 30 s; of a machine of CI, which may be several times slower, an end is asked
 SMALL_BENCH = ("bench", "--ranks=2", "--size=1024", "--op=all_gather", "--budget=1", "--output=json")
 # The lock of this ground in the place of the machine's, and whatever else a drill wants mounted.
 _ENTER = 'mount --bind "$DRILL_LOCK" /run/lock && eval "$DRILL_MOUNTS" && exec "$@"'
+_SPACE = ("unshare", "-m", "sh", "-c", _ENTER, "sh")
 
 
 def drill(run: Callable[[Ground], None]) -> Callable[[Path], None]:
@@ -89,12 +86,11 @@ class Ground:
             "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(more or {}),
         }  # fmt: skip
 
-    def start(self, *words: str, out: Any = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
-        """Start `topoflight WORDS`; its pid is that of the agent. DRILL_MOUNTS are commands run before it."""
-        space = ["unshare", "-m", "sh", "-c", _ENTER, "sh"]
+    def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        """Start `topoflight WORDS`. DRILL_MOUNTS are commands run before it."""
         return subprocess.Popen(
-            [*space, sys.executable, "-m", "agent.cli", *words], env=self.environment(environment), cwd=self.folder,
-            stdin=subprocess.DEVNULL, stdout=out, stderr=out, text=True,
+            [*_SPACE, sys.executable, "-m", "agent.cli", *words], env=self.environment(environment), cwd=self.folder,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def run(self, *words: str, seconds: float = 300.0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -104,19 +100,14 @@ class Ground:
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     @contextlib.contextmanager
-    def agent(self, *words: str, **environment: str) -> Iterator[Agent]:
-        """A `topoflight serve` that is ready, and is ended at the end of the block."""
-        with (self.folder / f"serve-{uuid.uuid4().hex[:6]}.log").open("w+b") as log:
-            serve = ("serve", "--port=0", f"--state={self.state}", *words)
-            agent = Agent(self.start(*serve, out=log, **environment), Path(log.name))
-            try:
-                yield agent
-            finally:
-                agent.process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    agent.process.wait(30)
-                agent.process.kill()
-                agent.process.wait()
+    def agent(self, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+        """A `topoflight serve` that answers, and its port; it is ended at the end of the block."""
+        port = resident.free_port()
+        serve = ("serve", f"--port={port}", f"--state={self.state}", *words)
+        command = [*_SPACE, sys.executable, "-m", "agent.cli", *serve]
+        with resident.process(command, self.environment(environment), self.folder / "serve.log") as one:
+            resident.wait(port, "/healthz", one)
+            yield one, port
 
     def living(self) -> list[tuple[psutil.Process, str]]:
         """Every living process that this ground's commands started, with its command line."""
@@ -156,36 +147,6 @@ class Ground:
         """What was stored before can be read back, or something newer in its place."""
         view = State(lambda: (snapshot(),), interval_seconds=3600, folder=self.state).refresh()
         assert view.bench is not None and record_of(RUN) in view.runs
-
-
-@dataclass(slots=True)
-class Agent:
-    """A serving agent."""
-
-    process: subprocess.Popen[str]
-    log: Path
-
-    def words(self) -> str:
-        """All that it has logged."""
-        return self.log.read_text(errors="replace")
-
-    def ask(self, path: str, **headers: str) -> tuple[int, Any]:
-        """Status, and JSON or text, once it listens: uvicorn's log does not say that at this level, the kernel does."""
-        eventually(lambda: self.process.poll() is not None or port_of(self.process), "the agent listens")
-        port = port_of(self.process)
-        assert port is not None, f"the agent ended with {self.process.returncode}: {self.words()[-2000:]}"
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            raw = answer.read()
-        with contextlib.suppress(ValueError):
-            return answer.status, json.loads(raw)
-        return answer.status, raw.decode(errors="replace")
-
-    def assert_ends_in_time(self) -> None:
-        """SIGTERM ends it; subprocess.TimeoutExpired where it does not."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(TERM_SECONDS)
 
 
 EARLIER = BenchResult(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import resident
 from drill_ground import ROOT, SMALL_BENCH, Ground, drill
 from rigs.results import RUN
-from rigs.waiting import eventually
 
 from contracts.run_record import record_of
 
@@ -54,10 +55,9 @@ def test_disk_full(ground: Ground) -> None:
         before = _files(ground.state)
         _assert_refused(ground.run(*SMALL_BENCH, f"--save={ground.state / 'saved.json'}"), "saved.json", "is full")
         _assert_refused(ground.run("preflight", "-q", f"--report={ground.state / 'report'}"), "report", "is full")
-        with ground.agent() as agent:
-            eventually(lambda: agent.ask("/readyz")[0] == 200, "the agent is ready")
-            status, runs = agent.ask("/runs")
-            assert status == 200 and record_of(RUN) in map(record_of, runs), runs
+        with ground.agent() as (agent, port):
+            resident.wait(port, "/readyz", agent)
+            assert record_of(RUN) in map(record_of, json.loads(resident.get(port, "/runs")[1]))
         ground.assert_earlier_results_are_there()
         assert _files(ground.state) <= before
     ground.assert_nothing_is_left()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -61,11 +62,11 @@ def test_sigterm_during_a_hang(ground: Ground) -> None:
         "LD_LIBRARY_PATH": str(nvml_profile.build(ground.folder).parent), "FAKE_NVML_PROFILE": str(profile),
         "FAKE_NVML_INJECT": "nvmlDeviceGetName@gpu1=hang",
     }  # fmt: skip
-    with ground.agent(f"--root={machine_root(ground)}", **inject) as agent:
-        assert agent.ask("/healthz")[0] == 200
+    with ground.agent(f"--root={machine_root(ground)}", **inject) as (agent, _):
         eventually(lambda: ground.runs("probes.worker"), "the scan has begun")
         time.sleep(1.0)  # into the call that hangs: five files and a library away
-        agent.assert_ends_in_time()
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(120)  # a kubelet waits 30 s; of a busy machine an end is asked
 
 
 @drill

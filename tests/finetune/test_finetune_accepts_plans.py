@@ -17,11 +17,12 @@ from finetune.parallel import refusals
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue
 from planner.forecast import machines
-from planner.forecast.engine import Question
+from planner.forecast.compute import cpu_rates
 from planner.forecast.links import links_of
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import KNOWN, model_named
 from planner.forecast.specs import TrainSpec
+from planner.forecast.step_time import Job
 from planner.recommend import plan
 from planner.rules import first_broken
 from planner.search import search
@@ -157,8 +158,9 @@ def test_recommended_combinations_are_accepted_and_among_those_compared_with_one
 )
 def test_planner_and_job_allow_the_same_combinations(layout):
     """Combinations that the job's equivalence tests cover break no rule of the planner."""
-    asked = Question(
+    asked = Job(
         model=MODELS["Llama-3.1-8B"], train=TrainSpec(), engine=TOPOFLIGHT, host_memory_bytes=2e12,
+        rates=cpu_rates(8.0, None),
         links=links_of(ClusterTopology(nodes=(build(snapshot(H100)),)), ()),
     )  # fmt: skip
     assert reasons(layout, MODELS["Llama-3.1-8B"], "lora") == []

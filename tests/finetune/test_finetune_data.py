@@ -223,21 +223,28 @@ def test_plain_text_begins_as_its_tokenizer_begins_it():
     assert encode(SHAPES["messages"], tokenizer, job()).tokens.tolist().count(begin) == 0  # its template begins a talk
 
 
-def test_a_hub_cannot_name_files_outside_its_data_set(tmp_path):
-    """No file of such a name is made."""
+def test_files_of_a_hub_that_are_not_downloaded(tmp_path):
+    """Names that lead out of the data set, and more bytes than the limit."""
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}')
-    code = "import sys; from contracts.job_config import JobConfig; from finetune import rows; "
+    code = (
+        "import sys; from contracts.job_config import JobConfig; from finetune import hub, rows; hub.MOST_BYTES = 13; "
+    )
     code += "print(rows.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), 'train'))"
     hub = Hub()
     names = {"org/up": f"../../../../../../../../{tmp_path}/up.jsonl", "org/root": f"{tmp_path}/root.jsonl"}
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "train.jsonl").write_text('{"text": "ab"}')
+    hub.add("datasets", "org/large", tmp_path / "large")
     for name, path in names.items():
         hub.add("datasets", name, tmp_path / "set", listed=(path,))
+    for name in ("org/large", *names):
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
         done = subprocess.run(
             [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=False
         )
         assert "ConfigError" in done.stderr and name in done.stderr, done.stderr
+        assert ("hf download --include" in done.stderr) == (name == "org/large")
     hub.close()
     assert not list(tmp_path.glob("*.jsonl"))
 

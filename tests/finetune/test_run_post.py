@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import resident
 import torch
-import urllib3
-from rigs.serving import START_SECONDS, answering, port_of
+from rigs.serving import answering
 from rigs.tables import each_row
 
 from contracts.job_plan import JobPlan
@@ -149,23 +149,13 @@ def test_a_job_s_record_stands_in_the_agents_runs(tmp_path, token_file):
     tokens.write_text(TOKEN + "\n")
     tokens.chmod(0o600)
     (tmp_path / "state").mkdir()
-    words = [sys.executable, "-m", "agent.cli", "serve", f"--host={MACHINE}", "--port=0", "--interval=3600",
-             f"--token-file={tokens}", f"--state={tmp_path / 'state'}"]  # fmt: skip
-    agent = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + START_SECONDS
-        while (port := port_of(agent)) is None:  # the job asks three times, whether it or the agent is slower
-            assert time.monotonic() < end, "the agent did not start"
-            time.sleep(0.05)
+    with resident.agent(tmp_path, f"--host={MACHINE}", "--interval=3600", f"--token-file={tokens}") as (_, port, _):
         url = f"http://127.0.0.1:{port}"
         environment = {**os.environ, "TOPOFLIGHT_AGENT": url, "OMP_NUM_THREADS": "1"}
         words = [sys.executable, "-m", "finetune.train", "max_steps=2", "dataset_rows=64", "eval_strategy=no",
                  "save_strategy=no", f"output_dir={out}"]  # fmt: skip
         job = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-        kept = urllib3.request("GET", f"{url}/runs").json()
-    finally:
-        agent.terminate()
-        agent.wait(60)
+        kept = json.loads(resident.get(port, "/runs")[1])
     assert job.returncode == 0, job.stderr
     assert kept == [{**json.loads((out / "run.json").read_text()), "posted_by": "token-file"}]
     assert (kept[0]["status"], kept[0]["steps_done"]) == ("complete", 2)

@@ -9,11 +9,13 @@ from rigs.tables import each_row
 
 from contracts.layout import Layout
 from hardware.units import GIB
-from planner.forecast.engine import Question, share_of
+from planner.forecast.compute import cpu_rates
+from planner.forecast.engine import share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import NCCL_BYTES, RESERVED_RANKS_BYTES, memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
+from planner.forecast.step_time import Job
 from planner.rules import host_memory_holds
 from planner.stacks import engine_named
 
@@ -186,8 +188,13 @@ def test_what_ranks_hold_as_the_model_comes_in_bounds_the_layout() -> None:
     assert engine_named("topoflight").host_load(size, three, 8) == 0.0
     node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
     links = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
-    small = Question(
-        model=MODEL, train=FULL, links=links, engine=engine_named("deepspeed"), host_memory_bytes=128.0 * GIB
+    small = Job(
+        model=MODEL,
+        train=FULL,
+        links=links,
+        engine=engine_named("deepspeed"),
+        host_memory_bytes=128.0 * GIB,
+        rates=cpu_rates(8.0, None),
     )
     assert "loading needs 120 GiB" in (host_memory_holds(small, two) or "")
     assert host_memory_holds(small, three) is None

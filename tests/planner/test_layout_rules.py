@@ -10,10 +10,12 @@ from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout, LayoutError
 from planner.forecast import machines
-from planner.forecast.engine import Question, uneven_stages
+from planner.forecast.compute import cpu_rates
+from planner.forecast.engine import uneven_stages
 from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
+from planner.forecast.step_time import Job
 from planner.recommend import plan, recommend
 from planner.rules import RULES, first_broken
 from planner.search import search
@@ -29,14 +31,15 @@ LINKS = Links(ranks_per_node=8, nodes=4, island_size=8, island=FAST, node=FAST, 
 def question(
     engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu: bool = True, quantised: str = "",
     **train: Any,
-) -> Question:  # fmt: skip
+) -> Job:  # fmt: skip
     """A question about four 8-GPU nodes."""
     named = model_named(model)
-    return Question(
+    return Job(
         model=replace(named, quantised=quantised or named.quantised),
         train=TrainSpec(**{"method": "full", "sequence_length": 8192, "engine": engine, **train}),
         links=LINKS,
         engine=engine_named(engine),
+        rates=cpu_rates(8.0, None),
         has_gpu=has_gpu,
         compute_capability=(9, 0),
     )
@@ -87,7 +90,7 @@ MXFP8 = Layout(world_size=8, dp_shard=8, sharding="zero1", precision="mxfp8")
 DDP = Layout(world_size=8, dp_replicate=8, sharding="ddp")
 
 
-def on(capability: tuple[int, int], engine: str = "megatron") -> Question:
+def on(capability: tuple[int, int], engine: str = "megatron") -> Job:
     """The question on GPUs of this compute capability."""
     return replace(question(engine), compute_capability=capability)
 
@@ -114,7 +117,7 @@ def on(capability: tuple[int, int], engine: str = "megatron") -> Question:
         *((question(engine.name, "Llama-3.1-8B"), DDP, ()) for engine in ENGINES.values()),
     ],
 )  # fmt: skip
-def test_the_first_rule_that_a_layout_breaks(asked: Question, layout: Layout, says: tuple[str, ...]) -> None:
+def test_the_first_rule_that_a_layout_breaks(asked: Job, layout: Layout, says: tuple[str, ...]) -> None:
     """Its name and reason; none where the layout is allowed."""
     broken = first_broken(asked, layout)
     assert bool(broken) == bool(says), broken
