@@ -52,6 +52,9 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
 
     if linted.unread:
         console().print(f"! {linted.unread}", markup=False, highlight=False)
+    elif linted.unreached and not linted.checks:
+        count = units.count(linted.unreached, "setting")
+        print_text(f"! Not checked: {count} that no started program gets. No problems found in the others.")
     elif not linted.checks:
         more = "no change needed" if hosts else "add --host to check it against a machine"
         print_text(f"✓ no problems found in this environment → {more}")
@@ -76,6 +79,7 @@ class Linted(NamedTuple):
     read: str  # text: how many variables, in which format
     checks: tuple[Finding, ...]
     unread: str = ""  # text: lines that were not understood; empty if all were
+    unreached: int = 0  # number of settings that were not checked, because no program that is started gets them
 
     @property
     def exit_code(self) -> int:
@@ -104,7 +108,10 @@ def lint_text(
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
         raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
     checks = tuple(_checks(reading, found_version, machine))
-    return Linted(read=str(without_secrets(_read_in_words(reading))), unread=_unread_in_words(reading), checks=checks)
+    return Linted(
+        read=str(without_secrets(_read_in_words(reading))), checks=checks, unread=_unread_in_words(reading),
+        unreached=len(reading.unreached),
+    )  # fmt: skip
 
 
 def _checks(

@@ -48,6 +48,7 @@ def judge(facts: RunFacts) -> Verdict:
         or reports.by_clash(facts)
         or reports.by_models(facts)
         or reports.by_errors(facts)
+        or reports.by_uneven_ends(facts)
         or next((verdict for verdict in calls if not verdict.names_nobody), None)
         or reports.by_joins(facts)
         or reports.by_states(facts)

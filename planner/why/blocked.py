@@ -227,8 +227,18 @@ class BlockedCalls:
             return all(one.group == mine.group and one.number > mine.number for one in others)
 
         wanted = {rank for wait in self.waits.values() for rank in wait.missing}
-        return {rank for rank in wanted
+        late = {rank for rank in wanted
                 if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
+        return set(filter(self._is_late_by_most, late))
+
+    def _is_late_by_most(self, rank: int) -> bool:
+        """Whether a rank still runs or failed; if it ended well, whether most of a group wait for it in one call."""
+        states, waits = self.facts.states, self._waits_for(rank).values()
+        if rank not in states or not states[rank].ended or any(state.error for state in states.values()):
+            return True
+        waiting = Counter((wait.call.group, wait.call.number) for wait in waits)
+        return any(wait.call.p2p or not wait.size or waiting[wait.call.group, wait.call.number] > wait.size / 2
+                   for wait in waits)  # fmt: skip
 
     def _waits_for(self, rank: int) -> dict[int, Wait]:
         """Return the waits for a rank, by waiting rank."""
@@ -408,7 +418,7 @@ class BlockedCalls:
             return not_yet(rows, facts.limit, self.waiting)
         unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
         odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
-        for rank in circle:
+        for rank in circle if not busy and all(map(self._is_in_one_group, circle)) else ():
             mine, sides = waits[rank], dict[tuple[str, int], list[int]]()
             for other in sorted(mine.missing & waits.keys()):
                 if rank in waits[other].missing and not waits[other].call.p2p:
@@ -433,6 +443,11 @@ class BlockedCalls:
             how="the two calls are made in another order there" if made else (
                 "that call was left out there, or the two calls are made in another order"),
         )  # fmt: skip
+
+    def _is_in_one_group(self, rank: int) -> bool:
+        """Whether a rank is in calls of one group only; a thread that writes a checkpoint calls in another."""
+        calls = self.traces[rank].calls
+        return len({one.group for one in calls if not one.done and (one.started or not one.is_ahead)}) < 2
 
     def _line_of(self, rank: int) -> str:
         """The line of the user's code from which a rank has made the call that it waits in, if a source shows it."""

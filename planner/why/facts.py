@@ -228,12 +228,23 @@ class RunFacts:
         quiet = [rank for rank in quiet if rank in ranks]
         return quiet[0] if len(quiet) == 1 else None
 
+    @property
+    def has_one_group(self) -> bool:
+        """Return whether the dumps show calls of one group only, so that their numbers can be compared."""
+        return len({group for trace in self.traces.values() for group in trace.enqueued}) < 2
+
+    def calls_of(self, rank: int) -> int:
+        """Return how many collectives a rank has called, by a dump as new as its state; 0: unknown."""
+        state, trace = self.states[rank], self.traces.get(rank)
+        if trace is None or not self.has_one_group:
+            return 0
+        is_new = (trace.taken or 0.0) >= state.written - 1 or not (state.ended or self.has_moved_on(rank))
+        return sum(trace.enqueued.values()) if is_new else 0
+
     def _left_before(self, rank: int, other: int) -> bool:
         """Whether a rank ended by itself after fewer calls than another one, by the last dumps of both."""
-        last = [self.traces[one].enqueued for one in (rank, other)
-                if one in self.traces and (self.traces[one].taken or 0.0) >= self.states[one].written - 1]  # fmt: skip
         ended_well = self.states[rank].ended and not self.states[rank].error
-        return ended_well and [len(one) for one in last] == [1, 1] and sum(last[0].values()) < sum(last[1].values())
+        return ended_well and 0 < self.calls_of(rank) < self.calls_of(other)
 
     def _ended_before(self, first: int, second: int) -> bool:
         """Whether a rank ended before another one by more than their clocks can differ."""

@@ -239,6 +239,28 @@ def by_torchrun(facts: RunFacts) -> Verdict | None:
     return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, by torchrun's log")))
 
 
+def by_uneven_ends(facts: RunFacts) -> Verdict | None:
+    """Half of the ranks or more ended without an error, and all others wait for them or lost them: who is odd?
+
+    Most of them are not. The others are, if they made more calls than these, which all made as many.
+    """
+    ended = sorted(rank for rank, state in facts.states.items() if state.ended and not state.error)
+    rest = sorted(set(facts.states) - set(ended))
+    if not rest or 2 * len(ended) < max(len(facts.states), facts.world or 0) or not all(
+            _waits(rank, facts) or rank in facts.lost_a_peer for rank in rest):  # fmt: skip
+        return None
+    made = {rank: facts.calls_of(rank) for rank in facts.states}
+    few, more = ([calls for rank in ranks if (calls := made[rank])] for ranks in (ended, rest))
+    if len(set(few)) > 1 or (few and more and min(more) <= few[0]):
+        return None  # one of them left before the others, or a call that all have come to failed
+    is_certain = len(ended) > len(rest) and [len(few), len(more)] == [len(ended), len(rest)]
+    how = f"{ranks_of(rest)} called more than they did" if is_certain else (
+        f"they ended too early, or {ranks_of(rest)} called too much")  # fmt: skip
+    evidence = tuple(f"rank {rank}: {calls} collectives" for rank, calls in made.items() if calls)[:8]
+    return facts.named("uneven_ends", ended=ranks_of(ended), who=ranks_of(rest), how=how, evidence=evidence,
+                       ranks=tuple(rest) if is_certain else (), waiting=() if is_certain else tuple(rest))  # fmt: skip
+
+
 def by_states(facts: RunFacts) -> Verdict | None:
     """Use rank states without calls: ranks that have ended, are stopped, or are silent while others still write."""
     what = {rank: facts.activity(rank) for rank in facts.states}
@@ -268,7 +290,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
         bad = [rank for rank in bad if rank not in clean and rank not in losers]
         if not bad and losers:
             return _all_ended(sorted(losers), facts)
-        if not bad and all(_waits(rank, facts) for rank in set(what) - set(clean)):
+        if not bad and facts.has_one_group and all(_waits(rank, facts) for rank in set(what) - set(clean)):
             bad = clean  # the others are about to end, or the last rank works alone, as in an upload
     if not bad:
         rows = [f"rank {rank} {one.words}" for rank, one in what.items() if one.kind == "stopped"]

@@ -46,10 +46,10 @@ def filled(row: dict[str, Any], **places: Path) -> tuple[list[str], str]:
 
 
 def documented() -> set[tuple[str, int]]:
-    """The codes that the page gives each verb, and code 2 of every verb."""
+    """Return the codes that the page lists for each verb, and code 2 of every verb."""
     cells: set[tuple[str, int]] = set()
     for line in (ROOT / "docs/reference/exit-codes.md").read_text().splitlines():
-        if found := re.match(r"- `([a-z-]+)`: (.*)$", line):
+        if found := re.match(r"\| `([a-z-]+)` \| (.*) \|$", line):
             cells |= {(found[1], int(code)) for code in re.findall(r"\*\*(\d+)\*\* \w", found[2])}
             cells.add((found[1], 2))
     return cells

@@ -90,6 +90,7 @@ def test_secrets_are_not_repeated() -> None:
     ("text", "first", "code"),
     [
         ("export NCCL_DEBUG=INFO\n", "✓ no problems found", 0),
+        ("export NCCL_DEBUG=INFO\ntorchrun t.py\nrun NCCL_NET=x\n", "! Not checked: 1 setting that no started", 0),
         ("export NCCL_NET=IB\npython -c \"os.environ['NCCL_ALGO']='x'\"\n", "! Not understood: line 2 (", 5),
         ("export NCCL_BUFFSIZE=8M\npython -c \"os.environ['NCCL_ALGO']='x'\"\n", "! Not understood: line 2 (", 3),
         ("import os\nos.environ['NCCL_ALGO']='x'\n", "Error: the text: 1 line names NCCL's variables (line 2)", 2),

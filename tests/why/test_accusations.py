@@ -355,7 +355,9 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         ([ended(r, UNUSED) for r in range(2)], {}, "failed", (), "took no part in the loss"),
         ([alive(0), ended(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 uploads when the others are done
         ([alive(0, "collective", of=2.0), ended(1, ago=1.0)], {}, "fine", (), "no fault found"),  # they just end
-        ([alive(0, "collective"), ended(1, ago=62.0)], {}, "failed", (1,), "rank 1 on h1 has ended by itself"),
+        ([alive(0, "collective"), ended(1, ago=62.0)], {}, "failed", (), "they ended too early, or rank 0 called too"),
+        ([alive(0, "collective"), alive(1, "collective"), ended(2, ago=62.0)], {}, "failed", (2,),
+         "rank 2 on h2 has ended by itself"),
         ([alive(0, "collective"), alive(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 may wait for rank 1
         ([ended(0, ago=4000.0), alive(1, ago=4003.0)], {"silence": 4000.0}, "failed", (),
          "rank 1 has ended without a final state"),

@@ -469,6 +469,7 @@ def of_calls() -> Iterator[Row]:
         ("two of five, in different groups", circle("b a b c b"), (1, 3), ()),
         ("a rank that is in one of the two groups is no witness", circle("a a b b", (0, 1, 2), (0, 1, 2, 3)), (2,), ()),
         ("who has left a call out on a mesh is not certain", circle("e b e e a f c d", *MESH), (), ("no majority",)),
+        ("two threads of a rank call in two groups, as an asynchronous checkpoint does", circle("bc a bc"), (), ()),
         ("NCCL's calls, one of three in another order", circle("BA AB BA"), (1,), ("made in another order there",)),
         ("NCCL's calls, one of three has left one out", circle("BA A BA"), (1,), ("left out there, or",)),
     ):
@@ -483,6 +484,8 @@ def of_calls() -> Iterator[Row]:
             "call.circle" * (ago > 30),
             (),
         )
+    seen = replace(circle("b a b", phase="compute"), limit=50.0)
+    yield "who is at other work is not certain to wait", seen, "stuck", (), "call.circle", ("no majority",)
     yield ("who has only called ahead may yet come", circle("b a b", phase="compute"), "fine", (), "",
            ("rank 1 computes", "a fault after 300 s"))  # fmt: skip
     yield ("in a call that the others have left", left_behind(call(44, "all_gather", done=False, at=NOW - 60)),
@@ -566,6 +569,43 @@ def of_ends_and_paces() -> Iterator[Row]:
     others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
     yield ("a size that gloo could not take, and all others alike", replace(cut_short(), traces=others, processes=GONE),
            "failed", (2,), "call.size", ("rank 2 calls another size", "rank 3: gather of [4]"))  # fmt: skip
+    for what, calls, named, error in (
+        ("one of three made one call more", (9, 8, 8), (0,), None),
+        ("it lost the others", (9, 8, 8), (0,), LOST),
+        ("of two nobody is odd", (9, 8), (), None),
+        ("two against two", (9, 9, 8, 8), (), None),
+        ("one of four ended too early", (8, 9, 9, 9), (0,), None),
+        ("no dump shows the calls", (0, 8, 8), (), LOST),
+    ):
+        done = {r: n == 8 for r, n in enumerate(calls)}
+        states = {
+            r: RankState(
+                rank=r,
+                written=NOW,
+                phase="collective",
+                since=NOW - 60,
+                calls=8,
+                ended=done[r] or error is not None,
+                error=None if done[r] else error,
+            )
+            for r in done
+        }
+        traces = {
+            r: trace(
+                r, *(call(n) for n in range(1, 9)), *([] if done[r] else [call(9, done=False, at=NOW - 60)]), taken=NOW
+            )
+            for r, n in enumerate(calls)
+            if n
+        }
+        early = calls[0] == 8
+        yield (
+            f"uneven ends: {what}",
+            RunFacts(states=states, traces=traces, world=len(calls), now=NOW),
+            "failed",
+            named,
+            "rank.gone" if early else "call.order",
+            (),
+        )
     ended = {r: RankState(rank=r, written=NOW, ended=True) for r in range(4)}
     last = {r: trace(r, call(7 if r == 2 else 8), taken=NOW) for r in range(4)}
     yield ("the table names another rank than the one that left first",
