@@ -48,10 +48,7 @@ def run(
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     cases = spec.cases or tuple(Case(op=op, bytes=size) for op in spec.ops for size in spec.sizes_bytes)
     spec = replace(spec, backend=spec.backend or visible_backend(), cases=cases)
-    with (
-        processes.lock_host(Path(spec.lock_path) if spec.lock_path else None),
-        processes.run_folder() as directory,
-    ):
+    with processes.lock_host(Path(spec.lock_path) if spec.lock_path else None), processes.run_folder() as directory:
         return _run_in(directory, spec, on_event or (lambda _event: None), stop)
 
 

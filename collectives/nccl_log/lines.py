@@ -75,12 +75,9 @@ class LineReader:
         if message.startswith(DULL_STARTS) and b"NCCL" not in message:
             return True
         head, via, end = message.rpartition(b"via ")
-        writer = self._writers.get(prefix)
+        writer, channel = self._writers.get(prefix), self._ends.get((direction_of(head), end))
         # A longer head contains the message of another writer.
-        if not via or writer is None or len(head) > 72 or not head.startswith(b"Channel "):
-            return False
-        channel = self._ends.get((direction_of(head), end))
-        if channel is None:
+        if not via or writer is None or channel is None or len(head) > 72 or not head.startswith(b"Channel "):
             return False
         self.ledger.channels.add((writer.host, channel))
         self.ledger.facts.channel_places.keep(head[8:], None)
