@@ -285,10 +285,12 @@ def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
             if soldered and not trained_down:
                 continue
             what = f"link, {nic.pcie_link}," if trained_down else "slot"
-            reseat = trained_down and rate <= slot * RAW_OVER_PLAN
+            case = " trained_down" if trained_down and rate <= slot * RAW_OVER_PLAN else ""
+            status = by_loss(1.0 - carried * RAW_OVER_PLAN / rate)
+            if not trained_down and rate <= carried * RAW_OVER_PLAN * (nic.ports or 1):
+                case, status = " ports", Status.INFO  # the card is made for one port at its full rate
             yield finding(
-                TEXTS, "topology.nic.pcie_bound" + " trained_down" * reseat,
-                by_loss(1.0 - carried * RAW_OVER_PLAN / rate), nic.name, what=what, rate=gigabytes(rate),
+                TEXTS, f"topology.nic.pcie_bound{case}", status, nic.name, what=what, rate=gigabytes(rate),
                 carried=gigabytes(carried * RAW_OVER_PLAN), slot=gigabytes(slot),
             )  # fmt: skip
 

@@ -112,10 +112,7 @@ def _no_layout(out: Console, advice: Recommendation) -> None:
     if advice.backend == "gloo":
         point(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
     for help_ in advice.helps_most:
-        sentence, _, command = help_.partition(": topoflight ")
-        point(out, "→", escape(sentence))
-        if command:  # not wrapped, so that it can be copied
-            out.print(f"  topoflight {escape(command)}", soft_wrap=True)
+        point(out, "→", escape(help_))
 
 
 def _layout(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:

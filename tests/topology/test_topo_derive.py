@@ -219,3 +219,11 @@ def test_nic_faster_than_its_link_as_it_runs(running: float | None, severity: st
     found = [f for f in check(replace(made, nics=(nic,))) if f.code == "topology.nic.pcie_bound"]
     assert [(f.status, "Gen3 of Gen5 x16" in f.message) for f in found] == ([(severity, True)] if severity else [])
     assert all(f.remedy.startswith("Reseat") for f in found)
+
+
+@each_row(("ports", "status"), [(1, "fail"), (2, "info")])
+def test_a_slot_that_carries_one_of_two_ports_is_no_fault(ports: int, status: str) -> None:
+    made = node(1, {(0, "mlx5_0"): "PIX"}, nics=("mlx5_0",))
+    nic = replace(made.nics[0], pcie_bytes_per_second=24e9, rate_bytes_per_second=50e9, ports=ports)
+    found = [f for f in check(replace(made, nics=(nic,))) if f.code == "topology.nic.pcie_bound"]
+    assert [f.status for f in found] == [status]
