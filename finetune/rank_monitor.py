@@ -170,10 +170,10 @@ class RankMonitor(threading.Thread):
                 written = now
 
     def remove_own_files(self) -> None:
-        """Remove what an earlier start of this rank has left."""
+        """Remove what an earlier start of this rank, and its torchrun, have left; this start may have none."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for old in (self.file, TRACE.format(rank=self.rank), f"../{VERDICT}"):
+            for old in (self.file, TRACE.format(rank=self.rank), FIRST, f"../{VERDICT}"):
                 (self.folder / old).unlink(missing_ok=True)
 
     def _remove_files_of_others(self) -> None:

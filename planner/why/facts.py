@@ -184,8 +184,9 @@ class RunFacts:
 
     @property
     def before_end(self) -> RunFacts:
-        """The same facts, as they were when the ranks last wrote: none of them had ended."""
-        states = {rank: replace(state, ended=False, error=None) for rank, state in self.states.items()}
+        """The same facts, as they were when the ranks last wrote: only those that ended well long before had ended."""
+        states = {rank: state if state.ended and not state.error and self.ages.get(rank, 0.0) > TOGETHER_SECONDS
+                  else replace(state, ended=False, error=None) for rank, state in self.states.items()}  # fmt: skip
         processes = {rank: kind for rank, kind in self.processes.items() if kind != "gone"}
         log = replace(self.log, stopped="", errors={})
         return replace(self, states=states, processes=processes, silence=None, log=log, stopped="")

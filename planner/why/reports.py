@@ -242,11 +242,12 @@ def by_torchrun(facts: RunFacts) -> Verdict | None:
 def by_uneven_ends(facts: RunFacts) -> Verdict | None:
     """Half of the ranks or more ended without an error, and all others wait for them or lost them: who is odd?
 
-    Most of them are not. The others are, if they made more calls than these, which all made as many.
+    Most of them are not. The others are, if they made more calls than these, which all made as many. A rank that torchrun
+    saw fail first did not end well, though it left no error: it called sys.exit(1).
     """
     ended = sorted(rank for rank, state in facts.states.items() if state.ended and not state.error)
     rest = sorted(set(facts.states) - set(ended))
-    if not rest or 2 * len(ended) < max(len(facts.states), facts.world or 0) or not all(
+    if not rest or facts.first in ended or 2 * len(ended) < max(len(facts.states), facts.world or 0) or not all(
             _waits(rank, facts) or rank in facts.lost_a_peer for rank in rest):  # fmt: skip
         return None
     made = {rank: facts.calls_of(rank) for rank in facts.states}

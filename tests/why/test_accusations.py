@@ -495,10 +495,11 @@ def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     folder.mkdir()
     for rank in (0, 2, 7):
         (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(RankState(rank=rank))))
+    (folder / rank_monitor.FIRST).write_text('{"signal": 15, "at": 1.0}')
     monitor = rank_monitor.RankMonitor(tmp_path, 0, 3)
     monitor.remove_own_files()
     monitor._remove_files_of_others()
-    assert [path.name for path in folder.glob("state*")] == [NAME.format(rank=2)]
+    assert [path.name for path in folder.iterdir()] == [NAME.format(rank=2)]
 
 
 def test_an_upload_in_a_thread_that_the_main_thread_waits_for_is_one(tmp_path: Path) -> None:

@@ -569,6 +569,7 @@ def of_ends_and_paces() -> Iterator[Row]:
     others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
     yield ("a size that gloo could not take, and all others alike", replace(cut_short(), traces=others, processes=GONE),
            "failed", (2,), "call.size", ("rank 2 calls another size", "rank 3: gather of [4]"))  # fmt: skip
+    uneven: dict[str, RunFacts] = {}
     for what, calls, named, error in (
         ("one of three made one call more", (9, 8, 8), (0,), None),
         ("it lost the others", (9, 8, 8), (0,), LOST),
@@ -597,15 +598,14 @@ def of_ends_and_paces() -> Iterator[Row]:
             for r, n in enumerate(calls)
             if n
         }
-        early = calls[0] == 8
-        yield (
-            f"uneven ends: {what}",
-            RunFacts(states=states, traces=traces, world=len(calls), now=NOW),
-            "failed",
-            named,
-            "rank.gone" if early else "call.order",
-            (),
-        )
+        uneven[what] = RunFacts(states=states, traces=traces, world=len(calls), now=NOW)
+        code = "rank.gone" if calls[0] == 8 else "call.order"
+        yield f"uneven ends: {what}", uneven[what], "failed", named, code, ()
+    yield ("of two, one called sys.exit(1)", replace(uneven["of two nobody is odd"], first=1), "failed", (1,),
+           "rank.gone", ())  # fmt: skip
+    terminated = replace(uneven["one of three made one call more"], ages={0: 0.0, 1: 400.0, 2: 400.0},
+                         stopped="SIGTERM at 04:03:03 UTC")  # fmt: skip
+    yield "uneven ends, and torchrun was terminated later", terminated, "failed", (0,), "call.order", ()
     ended = {r: RankState(rank=r, written=NOW, ended=True) for r in range(4)}
     last = {r: trace(r, call(7 if r == 2 else 8), taken=NOW) for r in range(4)}
     yield ("the table names another rank than the one that left first",
