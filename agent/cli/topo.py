@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +15,7 @@ from agent.base import EXIT_UNKNOWN
 from agent.base.options import InputError, command, name_of, read_input, snapshots
 from agent.base.output import emit, print_text
 from contracts import bounded
+from contracts.host_list import slurm_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +30,9 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     """Read the topology and print it in the requested format."""
     from topology.paths import with_expectations
 
+    if form.startswith("slurm"):
+        _slurm(hosts, root, source, form)
+        return
     if source:
         nodes = [with_expectations(read_topology(source))]
     else:
@@ -71,6 +76,19 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     emit(documents if len(documents) > 1 else documents[0], form, show)
     if any(node.lacking for node in nodes):
         sys.exit(EXIT_UNKNOWN)
+
+
+def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> None:
+    """Print topology.conf for the nodes."""
+    from topology import slurm_conf as slurm
+    from topology.build import SOURCES
+
+    if source is not None:
+        raise click.UsageError(f"-o {form} and --from cannot be combined.")
+    found = sorted(snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
+    newest = {slurm_name(snapshot.hostname): snapshot for snapshot in found}  # of two recordings of a node
+    placements = [slurm.placement_of(snapshot) for snapshot in newest.values()]
+    print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
 
 
 def read_topology(source: str) -> NodeTopology:

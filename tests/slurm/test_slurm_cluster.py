@@ -21,6 +21,8 @@ from rigs.forking import forking_environment
 from rigs.slurm import Slurm, slurm_cluster
 from rigs.waiting import eventually
 
+from topology.slurm_conf import Placement, topology_conf
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "deploy" / "slurm"
 
@@ -34,8 +36,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     shutil.copytree(SCRIPTS, folder / "scripts")
     expect(folder, "")
     more = f"Prolog={folder}/scripts/prolog.sh\nEpilog={folder}/scripts/epilog.sh\n"
-    leaves = "".join(f"SwitchName=leaf{n} Nodes=node0{n}\n" for n in (1, 2, 3))
-    (folder / "topology.conf").write_text(f"{leaves}SwitchName=top Switches=leaf[1-3]\n")
+    placed = [Placement(node=f"node0{n}", leaves=frozenset({f"leaf{n}"})) for n in (1, 2, 3)]
+    (folder / "topology.conf").write_text(topology_conf(placed))
     more += "TopologyPlugin=topology/tree\n"
     more += f"HealthCheckProgram={folder}/scripts/health-check.sh\nHealthCheckInterval=0\nHealthCheckNodeState=ANY\n"
     with slurm_cluster(folder, 3, more) as made:

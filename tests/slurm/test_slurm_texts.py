@@ -36,6 +36,9 @@ from contracts.host_list import HostListError, compress_host_list, expand_host_l
 from finetune.rank_monitor import _identity
 from planner.slurm import seconds_of_limit, wrap_script
 from probes.api import host_name
+from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
+from topology.slurm_conf import Placement, placement_of, topology_conf
 
 ROOT = Path(__file__).parent.parent.parent
 rows = rows_of(__file__)
@@ -418,6 +421,41 @@ def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path: Pat
     monkeypatch.setenv("PATH", commands(tmp_path, scontrol=answer)["PATH"])
     assert resolvable_address("nowhere.invalid:29407") == "10.0.0.11:29407"
     assert resolvable_address("localhost:29407") == "localhost:29407"
+
+
+def rack(first: int, last: int, *leaves: str, clique: str = "") -> list[Placement]:
+    """Nodes that are wired alike."""
+    numbers = range(first, last + 1)
+    return [Placement(node=f"n{n:02d}", leaves=frozenset(leaves), clique=clique) for n in numbers]
+
+
+RAILS = [*rack(1, 3, "leaf1", "leaf2"), *rack(4, 4, "leaf2"), *rack(5, 6, "leaf3", "leaf4"), *rack(7, 7)]
+NVL = [*rack(1, 2, clique="a/1"), *rack(3, 4, clique="b/1")]
+TREE = ["SwitchName=leaf1 Nodes=n[01-04]", "SwitchName=leaf3 Nodes=n[05-06]", "SwitchName=top Switches=leaf[1,3]"]
+
+
+def test_topology_conf_is_written() -> None:
+    """Rails are one line; a node without LLDP is named."""
+    tree, blocks = topology_conf(RAILS), topology_conf(NVL, has_blocks=True)
+    assert [line for line in tree.splitlines() if not line.startswith("#")] == TREE
+    assert "Unknown place, add them yourself: n07" in tree
+    assert [line.partition(" #")[0] for line in blocks.splitlines() if not line.startswith("#")] == [
+        "BlockName=block1 Nodes=n[01-02]", "BlockName=block2 Nodes=n[03-04]", "BlockSizes=2",
+    ]  # fmt: skip
+
+
+def test_a_node_is_placed_by_the_switches_of_its_rdma_ports() -> None:
+    """Not by that of its management port; the command writes the same."""
+    recorded = snapshot()
+    facts, rdma = recorded.facts(InterfacesFacts), recorded.facts(RdmaFacts)
+    assert facts is not None and rdma is not None
+    ports = {port.netdev for device in rdma.devices for port in device.ports}
+    links = tuple(replace(link, neighbour="leaf7 Ethernet1/5" if link.name in ports else "mgmt 3")
+                  for link in facts.interfaces)  # fmt: skip
+    placed = placement_of(recorded.with_facts(InterfacesFacts, lambda facts: replace(facts, interfaces=links)))
+    assert placed.leaves == ({"leaf7"} if ports & {link.name for link in links} else {"mgmt"})
+    done = topoflight("topo", "--host", path_of(), "-o", "slurm")
+    assert done.exit_code == 0 and placed.node in done.stdout
 
 
 @each_row(("script", "check", "sinfo", "logged"), rows("hung"))
