@@ -242,8 +242,8 @@ def by_torchrun(facts: RunFacts) -> Verdict | None:
 def by_uneven_ends(facts: RunFacts) -> Verdict | None:
     """Half of the ranks or more ended without an error, and all others wait for them or lost them: who is odd?
 
-    Most of them are not. The others are, if they made more calls than these, which all made as many. A rank that torchrun
-    saw fail first did not end well, though it left no error: it called sys.exit(1).
+    Most of them are not. The others are, if they made more calls than these, which all made as many. A rank that
+    torchrun saw fail first did not end well, though it left no error: it called sys.exit(1).
     """
     ended = sorted(rank for rank, state in facts.states.items() if state.ended and not state.error)
     rest = sorted(set(facts.states) - set(ended))
