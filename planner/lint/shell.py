@@ -51,7 +51,9 @@ _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a sche
 _LITERAL = re.compile(r"[\w./:-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
-_ENDS_LINE = re.compile(rb"[ \t]*(?:#[^\n]*)?\n")  # behind `A=1 B=2`, with which the grammar joins the next line
+_ENDS_LINE = re.compile(
+    rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n"
+)  # behind `A=1 B=2`, with which the grammar joins the next line
 _IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")  # Apptainer's container gets the name without it
 _NAMES = words()["shell"]
 # Node types of a list of variables, and of a script that only defines functions
@@ -619,7 +621,9 @@ class _Reader(Expander):
 
     # -- built-ins
 
-    def _leave(self, program: str, _given: Sequence[Word], _line: int) -> None:
+    def _leave(self, program: str, given: Sequence[Word], line: int) -> None:
+        if program in ("break", "continue") and given and given[0].text != "1":
+            self._report(line, f"{program} of several loops")
         if {"exit": True, "return": bool(self._active)}.get(program, self.loops > 0):
             self._left = program
 
