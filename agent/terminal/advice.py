@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import Grid, indented, pairs, point, table_of
+from agent.base.lines import Grid, indented, mark, pairs, point, table_of
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
@@ -76,7 +76,8 @@ def _title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
     name = advice.model.name if advice.model else "the model"
     if chosen.why:
         point(out, "!", escape(chosen.why))
-    out.print(f"[bold]Layout[/bold] for {escape(name)}: [green]✓[/green] {layout_title(chosen.layout)}")
+    glyph = mark("unknown", "?") if chosen.forecast.may_not_fit else mark("pass", "✓")
+    out.print(f"[bold]Layout[/bold] for {escape(name)}: {glyph} {layout_title(chosen.layout)}")
 
 
 def _remarks(out: Console, advice: Recommendation) -> None:

@@ -266,3 +266,12 @@ def test_the_wheel_has_a_completion_file_for_each_shell(shell: str, shipped: str
     assert f"{shell}_complete" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_a_layout_whose_memory_may_not_fit_has_no_check_mark(tmp_path: Path) -> None:
+    job = tmp_path / "config.yaml"  # its rows have any length up to 4,096 tokens
+    job.write_text("use_peft: true\nper_device_train_batch_size: 32\nmax_length: 4096\ngradient_checkpointing: true\n")
+    for words, glyph in (("--lengths 100:900", "✓"), (f"--config {job}", "?")):
+        asked = ("recommend", "--machine", "p4d.24xlarge", "--model", "Llama-3.1-8B", *words.split())
+        lines = topoflight(*asked).stdout.splitlines()
+        assert any(line.startswith(f"Layout for Llama-3.1-8B: {glyph} ") for line in lines), lines
