@@ -170,15 +170,13 @@ def _kind(label: str) -> str:
     return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
 
 
-# The drawing of a node: the topology, with glyphs for findings and the results of a benchmark.
+# The drawing of a node: the topology, with glyphs for findings.
 
 
-def picture(node: NodeTopology, *, checks: Iterable[Finding] = (), bench: BenchResult | None = None) -> Markup:
+def picture(node: NodeTopology, *, checks: Iterable[Finding] = ()) -> Markup:
     """Draw the node as one inline `<svg>`; empty if there are no links to draw."""
     mine = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
-    drawn = svg.picture(
-        node, status=partial(_status, mine), measured=_measured(node, bench), more=" The table below says the same."
-    )
+    drawn = svg.picture(node, status=partial(_status, mine), more=" The table below says the same.")
     return Markup(drawn)  # noqa: S704 - every text from a host is escaped there
 
 
@@ -187,15 +185,6 @@ def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
     patterns = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names if name]
     statuses = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}
     return next((word for word in ("fail", "warn") if word in statuses), "")
-
-
-def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, ...], str]:
-    """Return results for islands on which a benchmark of one host ran as a whole."""
-    best = _best_gather(bench)
-    if bench is None or best is None or len(set(bench.hosts)) != 1:
-        return {}
-    words = f"{units.rate(best.busbw_bytes_per_second)} bus bandwidth measured (all_gather)"
-    return {island.gpus: words for island in node.islands if len(island.gpus) == bench.world_size}
 
 
 def _best_gather(bench: BenchResult | None) -> Measurement | None:

@@ -40,6 +40,11 @@ class Forecast:
     capacity_bytes: float | None = None
     inputs: tuple[str, ...] = ()  # all inputs: "all_gather 48.1 GB/s: measured", "... derived", "... assumed"
 
+    @property
+    def may_not_fit(self) -> bool:
+        """Whether the interval of the memory reaches above the capacity of the device."""
+        return self.capacity_bytes is not None and self.memory_bytes.high > self.capacity_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedLayout:

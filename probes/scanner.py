@@ -117,7 +117,7 @@ class Worker:
         """Receive the next answer to the last request. Raises WorkerError."""
         answer = self._receive(time.monotonic() + seconds)
         if not isinstance(answer, dict) or answer.get("id") != self._requests:
-            raise WorkerError("the probe process answered something else than it was asked")
+            raise WorkerError("the probe process sent an answer to another request")
         return answer
 
     def _receive(self, deadline: float) -> Json:
@@ -252,7 +252,9 @@ class Scanner:
             (w.process for name, w in self._lingering if name == probe.name and w.process.poll() is None), None
         )
         if stuck is not None:  # a new child would hang in the kernel as well
-            return Failed(error=f"not asked again: process {stuck.pid} still hangs in the kernel with this question")
+            return Failed(
+                error=f"not read again: process {stuck.pid} still hangs in the kernel while it reads this probe"
+            )
         error, until = self._resting.get(probe.name, ("", 0.0))
         if time.monotonic() < until:
             return Failed(error=error)

@@ -285,10 +285,12 @@ def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
             if soldered and not trained_down:
                 continue
             what = f"link, {nic.pcie_link}," if trained_down else "slot"
-            reseat = trained_down and rate <= slot * RAW_OVER_PLAN
+            case = " trained_down" if trained_down and rate <= slot * RAW_OVER_PLAN else ""
+            status = by_loss(1.0 - carried * RAW_OVER_PLAN / rate)
+            if not trained_down and rate <= carried * RAW_OVER_PLAN * (nic.ports or 1):
+                case, status = " ports", Status.INFO  # the card is made for one port at its full rate
             yield finding(
-                TEXTS, "topology.nic.pcie_bound" + " trained_down" * reseat,
-                by_loss(1.0 - carried * RAW_OVER_PLAN / rate), nic.name, what=what, rate=gigabytes(rate),
+                TEXTS, f"topology.nic.pcie_bound{case}", status, nic.name, what=what, rate=gigabytes(rate),
                 carried=gigabytes(carried * RAW_OVER_PLAN), slot=gigabytes(slot),
             )  # fmt: skip
 
@@ -346,7 +348,7 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
         return ()
     found = []
     if len(node.gpus) != row.gpus:
-        found.append(f"{len(node.gpus)} GPUs, {row.called} has {row.gpus}")
+        found.append(f"This node has {len(node.gpus)} GPUs, {row.called} has {row.gpus}")
     found += _list_nvlink_departures(node, row)
     # An adapter of unknown kind is not reported as a different one.
     kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
@@ -356,11 +358,11 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     drawn = node.source == "NCCL XML"
     slingshot = any(re.fullmatch(r"hsn\d+", nic.name) or (drawn and row.nics_soldered) for nic in node.nics)
     if row.devices is not None and len(nics) < row.devices and not slingshot:
-        found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
+        found.append(f"This node has {len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
     elif (
         row.gpu_nic and node.source == "probes" and all(nic.kind in _NO_ADAPTER for nic in node.nics) and not slingshot
     ):
-        found.append(f"no RDMA adapter, {row.called} has them")
+        found.append(f"This node has no RDMA adapter, unlike {row.called}")
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         farthest = row.gpu_nic_farthest or row.gpu_nic
@@ -379,7 +381,9 @@ def _list_nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
     pairs = [pair for pair in pairs if pair.label != UNKNOWN]  # what was not read is not missing
     without = [pair for pair in pairs if not pair.nvlinks]
     if row.all_to_all and without:
-        found.append(f"{len(without)} of {len(pairs)} GPU pairs have no NVLink, {row.called} has NV{fewest} on all")
+        found.append(
+            f"{len(without)} of {len(pairs)} GPU pairs have no NVLink. On {row.called} all pairs have NV{fewest}"
+        )
     fewer = [
         f"{pair.a}-{pair.b} {pair.label}"
         for pair in pairs
@@ -387,7 +391,7 @@ def _list_nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
     ]
     if fewer:
         more = f" and {len(fewer) - 4} more" if len(fewer) > 4 else ""
-        found.append(f"{', '.join(fewer[:4])}{more}: fewer NVLinks than {row.called}'s NV{fewest}")
+        found.append(f"GPU pairs have fewer NVLinks than the NV{fewest} of {row.called}: {', '.join(fewer[:4])}{more}")
     return found
 
 
@@ -402,7 +406,7 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
     whole = min(row.links_per_pair, default=0) if row else 0
     fewest = min((pair.nvlinks + pair.nvlinks_unread for pair in node.pairs if pair.nvlinks), default=whole)
     for departure in departures(node):
-        gone = lost and departure.startswith(f"{len(node.gpus)} GPUs, ")
+        gone = lost and departure.startswith(f"This node has {len(node.gpus)} GPUs, ")
         left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics if row and row.nics else 1)
         few_nics = " devices, " in departure and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
         few_links = "fewer NVLinks than" in departure

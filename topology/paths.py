@@ -318,7 +318,7 @@ def _make_expectations(
 def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
     row = reference_of(node) if bar == "as it should be" else None
     names = tuple(gpu.name for gpu in gpus)
-    links, of, words = due.nvlinks, len(node.gpus), "asked for:"
+    links, of, words = due.nvlinks, len(node.gpus), "as requested with --expect:"
     if links is None and row is not None and row.links_per_pair and row.all_to_all:
         links, of, words = max(row.links_per_pair), row.gpus, f"{row.called} has"
     if links is not None:
@@ -326,7 +326,7 @@ def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: D
         count = links if switched else links * (len(names) - 1)
         return _nvlink(gpus, count, switched=switched, words=f"{words} NV{links} on every pair")
     if not node.nvlink_known:
-        return None, None, ("the source says nothing about NVLink",)
+        return None, None, ("the source contains no data about NVLink",)
     known = Pairs(node.pairs)
     if has_nvlink_ring(names, known):
         whole = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())

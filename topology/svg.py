@@ -72,25 +72,19 @@ def _get_template() -> Template:
 
 def svg(node: NodeTopology) -> str:
     """Return the node as a standalone `<svg>` document."""
-    return _draw(node, _list_devices(node), {}, summary(node), alone=True) + "\n"
+    return _draw(node, _list_devices(node), summary(node), alone=True) + "\n"
 
 
-def picture(
-    node: NodeTopology, *, status: Status | None = None, measured: Mapping[tuple[str, ...], str] | None = None,
-    more: str = "",
-) -> str:  # fmt: skip
+def picture(node: NodeTopology, *, status: Status | None = None, more: str = "") -> str:
     """Return the node as an inline `<svg>`, coloured by the page; empty if there is nothing to connect.
 
-    `measured` has benchmark results of islands, by their GPUs. `more` is added to the summary for screen readers.
+    `more` is added to the summary for screen readers.
     """
     devices = _list_devices(node, status)
-    return _draw(node, devices, measured or {}, summary(node) + more) if devices else ""
+    return _draw(node, devices, summary(node) + more) if devices else ""
 
 
-def _draw(
-    node: NodeTopology, devices: Sequence[Device], measured: Mapping[tuple[str, ...], str], about: str, *,
-    alone: bool = False,
-) -> str:  # fmt: skip
+def _draw(node: NodeTopology, devices: Sequence[Device], about: str, *, alone: bool = False) -> str:
     blocks = _group_blocks(node, devices)
     frames: list[Drawn] = []
     spots: dict[str, float] = {}
@@ -103,7 +97,7 @@ def _draw(
         left += GAP
         frames.append({"numa": numa, "left": start, "wide": left - start, "columns": columns})
         left += GAP
-    links = _place_links(node, spots, measured)
+    links = _place_links(node, spots)
     width = max(left, 340.0, *(2 * GAP + 7.5 * len(each["words"]) for each in links), 0.0)
     return _get_template().render(
         node=node, frames=frames, links=links, width=width, about=about, alone=alone, colours=COLOURS
@@ -191,9 +185,7 @@ def _place_block(node: NodeTopology, block: Sequence[Device], left: float, spots
     return {"places": places, "middle": middle, "switch": switch}
 
 
-def _place_links(
-    node: NodeTopology, spots: Mapping[str, float], measured: Mapping[tuple[str, ...], str]
-) -> list[Drawn]:
+def _place_links(node: NodeTopology, spots: Mapping[str, float]) -> list[Drawn]:
     """Place the NVLinks of each island: a bar with a stub per GPU if all pairs are linked, else arcs.
 
     In a bar, a GPU with fewer links than the others shows its count.
@@ -210,14 +202,14 @@ def _place_links(
             pairs = [p for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.nvlinks]
             arcs = [(spots[p.a], spots[p.b], p.label) for p in pairs]
             end += 14 + max((abs(a - b) / 14 for a, b, _ in arcs), default=0)
-        words = _bandwidth(node, island, measured.get(island.gpus, ""))
+        words = _bandwidth(node, island)
         left = min(spots[name] for name in island.gpus)
         placed.append({"y": y, "end": end, "left": left, "words": words, "stubs": stubs, "arcs": arcs})
         y = end + 34
     return placed
 
 
-def _bandwidth(node: NodeTopology, island: Island, measured: str) -> str:
+def _bandwidth(node: NodeTopology, island: Island) -> str:
     known = [p.bytes_per_second for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.bytes_per_second]
     words = f"NVLink {' and '.join(island.nvlinks_per_pair)}"
     of = f" of {len(island.gpus)} of {len(node.gpus)} GPUs" if len(island.gpus) < len(node.gpus) else ""
@@ -225,7 +217,7 @@ def _bandwidth(node: NodeTopology, island: Island, measured: str) -> str:
     if known:
         spread = rate(max(known)) if min(known) == max(known) else f"{rate(min(known))} at the least"
         words += f" · {spread} planned each way"
-    return f"{words} · {measured}" if measured else words
+    return words
 
 
 def _kind(label: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from agent.advice.request import (
 )
 from agent.base import units
 from agent.base.options import RequestError, parse_version
-from contracts import question
 from contracts.finding import Finding
 from contracts.tables import read_texts
 from planner import stacks
@@ -85,7 +83,9 @@ def _steps_of(request: Request, chosen: RankedLayout) -> int | None:
     if request.epochs is None or (rows is None and request.unmeasured):
         return train.steps
     if rows is None:
-        raise RequestError("epochs: the number of rows is unknown; give rows, lengths or dataset")
+        raise RequestError(
+            "epochs: the number of rows is unknown; give rows or lengths, or a data set in the file of --config"
+        )
     if train.packing and train.length_histogram:  # several rows are packed into one sequence
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
     per_epoch = max(1, math.ceil(rows / chosen.layout.global_batch))  # the last batch contains the remaining rows
@@ -181,7 +181,7 @@ def of_cluster(
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
 
 
-# If no layout fits: the closest requests for which a layout fits, each as a ready-to-run command.
+# If no layout fits: the closest requests for which a layout fits.
 
 _SHORTEST = 512  # tokens: a run with shorter sequences is a different job
 _TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increased
@@ -218,7 +218,7 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
 
 
 def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
-    """Return the first change that makes a layout fit, with its step time and the command; "" if none does."""
+    """Return the first change that makes a layout fit, with its step time; "" if none does."""
     for changed in changes:
         other = request.changed(**changed)
         model = model_of(other)
@@ -232,27 +232,8 @@ def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Seque
             changed_names = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items())
             step = units.seconds(best.forecast.step_seconds.mid)
             how = best.layout.family + (", offloading" if best.layout.offload != "none" else "")
-            return f"{changed_names} fits ({how}, {step} a step): {command(other)}"
+            return f"{changed_names} fits ({how}, {step} a step)"
     return ""
-
-
-def command(request: Request) -> str:
-    """Render the request as a command line."""
-    words = ["topoflight", "recommend"]
-    words += [word for path in request.hosts for word in ("--host", str(path))]
-    if request.train.length_histogram:
-        words += ["--lengths", ",".join(f"{tokens}:{rows}" for tokens, rows in request.train.length_histogram)]
-    options = {"root": "--root", **question.fields(), "bench_file": "--bench", "calibration": "--calibration"}
-    for name, option in options.items():
-        value = _member(request, name)
-        if value not in (None, False, _member(Request(), name)):
-            words += [f"--{value}"] if name == "transport" else [option] if value is True else [option, str(value)]
-    return shlex.join(words)
-
-
-def _member(request: Request, name: str) -> Any:
-    """Return a field of the request by name; None for `lengths`, which is the only field stored in another form."""
-    return getattr(request, name, getattr(request.train, name, None))
 
 
 # The embedded job, and exports.

@@ -48,7 +48,6 @@ class Request:
     tokens: int | None = None  # of the whole run, alternative to steps
     epochs: float | None = None  # of the whole run, alternative to steps: passes over the rows
     rows: int | None = None  # in the data set
-    tokenizer: str | None = None  # used to measure the data set's rows; None: the model's tokenizer
     unmeasured: str = ""  # why the data set's rows were not measured
     price: str | None = None  # per node-hour: a number, or a YAML file with a number for each machine
     hours: float | None = None  # duration of the whole run; gives the number of steps
@@ -226,7 +225,6 @@ def _nodes_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None
 
 TIMEOUT_SECONDS = 120.0  # a data set may have to be downloaded first; a hub may not answer
 EPOCHS = 3.0  # default of the job (contracts/default.yaml)
-FILES = (".jsonl", ".json", ".parquet", ".csv")  # file types that finetune.rows reads
 WRONG_DATA = 3  # exit code of finetune.rows if the rows are invalid, not the tokenizer or hub
 _NAMES = (
     "dataset_name", "dataset_revision", "dataset_config", "dataset_train_split", "dataset_text_field", "dataset_rows",
@@ -274,20 +272,6 @@ def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
     if rows_of(request) is None:
         return request
     return replace(request, epochs=float(settings.get("num_train_epochs") or EPOCHS))
-
-
-def dataset_settings(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, Any]:
-    """Return the job's settings for "openai/gsm8k:main", a file or a folder. A model folder contains its own tokenizer.
-
-    Raises InputError if the file does not exist.
-    """
-    if Path(dataset).suffix in FILES and not os.path.exists(Path(dataset).expanduser()):
-        raise InputError(f"--dataset {dataset}: no such file; give a file, a folder, or a data set's name on the hub")
-    name, _, part = dataset.rpartition(":") if not os.path.exists(dataset) else (dataset, "", "")
-    settings = {"dataset_name": name, "dataset_config": part} if name and part else {"dataset_name": dataset}
-    if tokenizer is None and model is not None and os.path.isdir(model):
-        tokenizer = model
-    return {**settings, **({"tokenizer_name": tokenizer} if tokenizer else {})}
 
 
 def ask_trainer(module: str, *words: str, text: str = "") -> str:

@@ -1,16 +1,14 @@
-"""The verbs scan, demo, capture, bundle and diff, which read hosts, record them in files, and compare them."""
+"""The verbs scan, demo, capture and diff, which read hosts, record them in files, and compare them."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from agent.base import units
 from agent.base.options import command, snapshots
-from agent.base.output import Progress, console, emit, print_text, write_result
+from agent.base.output import console, emit, print_text, write_result
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -58,38 +56,6 @@ def capture(root: str, target: Path | None) -> None:
         return
     write_result(target, text)
     print_text(f"{target}: {len(text)} bytes", err=True)
-
-
-@command("bundle")
-def bundle(
-    root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
-) -> None:
-    """Collect the files of the hosts and write them into one archive."""
-    from agent.jobs import bundle as making
-
-    if cluster:
-        Progress().step("bundle: asking the agents")
-        hosts = making.of_cluster(namespace, context, nodes)
-    else:
-        from probes.registry import ALL
-        from probes.scanner import Scanner
-
-        with Scanner(root, probes=ALL) as scanner:
-            snapshot, recording = scanner.capture()
-        hosts = {snapshot.hostname: making.of_host(snapshot, recording, state=state)}
-    content = making.pack_bundle(hosts)
-    if target == "-":
-        sys.stdout.buffer.write(content)
-        return
-    write_result(Path(target), content, 0o600)
-    failed = [name for name, files in hosts.items() if "error.txt" in files]
-    failures = f"; no answer from {', '.join(failed)}" if failed else ""
-    written = f"{len(content)} bytes from {units.count(len(hosts), 'host')}"
-    print_text(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
-    if set(hosts) == {"cluster"}:
-        print_text(
-            f"no agent's pod runs in the namespace {namespace}; daemonsets.json and events.json say why", err=True
-        )
 
 
 @command("diff")

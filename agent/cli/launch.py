@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from agent.base.units import count
 from contracts import plain
 
 if TYPE_CHECKING:
-    from agent.cluster.client import Client
     from agent.jobs.launch import Launched
     from contracts.finding import Finding
     from contracts.job_plan import JobPlan
@@ -160,25 +158,6 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
     finally:
         for text in warned:
             print_text(f"warning: the API server says: {text}", err=True)
-    if options["wait"]:
-        _wait_for_pods(client, documents[-1], options)
-
-
-def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any]) -> None:
-    """Report the state of the job's pods; exit with 3 if they are refused, 5 if none appeared for an unknown reason."""
-    from agent.jobs import cluster_job
-
-    if sys.stderr.isatty():
-        print_text(f"waiting at most {options['wait']:.0f} s for the first pods", err=True)
-    made = cluster_job.stored(client, job)
-    exit_code, lines = cluster_job.wait(
-        client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
-    )
-    for line in lines:
-        print_text(line, err=True)
-    if exit_code != EXIT_PASS:
-        print_text(f"{cluster_job.named(job)} has been created: kubectl describe shows its state", err=True)
-        sys.exit(exit_code)
 
 
 def _print_here(advice: Recommendation, ranks: int, folder: Path, form: str, options: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "scan": ("agent.cli.hosts", "Inspect this host and print its devices and findings. Reads only."),
     "demo": ("agent.cli.hosts", "Show the findings of a faulty 8-GPU node that is built in."),
     "capture": ("agent.cli.hosts", "Record this host in a file that every command can read."),
-    "bundle": ("agent.cli.hosts", "Create a support bundle for this host or for all nodes, without secrets."),
+    "bundle": ("agent.cli.bundle", "Create a support bundle for this host or for all nodes, without secrets."),
     "topo": ("agent.cli.topo", "Show how GPUs and NICs are connected."),
     "diff": ("agent.cli.hosts", "Compare two recordings or, with --fleet, many."),
     "bench": ("agent.cli.bench", "Benchmark NCCL or Gloo collectives. Generates load."),
@@ -63,18 +63,6 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(VERBS[cmd_name][0]), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)  # noqa: S101 - a wiring mistake, held by a test
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the verb and its arguments; for an unknown verb, suggest similar names."""
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            import difflib
-
-            close = difflib.get_close_matches(args[0], VERBS, n=2, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(close)}?" if close else f"; verbs: {', '.join(VERBS)}"
-            ctx.fail(f"no verb {args[0]!r}{hint}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """List the verbs from the table, without importing them."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def recommend(**options: object) -> None:
     """Ask the planner and print the answer in the requested format."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
-    from agent.advice.request import Request, dataset_settings, with_rows
+    from agent.advice.request import Request
     from planner.forecast.models import KNOWN
     from probes.registry import ALL
 
@@ -44,9 +44,6 @@ def recommend(**options: object) -> None:
         raise click.UsageError(f"--lora-rank {options['lora_rank']}: use only one of --lora-rank and --method full")
     config = options.pop("config")
     request = Request.of(**options)
-    if options["dataset"]:
-        settings = dataset_settings(str(options["dataset"]), request.tokenizer, request.model)
-        request = with_rows(request, settings)
     if options["sweep"] or options["compare"]:
         if form not in ("table", "json", "yaml"):
             raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")

@@ -2,7 +2,7 @@
 
 Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record contains the machine's facts without host name,
 UUIDs and addresses. Equal nodes therefore have equal facts, and thousands of nodes have only a few distinct machines.
-agent.cluster.publish creates the record of the own node.
+agent.http.state publishes the record of the agent's own node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -25,19 +26,22 @@ from typing import Any
 
 from agent.base import units, version
 from agent.checks.expect import Expected, settle
+from agent.checks.findings import worst_first
+from agent.checks.host_checks import no_gpu_read, no_hca_read
 from agent.checks.measured import CLUSTER_CODES, make_finding
-from agent.checks.verdict import GateError
+from agent.checks.verdict import GateError, View, judge
 from agent.cluster.client import Client, path_of
 from contracts import bounded, plain
 from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from contracts.tables import read_table
 from probes import wire
-from probes.api import Failed, Ok, Snapshot
+from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
 from probes.limits.probe import LimitsFacts
+from probes.limits.probe import size as limit_words
 from probes.pci.facts import PciDevice, is_network
 from probes.rdma.facts import Gid, RdmaFacts
 from probes.registry import ALL
@@ -53,6 +57,8 @@ PLURAL = "nodetopologies"
 SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 LEAST_SILENT_SECONDS = 120.0
 MOST_MACHINES = 128  # whose facts and graph are cached
+MOST_FINDINGS = 64
+MOST_CHANGES = 32  # the newest; docs/decisions/0026 explains the number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +156,77 @@ def from_resource(item: Json) -> NodeRecord:
         if not 0 <= (getattr(record, member) or 0) <= most:
             raise ValueError(f"status.{member} must be a number from 0 to {most}")
     return record
+
+
+# Make a record from a view, and the objects that are written.
+
+
+def record_of_view(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> NodeRecord:
+    """Return the record of the view's host; `name` is the name of the Node."""
+    (snapshot,), (node,), checks = view.snapshots, view.topologies, view.checks
+    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
+    none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
+    ports = [port for device in rdma.devices for port in device.ports] if rdma else None
+    models = Counter(gpu.model for gpu in node.gpus if gpu.model)
+    gpus = snapshot.facts(GpuFacts)
+    names = {gpu.name for gpu in node.gpus}
+    labels = Counter(pair.label for pair in node.pairs if {pair.a, pair.b} <= names).most_common()
+    changes = tuple(
+        {"at": time_of(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
+         "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
+        for event in view.events[-MOST_CHANGES:]
+    )  # fmt: skip
+    return NodeRecord(
+        name=clean(name or snapshot.hostname, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word,
+        scanned_at_seconds=view.made_at_seconds, interval_seconds=interval_seconds,
+        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
+        product=clean(models.most_common(1)[0][0], 128) if models else None,
+        links=", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels)[:64] or None,
+        hcas=len(rdma.devices) if rdma else 0 if none else None,
+        rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
+        memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
+        driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,
+        findings=_findings(checks, view.since), facts=pack_facts(snapshot), changes=changes,
+    )  # fmt: skip
+
+
+def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float]) -> tuple[Json, ...]:
+    """Return the worst checks that did not pass, and required checks that were not measured, each reason once.
+
+    A finding that the history has raised (`since`) has its start time.
+    """
+    ordered = worst_first(checks)
+    unmeasured = {(c.code.split(".")[0], c.message): c for c in reversed(ordered) if c.required and
+                  c.status == "unknown"}  # fmt: skip
+    bad = [*(c for c in ordered if c.status == "fail"), *reversed(unmeasured.values()),
+           *(c for c in ordered if c.status == "warn")][:MOST_FINDINGS]  # fmt: skip
+    return tuple(
+        {
+            "code": clean(c.code, 128), "severity": c.status.value, "subject": clean(c.subject, 128),
+            "message": clean(c.message), "remedy": clean(c.remedy),
+            **({"since": time_of(since[c.code, c.subject])} if (c.code, c.subject) in since else {}),
+        }
+        for c in bad
+    )  # fmt: skip
+
+
+def to_resource(record: NodeRecord) -> tuple[Json, Json]:
+    """Return the object, and the object with its status: two writes, because status is a subresource."""
+    about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": record.name}}
+    status = {name: getattr(record, member) for name, member in NAMES.items()} | {
+        "scannedAt": time_of(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
+        "verdict": record.verdict,
+    }  # fmt: skip
+    if record.stopped_at_seconds is not None:  # no agent watches the node now, so its last verdict is outdated
+        status |= {
+            "stoppedAt": time_of(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
+        }  # fmt: skip
+    known = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in status.items()
+        if value is not None and (value != () or name == "findings")
+    }
+    return {**about, "spec": {"nodeName": record.name}}, {**about, "status": known}
 
 
 # The facts in a record: those of the probes as JSON, compressed with gzip and encoded in base64. Values that change

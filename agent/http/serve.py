@@ -162,7 +162,7 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
     )  # fmt: skip
     publisher = None
     if options["publish"]:
-        from agent.cluster.publish import Publisher
+        from agent.http.state import Publisher
 
         assert client is not None  # noqa: S101 - made above
         publisher = Publisher(client, _latest_record(state, options), interval_seconds=options["publish_interval"])
@@ -171,7 +171,7 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
 
 def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
     """Return a function that gives the record of the newest view, made once per view; None before the first scan."""
-    from agent.cluster.publish import record_of_view
+    from agent.cluster.nodes import record_of_view
 
     name = options["node_name"] or os.uname().nodename
     made: tuple[Any, Any] = None, None

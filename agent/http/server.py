@@ -24,7 +24,6 @@ from agent.base.options import RequestError
 from agent.checks.findings import worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, View, judge, select
-from agent.cluster.publish import Publisher
 from agent.http import answers
 from agent.http.access import Guard, Tokens
 from agent.http.answers import (
@@ -41,7 +40,7 @@ from agent.http.answers import (
     respond,
     texts,
 )
-from agent.http.state import State, age_seconds
+from agent.http.state import Publisher, State, age_seconds
 from agent.http.worker import Answer, ProblemError, Worker, document, page_of
 from collectives.bench.results import BenchResult
 from contracts import question

@@ -1,9 +1,16 @@
-"""What the agent knows: the view of its own node, replaced as a whole after each scan, and the records of all nodes."""
+"""What the agent knows and publishes.
+
+It knows the view of its own node, which each scan replaces as a whole, and the records of all nodes. It writes the
+record of its own node to the cluster.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import math
+import random
 import threading
 import time
 from collections import Counter
@@ -16,9 +23,17 @@ from agent.base import result_store
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, View, build_view
-from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, row
-from agent.cluster.publish import record_of_view
+from agent.cluster.client import (
+    AccessError,
+    ApiError,
+    Client,
+    Tally,
+    backoff_seconds,
+    connect,
+    path_of,
+    reason_of,
+)
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, record_of_view, row, to_resource
 from agent.http.worker import ProblemError
 from collectives.bench.results import MOST_RESULT_BYTES
 from contracts import bounded, plain
@@ -193,3 +208,112 @@ def nodes_document(fleet: Fleet, source: str, behind: str | None = None) -> dict
     counts = dict(sorted(Counter(made["verdict"] for made in rows).items()))
     more = {"note": MORE} if source != "kubernetes" else {"behind": behind} if behind else {}
     return {"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more}
+
+
+# Write the record of this node to the cluster (server-side apply).
+
+END_SECONDS = 2.0  # for the final write, within the pod's grace period
+MISSING_SECONDS = 300.0  # until a missing CRD is looked for again
+
+
+class Publisher:
+    """A thread that writes a node's record when it changes, and at least every `interval_seconds`."""
+
+    def __init__(
+        self, client: Client, latest: Callable[[], NodeRecord | None], *, interval_seconds: float = 300.0,
+        look_seconds: float = 5.0,
+    ) -> None:  # fmt: skip
+        self._shared, self._latest = client, latest
+        self._client = client.limited(tries=1)  # this thread backs off: retries of thousands add load
+        self._interval, self._look = interval_seconds, look_seconds
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="publish", daemon=True)
+        self._last: NodeRecord | None = None
+        self._due = 0.0
+        self._exists = False
+        self.writes = 0
+        # maximum time between writes of an unchanged record
+        self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread; a write in progress gets a short time to finish."""
+        self._stop.set()
+        self._client.close()
+        self._shared.close()
+        self._thread.join(timeout=2)
+        if self._last is None or self._thread.is_alive():
+            return
+        # no agent watches the node any more; without an API server only the record's age shows this
+        self._client = self._client.limited(tries=1, timeout_seconds=END_SECONDS)
+        try:
+            self.write(replace(self._last, stopped_at_seconds=time.time()))
+        except ApiError as error:
+            log.warning("publish: the end was not written: %s", error)
+        finally:
+            self._client.close()
+
+    def _loop(self) -> None:
+        failures = 0
+        self._stop.wait(random.uniform(0.0, self._look))  # noqa: S311 - a rollout starts all agents at once
+        while not self._stop.is_set():
+            pause = self._look
+            try:
+                record = self._latest()
+                if record is not None and self._is_due(record):
+                    self.write(record)
+                    failures = 0
+            except ApiError as error:
+                self.tally["publish_failures_total", reason_of(error.status)] += 1
+                log.warning("publish: %s", error)
+                pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
+                failures += 1
+            except Exception:
+                log.exception("publish: a record could not be made")
+                pause = MISSING_SECONDS
+            self._stop.wait(pause)
+
+    def _is_due(self, record: NodeRecord) -> bool:
+        last = self._last and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
+        return record != last or time.monotonic() >= self._due
+
+    def write(self, record: NodeRecord) -> None:
+        """Write the object and its status once. Raises ApiError."""
+        self.tally["publish_attempts_total",] += 1
+        whole, status = to_resource(record)
+        if not self._exists:
+            if owner := owner_of(self._client.token(), record.name):
+                whole["metadata"] = {**whole["metadata"], "ownerReferences": [owner]}  # `status` shares the old one
+            self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
+            self._exists = True
+        try:
+            self._client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), status)
+        except ApiError as error:
+            if error.status == 404:
+                self._exists = False  # it was deleted: create it again at the next attempt
+            raise
+        self.writes += 1
+        self.tally["publish_success_timestamp_seconds",] = time.time()
+        self._last = record
+        # with jitter, so that thousands of agents that started together do not keep writing at the same time
+        self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
+
+
+def owner_of(token: str, node: str) -> dict[str, Any] | None:
+    """Return the Node as an owner reference, so that the object is deleted with it; None if the token has no Node.
+
+    Since Kubernetes 1.30 a pod's own token contains its node's name and uid (bound service account tokens, claim
+    kubernetes.io), so the agent needs no permission to get Nodes. In an older cluster the record outlives the Node.
+    """
+    try:
+        claims = token.split(".")[1]
+        named = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]["node"]
+        if named["name"] == node and named["uid"]:  # signed by the API server; no decision depends on them
+            return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": str(named["uid"])}
+    except (IndexError, KeyError, TypeError, ValueError):
+        pass
+    log.info("the record of %s gets no owner, it stays when the Node goes: the token does not name the Node", node)
+    return None

@@ -1,21 +1,18 @@
-"""A fine-tune job for a cluster: build it from the command line, create it, and wait for its pods.
+"""A fine-tune job for a cluster: build it from the command line, create it, and read the state of its pods.
 
-The planner's manifests render the job. Surface: the job APIs, and pods and events of core/v1 in the job's namespace. If
-a controller may not create a pod (Pod Security, quota, an SCC), only an event of the job shows it.
+The planner's manifests render the job. Surface: the job APIs, and pods of core/v1 in the job's namespace.
 """
 
 from __future__ import annotations
 
 import contextlib
 import posixpath
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from agent.advice import job_settings
 from agent.advice.job_settings import grace, job_plan
-from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
 from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
@@ -46,8 +43,6 @@ from probes.api import Snapshot
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
 NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 DEVICES = ("nvidia.com/", *NICS)
-_POLL_SECONDS = 1.0
-_REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
 _texts = read_texts(__file__, "cluster_job.toml")
 
 
@@ -224,7 +219,7 @@ def _pair(word: str, option: str) -> tuple[str, str]:
     return name, value
 
 
-# Create the job in its cluster, and follow it.
+# Create the job in its cluster, and read its state.
 
 
 def create(client: Client, made: Sequence[Document]) -> Iterator[str]:
@@ -325,35 +320,6 @@ def why_failed(job: Document) -> list[str]:
             if each.get("type") == "Failed" and str(each.get("status")) == "True"]  # fmt: skip
 
 
-def wait(
-    client: Client, job: Document, *, api: str, nodes: int, seconds: float, sleep: Callable[[float], None]
-) -> tuple[int, list[str]]:
-    """Wait at most `seconds` until all pods run or show why they do not. Return the exit code, and lines about them."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            pods = pods_of(client, job, api)
-            refused = () if pods else _refusals(client, job["metadata"])
-        except ApiError as error:
-            return EXIT_PASS, [f"unknown whether its pods come: {error}"]
-        if refused:
-            return EXIT_FAILED, [f"no pod starts: {text}" for text in refused]
-        if ended := [text for pod in pods if (text := how_failed(pod))]:
-            return EXIT_FAILED, ended
-        waiting = [text for pod in pods if (text := why_waiting(pod))]
-        if len(pods) >= nodes and not waiting:
-            return EXIT_PASS, [f"{units.count(len(pods), 'pod')} started"]
-        if time.monotonic() >= until:
-            if pods:
-                missing = [f"{len(pods)} of {nodes} pods are there"] if len(pods) < nodes else []
-                return EXIT_PASS, [*missing, *waiting]
-            spec = job["spec"]
-            if spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"):  # until Kueue admits it
-                return EXIT_PASS, ["no pod yet: the job waits for its queue to admit it"]
-            return EXIT_UNKNOWN, [f"no pod within {seconds:.0f} s, and no event says why: is its operator running?"]
-        sleep(_POLL_SECONDS)
-
-
 def how_failed(pod: Mapping[str, Any]) -> str:
     """Return which container of a failed pod exited with which code; empty if it did not fail."""
     status = pod.get("status") or {}
@@ -388,19 +354,6 @@ def why_waiting(pod: Mapping[str, Any]) -> str:
         return ""
     running = [each.get("name") for each in containers if (each.get("state") or {}).get("running")]
     return _line(name, f"{running[0]} runs" if running else "Pending", "")
-
-
-def _refusals(client: Client, job: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return events of the job's controllers about pods that could not be created, since the job was created."""
-    names = (job["name"], f"{job['name']}-node-0")  # the second is the Job that JobSet creates for a TrainJob
-    since = str(job.get("creationTimestamp", ""))
-    found: dict[str, None] = {}
-    for event in client.items(path_of("v1", "events", namespace=job["namespace"]), {"fieldSelector": "type=Warning"}):
-        owned = (event.get("involvedObject") or {}).get("name") in names
-        when = str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
-        if owned and event.get("reason") in _REFUSED and when >= since:
-            found[_line(str(event["reason"]), "", event.get("message"))] = None
-    return tuple(found)
 
 
 def _line(what: str, reason: str, message: object) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import Grid, indented, pairs, point, table_of
+from agent.base.lines import Grid, indented, mark, pairs, point, table_of
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
@@ -76,7 +76,8 @@ def _title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
     name = advice.model.name if advice.model else "the model"
     if chosen.why:
         point(out, "!", escape(chosen.why))
-    out.print(f"[bold]Layout[/bold] for {escape(name)}: [green]✓[/green] {layout_title(chosen.layout)}")
+    glyph = mark("unknown", "?") if chosen.forecast.may_not_fit else mark("pass", "✓")
+    out.print(f"[bold]Layout[/bold] for {escape(name)}: {glyph} {layout_title(chosen.layout)}")
 
 
 def _remarks(out: Console, advice: Recommendation) -> None:
@@ -112,10 +113,7 @@ def _no_layout(out: Console, advice: Recommendation) -> None:
     if advice.backend == "gloo":
         point(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
     for help_ in advice.helps_most:
-        sentence, _, command = help_.partition(": topoflight ")
-        point(out, "→", escape(sentence))
-        if command:  # not wrapped, so that it can be copied
-            out.print(f"  topoflight {escape(command)}", soft_wrap=True)
+        point(out, "→", escape(help_))
 
 
 def _layout(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:

@@ -29,7 +29,7 @@ MOST_LEVELS = 60  # nesting of blocks, substitutions and defaults
 _MOST_WORK = 1 << 25  # characters read, loop iterations included; takes a few seconds
 
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
-_ARRAY = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
+_ARRAY = re.compile(r"(?!\".*\*)\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")  # "${NAME[*]}" is one word
 NEXT_ITEM = "\0"  # ends each item in the value of an array
 _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # unquoted, these are split at blanks
@@ -211,7 +211,7 @@ class Expander:
 
     def _product(self, text: str) -> str:
         """Return the value of a product such as `$((8 * 1024 * SIZE))`; OPEN for other arithmetic and in loops."""
-        factors = re.sub(r"[\s${}]", "", text[3:-2]).split("*")
+        factors = re.sub(r"\s|\$\{?(?=[A-Za-z_])|\}", "", text.removeprefix("$((")[:-2]).split("*")
         numbers = [each if each[:1].isdecimal() else self.parameter(each) for each in factors]
         if self.loops or len(factors) > 8 or not all(re.fullmatch(r"0|[1-9]\d{0,18}", each) for each in numbers):
             return OPEN
@@ -223,7 +223,7 @@ class Expander:
         value, raw, line = self.value(node), self.raw(node), self.line(node)
         array = _ARRAY.fullmatch(self.text(node))
         parts = value.split() if node.type in _SPLITS else [value]
-        if array and (found := self.scope.variables.get(array[1])):
+        if array and (found := self.scope.variables.get(array[1])) and (NEXT_ITEM in found.value or not found.value):
             parts = found.value.split(NEXT_ITEM)[:-1]
         self.spend(WORK_OF_WORD * len(parts))
         return [Word(each, raw if parts == [value] else each, line) for each in parts]

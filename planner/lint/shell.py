@@ -50,6 +50,10 @@ _MOST_LAUNCHES = 1000  # launches or ways with different settings
 _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a scheduler
 _LITERAL = re.compile(r"[\w./:-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
+_SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
+_ENDS_LINE = re.compile(
+    rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n"
+)  # behind `A=1 B=2`, with which the grammar joins the next line
 _IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")  # Apptainer's container gets the name without it
 _NAMES = words()["shell"]
 # Node types of a list of variables, and of a script that only defines functions
@@ -116,9 +120,11 @@ class _Reader(Expander):
         self._met: set[str] = set()  # conditions, on all ways
         self._launches: dict[object, _Launch] = {}
         self._started = 0  # number of program starts, repetitions included
+        self._exported: set[str] = set()  # variables that are exported anywhere
         self._roots: dict[str, Node | None] = {}
         self._commands = self._blocks = 0
         self._active: tuple[str, ...] = ()  # functions on the call stack
+        self._hidden: dict[str, Assigned | None] = {}  # what local variables of the function hide
         self._left = ""  # how this block was left: exit, return, break or continue
         self._target = ""  # the file or program that gets the output; empty: none that is known
         self._written: dict[str, Inner] = {}  # what echo and printf write on this way, by target
@@ -177,8 +183,8 @@ class _Reader(Expander):
             self.script.ways.append((label, each.settings))
         if len(found) == 1:
             self.script.always = self.script.ways.pop()[1]
-        exported = {name for each in launches for name in each.settings}
-        self.script.loose = {name: each for name, each in self.script.loose.items() if name not in exported}
+        for name in self._exported:
+            self.script.loose.pop(name, None)
 
     def follow_text(self, text: str, line: int) -> None:
         """Follow a text in the current shell."""
@@ -212,9 +218,12 @@ class _Reader(Expander):
 
     def _follow(self, nodes: Sequence[Node]) -> None:
         """Follow statements in sequence."""
-        for node in nodes:
+        for node, after in zip(nodes, [*nodes[1:], None], strict=False):
             if node.is_named and not self._left:
-                self._visit(node)
+                if after is not None and after.type == "&":  # in the background
+                    self._follow_apart([node])
+                else:
+                    self._visit(node)
 
     def _visit(self, node: Node) -> None:
         """Follow one statement."""
@@ -223,13 +232,12 @@ class _Reader(Expander):
         if follow is None:
             return
         self._commands += 1
-        self._blocks += 1
-        if self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
+        if self._blocks >= MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
             self._report(self.line(node), "too many or too deeply nested commands")
             self._left = "exit"
-        else:
+            return
+        with self.during(_blocks=self._blocks + 1):
             follow(self, node)
-        self._blocks -= 1
 
     def _follow_apart(self, nodes: Sequence[Node]) -> None:
         """Follow statements in a subshell."""
@@ -244,8 +252,9 @@ class _Reader(Expander):
     def _decide(self, key: str, label: str, *, likely: bool) -> bool:
         """Return the outcome of a condition on this way. A condition that is met for the first time adds a way.
 
-        Conditions with the same text have the same outcome.
+        Conditions with the same text and the same values of its variables have the same outcome.
         """
+        key = "\0".join([key, *map(self.parameter, re.findall(r"[A-Za-z_]\w*", key))])
         if key not in self._met:
             self._met.add(key)
             labels = (*self._way.labels, f"else of {label}" if likely else label)
@@ -258,7 +267,8 @@ class _Reader(Expander):
             node = node.children[-1]
         text = self.text(node)
         is_assigned = node.type in _CERTAIN and "$(" not in text and "`" not in text
-        if is_assigned or text.partition(" ")[0] in _NAMES["certain"]:
+        is_certain = text.partition(" ")[0] in _NAMES["certain"] and next(walk(node, "pipeline"), None) is None
+        if is_assigned or is_certain:
             return True
         if likely is None:
             tested = node.children[-1] if node.type == "negated_command" else node
@@ -358,14 +368,17 @@ class _Reader(Expander):
     def _pipeline(self, node: Node) -> None:
         """Follow the commands of a pipeline, each in a subshell. What they write is for the last one."""
         parts = node.named_children
-        with self.during(_target=self._reader_of(parts[-1])):
+        reader = self._reader_of(parts[-1])
+        with self.during(_target=reader):
             for part in parts[:-1]:
                 self._follow_apart([part])
+        if reader in _NAMES["shells"] and reader in self._written:
+            self._pass_on(self._written.pop(reader))
         self._follow_apart(parts[-1:])
 
     def _reader_of(self, node: Node) -> str:
         """Return the program that reads the input of a command, or the file into which tee writes it."""
-        words = [Word(each, each) for each in self.text(node)[:1000].split()]
+        words = [Word(each, each) for each in _SET_BEFORE.sub("", self.text(node)[:1000]).split()]
         program = program_behind(words) if words else 0
         if program >= len(words):
             return ""
@@ -422,6 +435,9 @@ class _Reader(Expander):
     def _write(self, program: str, given: Sequence[Word], line: int) -> None:
         """Keep the output of echo or printf. What several of them write into the same file is one text."""
         parts = [each.text for each in given if each.text not in ("-e", "-n", "-E")]
+        if program == "printf" and parts[:1] == ["-v"]:
+            self._read_variables(program, given[1:2], line)
+            return
         text = (" ".join(parts) if program == "echo" else "".join(parts[:1])).replace("\\n", "\n")
         text = OPEN if program == "printf" and "%" in text else text
         if overrides := [Word(row, row) for row in text.splitlines() if pattern("dotted").match(row)]:
@@ -454,7 +470,9 @@ class _Reader(Expander):
         if exported is None:
             exported = self.scope.exports_all or (before is not None and before.exported)
         self.scope.variables[given.name] = given = given._replace(exported=exported)
-        if not exported and not given.unset and NEXT_ITEM not in given.value:
+        if exported:
+            self._exported.add(_IN_CONTAINER.sub("", given.name))
+        elif not given.unset and NEXT_ITEM not in given.value:
             self.script.loose[given.name] = given
 
     def _export(self, name: str, line: int) -> None:
@@ -481,10 +499,10 @@ class _Reader(Expander):
         exports = keyword == "export" or re.search(r"-\w*x", options) is not None
         if keyword != "unset" and re.search(r"-\w*n|\+\w*x", options):  # `export -n` and name references
             self._report(line, keyword + options)
-        is_local = keyword in ("local", "declare", "typeset") and bool(self._active) and "g" not in options
+        is_local = keyword in ("local", "declare", "typeset") and "g" not in options
         for each in given if "-f" not in options else ():
-            if is_local and NAMED.match(each.name):  # the variable outlives the function here
-                self._report(line, f"{keyword} {each.name} in a function")
+            if is_local:
+                self._hidden.setdefault(each.name, self.scope.variables.get(each.name))
             if keyword == "unset" and NAME.match(each.name):
                 self.scope.variables[each.name] = each
             elif not each.unset:
@@ -497,6 +515,13 @@ class _Reader(Expander):
     def _command(self, node: Node) -> None:
         """Follow a simple command: a built-in, a function or a program, with the variables that are set for it."""
         words, line = list[Word](), self.line(node)
+        given = [each for each in node.children if each.type == "variable_assignment"]
+        end = given[-1].end_byte if given else node.end_byte
+        if (match := _ENDS_LINE.match(self.source, end)) and match.end() < node.end_byte:
+            self._follow(given)
+            rest = self.source[end : node.end_byte].decode("utf-8", "replace")
+            self.follow_text(rest, line and self.first + given[-1].end_point.row)
+            return
         for child in node.named_children:
             if child.type == "command_name":
                 words += self.words(child.children[0]) if child.children else []
@@ -508,9 +533,7 @@ class _Reader(Expander):
                 words += self.words(child)
         self.spend(WORK_OF_WORD * len(words))
         self._read_document(node, node)
-        given = [each for each in node.children if each.type == "variable_assignment"]
-        if given and _NAMES["declares"].intersection(each.text for each in words):
-            # The grammar takes `A=1 B=2` and a next line `export C=3` for one command
+        if given and _NAMES["declares"].intersection(each.text for each in words[:2]):
             if NAMED.search(self.text(node)):
                 self._report(line, "assignments before export or another declaration")
             return
@@ -520,10 +543,14 @@ class _Reader(Expander):
             self.set(each, exported=True if words else None)
         if words:
             self._run(words, line)
-            for name, earlier in before.items():
-                self.scope.variables.pop(name, None)
-                if earlier is not None:
-                    self.scope.variables[name] = earlier
+            self._restore(before)
+
+    def _restore(self, before: Mapping[str, Assigned | None]) -> None:
+        """Restore variables that were set only for a command or function; None: was not set."""
+        for name, earlier in before.items():
+            self.scope.variables.pop(name, None)
+            if earlier is not None:
+                self.scope.variables[name] = earlier
 
     def _run(self, words: list[Word], line: int) -> None:
         """Follow a simple command with its expanded words."""
@@ -545,8 +572,10 @@ class _Reader(Expander):
             with self.during(scope=self.scope.copy()):
                 self._start([Word("env", "env"), *words[1:]], 0, line)
         body, source, first = self.scope.functions[words[0].text]
-        with self.during(source=source, first=first, loops=0, _active=(*self._active, words[0].text)):
+        active = (*self._active, words[0].text)
+        with self.during(source=source, first=first, loops=0, _active=active, _hidden={}):
             self._follow([body])
+            self._restore(self._hidden)
         self._left = "" if self._left == "return" else self._left
 
     def _start(self, words: list[Word], at: int, line: int) -> None:
@@ -591,7 +620,9 @@ class _Reader(Expander):
 
     # -- built-ins
 
-    def _leave(self, program: str, _given: Sequence[Word], _line: int) -> None:
+    def _leave(self, program: str, given: Sequence[Word], line: int) -> None:
+        if program in ("break", "continue") and given and given[0].text != "1":
+            self._report(line, f"{program} of several loops")
         if {"exit": True, "return": bool(self._active)}.get(program, self.loops > 0):
             self._left = program
 
@@ -623,8 +654,8 @@ class _Reader(Expander):
             self.set(Assigned(named[0].text, value, raw, line), exported=True)
         elif "--" in options and any(map(NAMED.search, options)):
             self._report(line, "the arguments that set gives")
-        elif options and (re.fullmatch(r"[-+][a-z]*a[a-z]*", options[0]) or options[1:2] == ["allexport"]):
-            self.scope.exports_all = options[0][0] == "-"
+        elif match := re.match(r"(?:[-+]\w+ (?:\w+ )?)*?([-+])\w*(?:a\w*|o allexport) ", " ".join([*options, ""])):
+            self.scope.exports_all = match[1] == "-"
 
 
 def _content(settings: Settings) -> frozenset[tuple[str, str]]:

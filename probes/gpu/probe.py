@@ -107,11 +107,11 @@ def codes_of_question(question: str) -> tuple[str, ...]:
 
 def unread_findings(facts: GpuFacts) -> Iterator[Finding]:
     """Yield one finding for each check that could not run, with every NVML call that failed."""
-    asked = [("", facts.unread)]
-    asked += [(subject_of(gpu), gpu.unread) for gpu in facts.gpus if gpu.error is None]
-    asked += [(f"GPU{pair.a}", pair.unread) for pair in facts.pairs]
+    unread = [("", facts.unread)]
+    unread += [(subject_of(gpu), gpu.unread) for gpu in facts.gpus if gpu.error is None]
+    unread += [(f"GPU{pair.a}", pair.unread) for pair in facts.pairs]
     found: dict[tuple[str, Status], dict[str, list[str]]] = {}
-    for subject, questions in asked:
+    for subject, questions in unread:
         for question in questions:
             known = question.startswith(_ROOT_ONLY) and question.endswith("= NO_PERMISSION")
             status = Status.INFO if known else Status.UNKNOWN

@@ -82,13 +82,13 @@ class NvmlCalls:
     def __call__(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
         """Return the answer. If there is none, return None and record the reason in `unread` or `lost`."""
         try:
-            return self.ask(symbol, *arguments)
+            return self.query(symbol, *arguments)
         except NvmlError as error:
             if self._leaves_unread(error):
                 self.note(symbol, arguments, error.name)
             return None
 
-    def ask(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
+    def query(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
         """Return the answer, with out-of-range numbers replaced by None and recorded. Raises NvmlError."""
         return self._drop_impossible(question_of(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
 
@@ -198,7 +198,7 @@ def read(host: Host) -> GpuFacts:
         for gpu in gpus
     )
     confidential, secret = _read_confidential(host)
-    driver, cuda = (_ask_system(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
+    driver, cuda = (_query_host(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
     return GpuFacts(
         driver_version=None if driver is None else str(driver),
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else None,
@@ -208,7 +208,7 @@ def read(host: Host) -> GpuFacts:
         bus=bus,
         xids_off_bus=_find_off_bus(host, xids or {}),
         visible=host.environment().get("CUDA_VISIBLE_DEVICES"),
-        granted=_granted(host.environment()),
+        granted=_read_slurm_gpus(host.environment()),
         confidential=confidential,
         unread=(*unread, *why, *secret),
     )
@@ -217,7 +217,7 @@ def read(host: Host) -> GpuFacts:
 def _read_confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
     """Return (whether confidential computing is on, calls that failed)."""
     symbol = "nvmlSystemGetConfComputeState"
-    answer, unread = _ask_system(host, symbol)
+    answer, unread = _query_host(host, symbol)
     if answer is None:
         return None, unread
     state = answer["ccFeature"]
@@ -239,7 +239,7 @@ def _select_xids(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple
     return None if xids is None or bus_id is None else tuple(xids.get(bus_id.partition(".")[0], ()))
 
 
-def _granted(environment: Mapping[str, str]) -> tuple[str, int] | None:
+def _read_slurm_gpus(environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the number of GPUs of this node that Slurm allocated; None outside a job and in a prolog, which sees all.
 
     srun(1) and sbatch(1), output environment variables: a list of indices, or a number.
@@ -262,7 +262,7 @@ def _find_off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tu
     return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)
 
 
-def _ask_system(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str, ...]]:
+def _query_host(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str, ...]]:
     """Return (answer, calls that failed)."""
     try:
         return host.nvml(symbol, *arguments), ()
@@ -285,7 +285,7 @@ def _read_xids(host: Host) -> dict[str, list[int]] | None:
 
 def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
     """Return (Xids by GPU index since NVML events were first requested, or None if unsupported; calls that failed)."""
-    answer, unread = _ask_system(host, XIDS, count)
+    answer, unread = _query_host(host, XIDS, count)
     if answer is None:
         return None, unread
     found: dict[int, tuple[int, ...]] = dict.fromkeys(answer["watched"], ())
@@ -294,54 +294,54 @@ def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]]
     return found, ()
 
 
-def _read_gpus(asks: list[NvmlCalls]) -> tuple[Gpu, ...]:
+def _read_gpus(calls: list[NvmlCalls]) -> tuple[Gpu, ...]:
     """Read every GPU. If the driver refuses access to a GPU, no further calls are made for it."""
-    found: list[_Found] = [_read_identity(ask) for ask in asks]
-    readable = [(ask, facts) for ask, facts in zip(asks, found, strict=True) if "error" not in facts]
+    found: list[_Found] = [_read_identity(nvml) for nvml in calls]
+    readable = [(nvml, facts) for nvml, facts in zip(calls, found, strict=True) if "error" not in facts]
     states: dict[int, LinkStates] = {}
     by_model: dict[Any, list[LinkStates]] = defaultdict(list)
-    for ask, facts in readable:
-        facts.update(_read_faults(ask))
-        states[ask.handle.index] = link_states(ask)
-        by_model[facts["name"]].append(states[ask.handle.index])
+    for nvml, facts in readable:
+        facts.update(_read_faults(nvml))
+        states[nvml.handle.index] = link_states(nvml)
+        by_model[facts["name"]].append(states[nvml.handle.index])
     for twins in by_model.values():
         for one in twins:
             reconcile_links(one, twins)
-    for ask, facts in readable:
-        mine, bus_id = states[ask.handle.index], facts["bus_id"]
-        facts.update(nvlinks_known=mine.known, nvlinks=nvlinks(ask, mine.states, facts["compute_capability"]))
+    for nvml, facts in readable:
+        mine, bus_id = states[nvml.handle.index], facts["bus_id"]
+        facts.update(nvlinks_known=mine.known, nvlinks=nvlinks(nvml, mine.states, facts["compute_capability"]))
         for stage in (_read_load, _read_fabric, _read_ecc, _read_rest):
-            facts.update(stage(ask))
-        facts.update(numa_node=_read_numa(ask, bus_id), link_in_sysfs=_width_in_sysfs(ask.host, bus_id), error=ask.lost)
-    return tuple(
-        Gpu(index=ask.handle.index, unread=tuple(ask.unread), **facts) for ask, facts in zip(asks, found, strict=True)
-    )
+            facts.update(stage(nvml))
+        in_sysfs = _width_in_sysfs(nvml.host, bus_id)
+        facts.update(numa_node=_read_numa(nvml, bus_id), link_in_sysfs=in_sysfs, error=nvml.lost)
+    rows = zip(calls, found, strict=True)
+    return tuple(Gpu(index=nvml.handle.index, unread=tuple(nvml.unread), **facts) for nvml, facts in rows)
 
 
-def _read_identity(ask: NvmlCalls) -> _Found:
+def _read_identity(nvml: NvmlCalls) -> _Found:
     """Read the identity of a GPU; "error" if the driver refuses access."""
     refused = None
     bus_id = None
     try:
-        bus_id = sysfs_bus_id(ask.host.nvml("nvmlDeviceGetPciInfo", ask.handle)["busId"])
+        bus_id = sysfs_bus_id(nvml.host.nvml("nvmlDeviceGetPciInfo", nvml.handle)["busId"])
     except NvmlError as error:
         refused = f"{error.name} ({error.symbol})"
         if error.symbol == HANDLE or error.name in LOST:
             return {"bus_id": None, "error": refused}
-        ask.note("nvmlDeviceGetPciInfo", (), error.name)
+        nvml.note("nvmlDeviceGetPciInfo", (), error.name)
     else:
         if bus_id is None:
-            ask.note("nvmlDeviceGetPciInfo", (), "no bus address")
-    memory = ask("nvmlDeviceGetMemoryInfo") or {}
+            nvml.note("nvmlDeviceGetPciInfo", (), "no bus address")
+    memory = nvml("nvmlDeviceGetMemoryInfo") or {}
     total, used = memory.get("total"), memory.get("used")
     if total is not None and used is not None and used > total:
-        ask.note("nvmlDeviceGetMemoryInfo", (), f"{used} of {total} bytes in use, which is impossible")
+        nvml.note("nvmlDeviceGetMemoryInfo", (), f"{used} of {total} bytes in use, which is impossible")
         used = None
-    major, minor = ask.numbers("nvmlDeviceGetCudaComputeCapability", 2)
+    major, minor = nvml.numbers("nvmlDeviceGetCudaComputeCapability", 2)
     found = {
         "bus_id": bus_id,
-        "uuid": ask("nvmlDeviceGetUUID"),
-        "name": ask("nvmlDeviceGetName"),
+        "uuid": nvml("nvmlDeviceGetUUID"),
+        "name": nvml("nvmlDeviceGetName"),
         "memory_bytes": total,
         "memory_used_bytes": used,
         "compute_capability": None if major is None or minor is None else (major, minor),
@@ -352,19 +352,19 @@ def _read_identity(ask: NvmlCalls) -> _Found:
     return found
 
 
-def _read_faults(ask: NvmlCalls) -> _Found:
-    _, rows, waiting, failed = ask.numbers("nvmlDeviceGetRemappedRows", 4)
+def _read_faults(nvml: NvmlCalls) -> _Found:
+    _, rows, waiting, failed = nvml.numbers("nvmlDeviceGetRemappedRows", 4)
     banks: dict[str, Any] = {}
     if rows is not None:  # the histogram never returns NOT_SUPPORTED
-        banks = ask("nvmlDeviceGetRowRemapperHistogram") or {}
-    action, exhausted, pending, ask.link_count = ask.fields(_RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT)
-    split, split_later = (flag(mode) for mode in ask.numbers("nvmlDeviceGetMigMode", 2))
+        banks = nvml("nvmlDeviceGetRowRemapperHistogram") or {}
+    action, exhausted, pending, nvml.link_count = nvml.fields(_RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT)
+    split, split_later = (flag(mode) for mode in nvml.numbers("nvmlDeviceGetMigMode", 2))
     # All drivers so far answer the older function, but it will be removed.
-    mask = ask.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
+    mask = nvml.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
     bits = _read_names()["throttle_bit"].items()
     return {
         "recovery_action": recovery_action(action),
-        "ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", 1, 0),
+        "ecc_uncorrected": nvml("nvmlDeviceGetTotalEccErrors", 1, 0),
         "remapped_rows_uncorrectable": rows,
         "remapping_pending": flag(max((n for n in (waiting, pending) if n is not None), default=None)),
         "remapping_failed": flag(failed),
@@ -373,15 +373,15 @@ def _read_faults(ask: NvmlCalls) -> _Found:
         "mig_pending": split_later,
         "throttle_reasons": None if mask is None else tuple(name for bit, name in bits if mask >> int(bit) & 1),
         # of the die (sensor 0); CUDA 14 removes the older function
-        "temperature_celsius": ask.either(("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0)),
+        "temperature_celsius": nvml.either(("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0)),
     }
 
 
-def _read_stage(ask: NvmlCalls, stage: str) -> _Found:
+def _read_stage(nvml: NvmlCalls, stage: str) -> _Found:
     """Read the facts of a stage in `facts.toml`."""
     found: _Found = {}
     for fact, row in read_table(__file__, "facts.toml")[stage].items():
-        answer = ask(*row["ask"])
+        answer = nvml(*row["ask"])
         if "field" in row:
             answer = (answer or {}).get(row["field"])
         if "as" in row:
@@ -390,14 +390,14 @@ def _read_stage(ask: NvmlCalls, stage: str) -> _Found:
     return found
 
 
-def _read_load(ask: NvmlCalls) -> _Found:
-    busy = (ask("nvmlDeviceGetUtilizationRates") or {}).get("gpu")
+def _read_load(nvml: NvmlCalls) -> _Found:
+    busy = (nvml("nvmlDeviceGetUtilizationRates") or {}).get("gpu")
     ratio = None if busy is None else busy / 100
-    return {**_read_stage(ask, "load"), "utilization_ratio": ratio, "processes": processes(ask)}
+    return {**_read_stage(nvml, "load"), "utilization_ratio": ratio, "processes": processes(nvml)}
 
 
-def _read_fabric(ask: NvmlCalls) -> _Found:
-    fabric = ask("nvmlDeviceGetGpuFabricInfoV") or ask("nvmlDeviceGetGpuFabricInfo") or {}
+def _read_fabric(nvml: NvmlCalls) -> _Found:
+    fabric = nvml("nvmlDeviceGetGpuFabricInfoV") or nvml("nvmlDeviceGetGpuFabricInfo") or {}
     return {
         "fabric_state": named("fabric_state", fabric.get("state")),
         "fabric_clique": fabric_clique(fabric),
@@ -408,19 +408,19 @@ def _read_fabric(ask: NvmlCalls) -> _Found:
     }
 
 
-def _read_ecc(ask: NvmlCalls) -> _Found:
-    enabled, pending = ask.numbers("nvmlDeviceGetEccMode", 2)
-    default = None if enabled is None else ask.numbers("nvmlDeviceGetDefaultEccMode", 1)[0]
-    sram = ask("nvmlDeviceGetSramEccErrorStatus") or {}
+def _read_ecc(nvml: NvmlCalls) -> _Found:
+    enabled, pending = nvml.numbers("nvmlDeviceGetEccMode", 2)
+    default = None if enabled is None else nvml.numbers("nvmlDeviceGetDefaultEccMode", 1)[0]
+    sram = nvml("nvmlDeviceGetSramEccErrorStatus") or {}
     return {
         "ecc_enabled": flag(enabled),
         "ecc_pending": flag(pending),
         "ecc_default": flag(default),
-        "ecc_uncorrected_lifetime": ask("nvmlDeviceGetTotalEccErrors", 1, 1),
+        "ecc_uncorrected_lifetime": nvml("nvmlDeviceGetTotalEccErrors", 1, 1),
         "sram_threshold_exceeded": flag(sram.get("bThresholdExceeded")),
         "sram_uncorrected": _add_fields(sram, "volatileUncParity", "volatileUncSecDed"),
         "sram_uncorrected_lifetime": _add_fields(sram, "aggregateUncParity", "aggregateUncSecDed"),
-        "retired_pages": _count_retired_pages(ask),
+        "retired_pages": _count_retired_pages(nvml),
     }
 
 
@@ -429,25 +429,25 @@ def _add_fields(answer: dict[str, Any], *names: str) -> int | None:
     return None if None in values else sum(cast("list[int]", values))
 
 
-def _read_rest(ask: NvmlCalls) -> _Found:
-    numa = ask("nvmlDeviceGetNumaNodeId")
+def _read_rest(nvml: NvmlCalls) -> _Found:
+    numa = nvml("nvmlDeviceGetNumaNodeId")
     return {
-        **_read_stage(ask, "rest"),
-        "c2c_links": ask.fields(_C2C_LINK_COUNT)[0],
+        **_read_stage(nvml, "rest"),
+        "c2c_links": nvml.fields(_C2C_LINK_COUNT)[0],
         "gpu_numa_node": None if numa == -1 else numa,
-        "cpu_affinity": cpu_list(ask("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
+        "cpu_affinity": cpu_list(nvml("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
     }
 
 
 def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
     """Read the common ancestor of every pair of GPUs first, then the details of their P2P support."""
-    asks = {(a, b): NvmlCalls(host, GpuHandle(a)) for a in answering for b in answering if a < b}
-    found: dict[tuple[int, int], list[Any]] = {pair: [] for pair in asks}
-    for (_, b), ask in asks.items():
-        found[ask.handle.index, b].append(ask("nvmlDeviceGetTopologyCommonAncestor", GpuHandle(b)))
+    calls = {(a, b): NvmlCalls(host, GpuHandle(a)) for a in answering for b in answering if a < b}
+    found: dict[tuple[int, int], list[Any]] = {pair: [] for pair in calls}
+    for (_, b), nvml in calls.items():
+        found[nvml.handle.index, b].append(nvml("nvmlDeviceGetTopologyCommonAncestor", GpuHandle(b)))
     for capability in (2, 0):  # NVLink, read: nvmlGpuP2PCapsIndex_t
-        for (a, b), ask in asks.items():
-            found[a, b].append(ask("nvmlDeviceGetP2PStatus", GpuHandle(b), capability))
+        for (a, b), nvml in calls.items():
+            found[a, b].append(nvml("nvmlDeviceGetP2PStatus", GpuHandle(b), capability))
     return tuple(
         GpuPair(
             a=a,
@@ -455,7 +455,7 @@ def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
             ancestor=named("ancestor", level),
             p2p_read=named("p2p", read_),
             p2p_nvlink=named("p2p", nvlink),
-            unread=tuple(asks[a, b].unread),
+            unread=tuple(calls[a, b].unread),
         )
         for (a, b), (level, nvlink, read_) in found.items()
     )
@@ -468,22 +468,22 @@ def _width_in_sysfs(host: Host, bus_id: str | None) -> bool:
     return bool(widths) and all(width is not None and 0 < width <= 32 for width in widths)
 
 
-def _read_numa(ask: NvmlCalls, bus_id: str | None) -> int | None:
+def _read_numa(nvml: NvmlCalls, bus_id: str | None) -> int | None:
     """Prefer sysfs. If it has -1 (in a VM), use NVML's memory affinity mask if it names a single node."""
-    node = sysfs.number(ask.host, f"{DEVICES}/{bus_id}/numa_node")
+    node = sysfs.number(nvml.host, f"{DEVICES}/{bus_id}/numa_node")
     if node is not None and node >= 0:
         return node
-    nodes = cpu_list(ask("nvmlDeviceGetMemoryAffinity", 1, 0))
+    nodes = cpu_list(nvml("nvmlDeviceGetMemoryAffinity", 1, 0))
     return int(nodes) if nodes and nodes.isdecimal() else None
 
 
-def _count_retired_pages(ask: NvmlCalls) -> int | None:
+def _count_retired_pages(nvml: NvmlCalls) -> int | None:
     """Count pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
-    by_cause = [ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
+    by_cause = [nvml("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
     if not all(isinstance(pages, list) for pages in by_cause):
         return None
     if any(not 0 <= address <= MEMORY_MAX for pages in by_cause for address in pages):
-        ask.note("nvmlDeviceGetRetiredPages", (), "a page beyond any memory, which is impossible")
+        nvml.note("nvmlDeviceGetRetiredPages", (), "a page beyond any memory, which is impossible")
         return None
     return sum(map(len, by_cause))
 
@@ -503,21 +503,21 @@ class LinkStates:
     unlisted: set[int] = field(default_factory=set)  # INVALID_ARGUMENT: no such link
 
 
-def link_states(ask: NvmlCalls) -> LinkStates:
+def link_states(nvml: NvmlCalls) -> LinkStates:
     """Query the state of every link that a board may have."""
     found = LinkStates(known=True)
     for link in range(LINKS_MAX):
-        if ask.link_count and len(found.states) >= ask.link_count:
+        if nvml.link_count and len(found.states) >= nvml.link_count:
             break  # all links were found; a slow driver is not queried about links that do not exist
         try:
-            state = ask.ask(_LINK_STATE, link)
+            state = nvml.query(_LINK_STATE, link)
         except NvmlError as error:
             if error.name == "NOT_SUPPORTED" and link == 0:
                 return LinkStates(known=True, absent=True)
             if error.name in ("INVALID_ARGUMENT", "NOT_SUPPORTED"):
                 found.unlisted.add(link)
             else:
-                ask.note(_LINK_STATE, (link,), error.name)
+                nvml.note(_LINK_STATE, (link,), error.name)
                 found.states[link] = None
             continue
         found.states[link] = flag(state)
@@ -538,22 +538,22 @@ def reconcile_links(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
     found.known = found.known and (not known_links or bool(found.states) or found.absent)
 
 
-def nvlinks(ask: NvmlCalls, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
+def nvlinks(nvml: NvmlCalls, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
     """Return the existing links. A link without a peer is inactive; a link whose state could not be read is None."""
     up = [link for link, active in states.items() if active]
-    errors = _read_errors(ask, up)
-    version = named("nvlink_generation", _ask(ask, "nvmlDeviceGetNvLinkVersion", up[0])) if up else None
+    errors = _read_errors(nvml, up)
+    version = named("nvlink_generation", _query_link(nvml, "nvmlDeviceGetNvLinkVersion", up[0])) if up else None
     if version == 5 and capability is not None and capability[0] == 9:
         version = 4  # H100 reports 7 (5.0) for its fourth-generation NVLink
     return tuple(
-        _read_active_link(ask, link, version, errors.get(link)) if active else NvLink(link=link, active=active)
+        _read_active_link(nvml, link, version, errors.get(link)) if active else NvLink(link=link, active=active)
         for link, active in states.items()
     )
 
 
-def _read_active_link(ask: NvmlCalls, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
-    remote = _ask(ask, "nvmlDeviceGetNvLinkRemotePciInfo", link)
-    kind = _ask(ask, "nvmlDeviceGetNvLinkRemoteDeviceType", link)
+def _read_active_link(nvml: NvmlCalls, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
+    remote = _query_link(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", link)
+    kind = _query_link(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", link)
     return NvLink(
         link=link,
         active=True,
@@ -564,33 +564,33 @@ def _read_active_link(ask: NvmlCalls, link: int, version: int | None, errors: di
     )
 
 
-def _read_errors(ask: NvmlCalls, links: list[int]) -> dict[int, dict[str, int]]:
+def _read_errors(nvml: NvmlCalls, links: list[int]) -> dict[int, dict[str, int]]:
     """Return error counters by link: in one call, or link by link for drivers that require it (before Hopper)."""
     found: dict[int, dict[str, int]] = {}
     fields = _read_names()["nvlink_error_field"]
     if links:
         wanted = [(number, link) for link in links for number in fields]
-        values = ask.fields(*(f"{number}:{link}" for number, link in wanted))
+        values = nvml.fields(*(f"{number}:{link}" for number, link in wanted))
         for (number, link), value in zip(wanted, values, strict=True):
             if value is not None:
                 found.setdefault(link, {})[fields[number]] = value
-    return found or {link: counters for link in links if (counters := _read_old_errors(ask, link))}
+    return found or {link: counters for link in links if (counters := _read_old_errors(nvml, link))}
 
 
-def _read_old_errors(ask: NvmlCalls, link: int) -> dict[str, int]:
-    counters = {name: _ask(ask, "nvmlDeviceGetNvLinkErrorCounter", link, i) for i, name in enumerate(_ERRORS)}
+def _read_old_errors(nvml: NvmlCalls, link: int) -> dict[str, int]:
+    counters = {name: _query_link(nvml, "nvmlDeviceGetNvLinkErrorCounter", link, i) for i, name in enumerate(_ERRORS)}
     return {name: value for name, value in counters.items() if isinstance(value, int)}
 
 
-def _ask(ask: NvmlCalls, symbol: str, *arguments: int) -> Any:
+def _query_link(nvml: NvmlCalls, symbol: str, *arguments: int) -> Any:
     """Return the answer; None if a hypervisor or the board hides it, UNREAD if the driver failed to report it."""
     try:
-        answer = ask.ask(symbol, *arguments)
+        answer = nvml.query(symbol, *arguments)
         return UNREAD if answer is None else answer
     except NvmlError as error:
         if does_not_apply(error) or error.name == "INVALID_ARGUMENT":
             return None
-        ask.note(symbol, arguments, error.name)
+        nvml.note(symbol, arguments, error.name)
         return UNREAD
 
 
@@ -654,14 +654,14 @@ def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
     return tuple(faults)
 
 
-def processes(ask: NvmlCalls) -> tuple[GpuProcess, ...] | None:
+def processes(nvml: NvmlCalls) -> tuple[GpuProcess, ...] | None:
     """Return the compute processes. For a process in another container the memory is unknown."""
     symbol = "nvmlDeviceGetComputeRunningProcesses"
-    answer = ask(symbol)
+    answer = nvml(symbol)
     if not isinstance(answer, list):
         return None
     if any(not 0 <= process["pid"] <= PIDS_MAX for process in answer):
-        ask.note(symbol, (), "a process id that is impossible")
+        nvml.note(symbol, (), "a process id that is impossible")
         return None
     # NVML_VALUE_NOT_AVAILABLE is 2^64 - 1
     used = [p["usedGpuMemory"] if (p["usedGpuMemory"] or 0) <= MEMORY_MAX else None for p in answer]

@@ -65,7 +65,7 @@ class Nvml:
         Raises NvmlError. Its symbol is the function that failed: this one, nvmlInit, or the lookup of a handle.
         """
         try:
-            return self._ask(symbol, arguments)
+            return self._call_function(symbol, arguments)
         finally:
             self._name_call("")
 
@@ -73,7 +73,7 @@ class Nvml:
         if self.call_file is not None:
             os.pwrite(self.call_file, call.encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0"), 0)
 
-    def _ask(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
+    def _call_function(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
         pynvml, failing = self._get_library(), HANDLE
         function = self._functions.get(symbol) or self._get_function(symbol)
         try:

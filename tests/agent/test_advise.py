@@ -16,7 +16,7 @@ from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import advise, of_cluster
-from agent.advice.request import Request, cluster_of, dataset_settings, prices_of, with_rows
+from agent.advice.request import Request, cluster_of, prices_of, with_rows
 from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
 from contracts import question
@@ -185,7 +185,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more: Any) -> Request:
     """A request with what is known of a data set's rows."""
-    found = dataset_settings(str(data), tokenizer and str(tokenizer), model if model != "tiny-llama" else None)
+    found = {"dataset_name": str(data), **({"tokenizer_name": str(tokenizer)} if tokenizer else {})}
     return with_rows(Request.of(model=model, **more), found)
 
 
@@ -223,11 +223,10 @@ def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@each_row("held", [None, "", '{"question": "q", "answer": "a"}\n{oops\n'])
-def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp_path: Path, held: str | None) -> None:
+@each_row("held", ["", '{"question": "q", "answer": "a"}\n{oops\n'])
+def test_a_file_that_holds_no_rows_is_an_error_that_names_it(tmp_path: Path, held: str) -> None:
     file = tmp_path / "rows.jsonl"
-    if held is not None:
-        file.write_text(held, encoding="utf-8")
+    file.write_text(held, encoding="utf-8")
     with pytest.raises(InputError, match="row"):
         of_rows(file, "builtin:bytes")
 
@@ -244,13 +243,6 @@ def test_tokens_beyond_a_models_positions_are_said() -> None:
         "beyond Llama-3.1-8B's 131072 positions" in line for line in ask(nodes=2, sequence_length=200_000).unknowns
     )
     assert not any("positions" in line for line in ask(nodes=2, sequence_length=131_072).unknowns)
-
-
-def test_a_part_of_a_data_set_is_named_after_a_colon() -> None:
-    assert dataset_settings("openai/gsm8k:main", None, "Llama-3.1-8B") == {
-        "dataset_name": "openai/gsm8k", "dataset_config": "main",
-    }  # fmt: skip
-    assert dataset_settings("openai/gsm8k", "a/b", None) == {"dataset_name": "openai/gsm8k", "tokenizer_name": "a/b"}
 
 
 def test_money_is_node_hours_times_the_users_price(tmp_path: Path) -> None:
@@ -303,17 +295,17 @@ def run(words: str) -> tuple[int, dict[str, Any]]:
 
 
 @each_row("words", lambda: [words.format(A40=path_of("r760xa-2xA40-bf3")) for words in rows_of(__file__)("misfits")()])
-def test_what_is_offered_fits_as_the_command_says(words: str) -> None:
-    """Each offer is a command of its own, which exits with 0 and differs in what it says."""
+def test_what_is_offered_fits(words: str) -> None:
+    """The command with the changes of an offer exits with 0."""
     code, document = run(words)
     assert code == 3 and document["chosen"] is None
     offers = document["helps_most"]
     assert offers
     for offer in offers:
-        said, _, command = offer.partition("): topoflight recommend ")
-        code, other = run(command)
+        changes = [change.rpartition(" ") for change in offer.partition(" fits (")[0].split(", ")]
+        more = " ".join(f"--{name.replace(' ', '-')} {value}" for name, _, value in changes)
+        code, other = run(f"{words} {more}")
         assert code == 0 and other["chosen"] is not None, offer
-        assert said.split()[0] in ("global", "method", "sequence", "optimizer", "precision", "nodes", "engine")
 
 
 def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() -> None:

@@ -15,8 +15,8 @@ from rigs.tables import each_row
 from scanned import scan
 from test_secrets import PLANTED, SECRETS
 
-from agent.jobs import bundle
-from agent.jobs.bundle import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
+from agent.cli import bundle
+from agent.cli.bundle import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
 from probes.host.recording import load, load_all
 from probes.wire import RecordingError
 

@@ -142,12 +142,6 @@ def test_run_passes_on_what_its_command_has_as_options(tmp_path: Path) -> None:
         assert done.stdout.strip() == expected, (separator, done.stdout, done.stderr)
 
 
-def test_a_misspelt_verb_is_answered_with_the_close_one() -> None:
-    """By letters; one that is close to none gets the list."""
-    assert "did you mean scan" in topoflight("scn").stderr
-    assert "recommend" in topoflight("zzzzzz").stderr
-
-
 @each_row(
     ("verb", "option", "said"),
     [

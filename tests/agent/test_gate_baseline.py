@@ -20,8 +20,7 @@ from rigs.recorded import H100, path_of
 from rigs.tables import each_row, rows_of
 
 from agent.checks.measured import regressions
-from agent.cluster.nodes import Fleet, NodeRecord, checks_of
-from agent.cluster.publish import to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, checks_of, to_resource
 from contracts.finding import Finding, Status
 from probes.scanner import dumps
 

@@ -19,8 +19,7 @@ from scanned import scan
 
 from agent.checks.measured import PROBE_CODES
 from agent.checks.verdict import View, build_view, judge
-from agent.cluster.nodes import checks_of
-from agent.cluster.publish import record_of_view
+from agent.cluster.nodes import checks_of, record_of_view
 from agent.http.server import create
 from agent.http.state import State
 from probes.api import Absent, Failed, Ok, Snapshot

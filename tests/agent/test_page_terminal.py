@@ -56,7 +56,7 @@ def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
     """One expectation for each scope, not one for each rail and operation."""
     text = drawn(topology.node, view("sick-h100-rdma-off").topologies[0])
-    for words in ("recognised as: HGX H100/H200", "! differs from the reference: no RDMA adapter",
+    for words in ("recognised as: HGX H100/H200", "! differs from the reference: This node has no RDMA adapter",
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
@@ -266,3 +266,12 @@ def test_the_wheel_has_a_completion_file_for_each_shell(shell: str, shipped: str
     assert f"{shell}_complete" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_a_layout_whose_memory_may_not_fit_has_no_check_mark(tmp_path: Path) -> None:
+    job = tmp_path / "config.yaml"  # its rows have any length up to 4,096 tokens
+    job.write_text("use_peft: true\nper_device_train_batch_size: 32\nmax_length: 4096\ngradient_checkpointing: true\n")
+    for words, glyph in (("--lengths 100:900", "✓"), (f"--config {job}", "?")):
+        asked = ("recommend", "--machine", "p4d.24xlarge", "--model", "Llama-3.1-8B", *words.split())
+        lines = topoflight(*asked).stdout.splitlines()
+        assert any(line.startswith(f"Layout for Llama-3.1-8B: {glyph} ") for line in lines), lines

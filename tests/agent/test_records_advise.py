@@ -13,8 +13,7 @@ from rigs.recorded import NAMES, changed, facts, snapshot
 from rigs.tables import each_row
 
 from agent.checks.verdict import build_view
-from agent.cluster.nodes import MOST_FACTS_BYTES, NodeRecord, pack_facts
-from agent.cluster.publish import to_resource
+from agent.cluster.nodes import MOST_FACTS_BYTES, NodeRecord, pack_facts, to_resource
 from agent.http.state import own_fleet
 from probes.api import Failed, Snapshot
 from probes.hostinfo.probe import HostinfoFacts

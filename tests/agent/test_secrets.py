@@ -28,11 +28,12 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.base import result_store
-from agent.cluster.publish import record_of_view, to_resource
+from agent.cli import bundle
+from agent.cli.bundle import pack_bundle, unpack_bundle
+from agent.cluster.nodes import record_of_view, to_resource
 from agent.http.server import create
 from agent.http.state import State
-from agent.jobs import bundle, launch
-from agent.jobs.bundle import pack_bundle, unpack_bundle
+from agent.jobs import launch
 from contracts import run_record
 from contracts.redaction import redact, without_secrets
 from probes.host.recording import RecordedHost, RecordingHost

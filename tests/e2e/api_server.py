@@ -26,12 +26,10 @@ CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read
 Json = dict[str, Any]
 Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
 KINDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("api_kinds.yaml").read_text())
-# kind of a job -> the label of its pods, and what its child Job's name ends with
+# kind of a job -> the label of its pods
 JOBS = {
-    "Job": ("job-name", ""),
-    "PyTorchJob": ("training.kubeflow.org/job-name", ""),
-    "TrainJob": ("jobset.sigs.k8s.io/jobset-name", "-node-0"),
-}
+    "Job": "job-name", "PyTorchJob": "training.kubeflow.org/job-name", "TrainJob": "jobset.sigs.k8s.io/jobset-name",
+}  # fmt: skip
 
 
 def pods_of(job: Json) -> int:
@@ -81,7 +79,6 @@ class ApiServer:
         self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
         self.requests: list[tuple[str, str]] = []
         self.controllers = True  # whether a job's pods are made
-        self.pods_refused = ""  # what admission says of them
         self.pod_status: Json = {"phase": "Running"}
         self.warnings: list[str] = []  # sent with each object that is made
         self.port = 0
@@ -297,19 +294,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(201, made, {"Warning": ", ".join(f"299 - {text}" for text in quoted)} if quoted else None)
 
     def _control(self, job: Json) -> None:
-        """What the job's controller does: its pods, or the event that says why there are none."""
-        label, child = JOBS.get(job.get("kind", ""), ("", ""))
+        """What the job's controller does: its pods."""
+        label = JOBS.get(job.get("kind", ""))
         if not label or not self.api.controllers or job["spec"].get("suspend"):
             return
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
-        if self.api.pods_refused:
-            about = {"name": f"{name}{child}", "namespace": namespace}
-            self.api.put("/api/v1/events", namespace, {
-                "kind": "Event", "metadata": {"name": f"{name}.1", "namespace": namespace}, "type": "Warning",
-                "reason": "FailedCreate", "message": self.api.pods_refused, "involvedObject": about,
-                "lastTimestamp": job["metadata"]["creationTimestamp"],
-            })  # fmt: skip
-            return
         for index in range(pods_of(job)):
             about = {"name": f"{name}-{index}", "namespace": namespace, "labels": {label: name}}
             pod = {"kind": "Pod", "metadata": about, "status": self.api.pod_status}

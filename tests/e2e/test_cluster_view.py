@@ -26,17 +26,18 @@ from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.nodes import (
     API_VERSION,
     MOST_FACTS_LETTERS,
+    MOST_FINDINGS,
     PLURAL,
     Fleet,
     NodeRecord,
     checks_of,
     from_resource,
+    record_of_view,
     row,
 )
-from agent.cluster.publish import MOST_FINDINGS, Publisher, record_of_view
 from agent.http import state as server_state
 from agent.http.server import create
-from agent.http.state import Records, State
+from agent.http.state import Publisher, Records, State
 
 NODES = path_of(API_VERSION, PLURAL)
 

@@ -14,6 +14,7 @@ from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
+from agent.jobs import cluster_job
 from contracts.job_plan import JobPlan, read
 
 rows = rows_of(__file__)
@@ -196,19 +197,6 @@ def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
     assert kubeconfig.of_kind("PersistentVolumeClaim")[0]["spec"] == {"resources": "of its owner"}
 
 
-PSS = 'pods "sft-0-x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities'
-
-
-@pytest.mark.parametrize("kind", COLLECTIONS)
-def test_pods_that_admission_refuses_are_told(kubeconfig: ApiServer, kind: str) -> None:
-    """Created is not all: exit code 3 and the controller's words, of the child Job of a TrainJob too."""
-    kubeconfig.pods_refused = PSS
-    done = launched("--api", kind)
-    assert done.exit_code == 3
-    assert f"no pod starts: FailedCreate: {PSS}" in done.stderr and "sft has been created" in done.stderr
-    assert done.stdout.splitlines()[-1].endswith("/sft created")
-
-
 def test_the_api_servers_warnings_are_shown_once(kubeconfig: ApiServer) -> None:
     """Although each object is sent twice."""
     kubeconfig.warnings = ['would violate PodSecurity "restricted:latest"', "spec.x: deprecated"]
@@ -218,31 +206,8 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig: ApiServer) -> None:
     assert [line.partition("says: ")[2] for line in warned] == kubeconfig.warnings
 
 
-@pytest.mark.parametrize(("status", "code", "told"), rows("pods_come")())
-def test_a_launch_says_how_its_pods_come(kubeconfig: ApiServer, status: dict[str, Any], code: int, told: str) -> None:
-    """Those that wait, why; Kubernetes goes on trying, so the code is 0 unless the gate has failed."""
-    kubeconfig.pod_status = status
-    done = launched("--api", "job", "--wait", "0.1")
-    assert done.exit_code == code and told in done.stderr, done.output
-
-
-def test_no_pod_and_no_event_is_unknown(kubeconfig: ApiServer) -> None:
-    """Bounded; a job that waits for its queue is as it should be, and --wait 0 asks nothing."""
-    kubeconfig.controllers = False
-    done = launched("--api", "pytorchjob", "--wait", "0.1")
-    assert done.exit_code == 5 and "is its operator running?" in done.stderr
-    for kind in COLLECTIONS:
-        words = [*WORDS, "--name", "q", "--api", kind, "--queue", "team", "--wait", "0.1"]
-        queued = CliRunner().invoke(launch, words)
-        assert queued.exit_code == 0 and "waits for its queue" in queued.stderr, kind
-    asked = len(kubeconfig.requests)
-    unwatched = CliRunner().invoke(launch, [*WORDS, "--name", "w", "--api", "job", "--wait", "0"])
-    assert unwatched.exit_code == 0
-    assert not [path for _, path in kubeconfig.requests[asked:] if "/pods" in path]
-
-
-def test_pods_that_may_not_be_listed_are_unknown(kubeconfig: ApiServer) -> None:
-    """A user who may make jobs and not look at pods; the job stands."""
-    kubeconfig.forbidden = {"/api/v1/pods"}
-    done = launched("--api", "job")
-    assert done.exit_code == 0 and "unknown whether its pods come: pods is forbidden" in done.stderr
+@each_row(("status", "ended", "told"), rows("pods"))
+def test_the_state_of_a_pod_is_said(status: dict[str, Any], ended: bool, told: str) -> None:
+    """Why it waits, or which container ended and why."""
+    pod = {"metadata": {"name": "sft-0"}, "status": status}
+    assert (cluster_job.how_failed(pod) if ended else cluster_job.why_waiting(pod)) == told

@@ -28,7 +28,7 @@ DRA = ("--dra", "gpu=gpu.nvidia.com", "--dra", "nic=dranet.net")
 
 
 def run_job(*words: str, host: Path | None = None) -> Result:
-    done = CliRunner().invoke(launch, ["--host", str(host or path_of()), *WORDS, "--wait", "0", *words])
+    done = CliRunner().invoke(launch, ["--host", str(host or path_of()), *WORDS, *words])
     assert done.exit_code == 0, done.output
     return done
 
@@ -96,7 +96,7 @@ def test_a_queue_is_told_of_classes_that_it_must_count(kubeconfig: ApiServer, wo
 
 
 def refused(*words: str) -> Result:
-    done = CliRunner().invoke(launch, ["--host", str(path_of()), *WORDS, "--wait", "0", *words])
+    done = CliRunner().invoke(launch, ["--host", str(path_of()), *WORDS, *words])
     assert done.exit_code in (1, 2), done.output
     return done
 
@@ -139,7 +139,7 @@ def test_a_job_over_nvlink_is_made_with_its_compute_domain_unless_told_otherwise
     kubeconfig: ApiServer, words: tuple[str, ...]
 ) -> None:
     """The GPUs stay the device plugin's. Without it the job runs over the network."""
-    done = CliRunner().invoke(launch, [*RACK, "--wait", "0", *words])
+    done = CliRunner().invoke(launch, [*RACK, *words])
     assert done.exit_code == 0, done.output
     (job,) = kubeconfig.of_kind("Job")
     claims = job["spec"]["template"]["spec"].get("resourceClaims", [])

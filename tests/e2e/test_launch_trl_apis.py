@@ -24,7 +24,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())
 
 def launched(kind: str, *more: str, config: Path = USERS, host: tuple[str, ...] = ("--host", str(path_of()))) -> Result:
     words = [*host, "--nodes", "2", "--image", "registry.example/f:1", "--claim", "shared", "--config", str(config)]
-    return CliRunner().invoke(launch, [*words, "--api", kind, "--name", "sft", "--wait", "0", *more])
+    return CliRunner().invoke(launch, [*words, "--api", kind, "--name", "sft", *more])
 
 
 def planned(folder: Path, files: dict[str, Any]) -> JobPlan:

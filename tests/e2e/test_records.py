@@ -15,7 +15,7 @@ from rigs.tables import each_row
 from agent.checks.history import Event, History
 from agent.checks.verdict import build_view
 from agent.cluster.client import LONGEST_WAIT_SECONDS, backoff_seconds
-from agent.cluster.publish import MOST_CHANGES, record_of_view, to_resource
+from agent.cluster.nodes import MOST_CHANGES, record_of_view, to_resource
 
 CODE = "rdma.port.down"
 START = float(int(time.time()) - 7200)

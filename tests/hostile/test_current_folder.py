@@ -54,7 +54,7 @@ ONE_STEP = ("--set", "max_steps=1", "--set", "dataset_rows=8", "--set", "eval_st
             for words in (
                 ("bench", "--quick", "--ranks", "1"),  # by processes.Tree, as above
                 ("calibrate", "--model", "tiny-llama", "--budget", "60"),  # in the child process that bench has
-                ("recommend", "--dataset", "{0}/rows.jsonl", "--tokenizer", "builtin:bytes", "--model", "tiny-llama"),
+                ("recommend", "--config", "{0}/config.yaml"),
                 ("launch", *JOB, *ONE_STEP),
             )
         ),
@@ -67,6 +67,7 @@ def test_no_verb_imports_from_the_current_folder(tmp_path: Path, words: tuple[st
     (tmp_path / "own" / "helper.py").write_text("WORD = 'of its own folder'\n")
     (tmp_path / "own" / "train.py").write_text("import helper, torch\nprint(helper.WORD, torch.__version__)\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "config.yaml").write_text(f"dataset_name: {tmp_path}/rows.jsonl\ntokenizer_name: builtin:bytes\n")
     folder = folder_with_modules(tmp_path / "here")
     environment = {**os.environ, "TOPOFLIGHT_STATE": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-P", "-m", "agent.cli", *(word.format(tmp_path) for word in words)]

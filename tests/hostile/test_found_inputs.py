@@ -69,8 +69,6 @@ def test_every_reader_takes_what_the_fuzzer_starts_from(name: str) -> None:
     "words",
     [
         ["recommend", "--machine", "dgx-h100", "--model", "x" * 300],
-        ["recommend", "--machine", "dgx-h100", "--model", "Llama-3.1-8B", "--dataset", "./" + "x" * 300],
-        ["recommend", "--machine", "dgx-h100", "--model", "Llama-3.1-8B", "--tokenizer", "x" * 300, "--dataset", "a/b"],
         ["launch", "--dry-run", "--set", f"deepspeed={'x' * 300}"],
         ["launch", "--dry-run", "--set", f"model_name_or_path={'x' * 300}"],
         ["why", "--ras", "x" * 300],

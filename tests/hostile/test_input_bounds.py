@@ -19,7 +19,7 @@ from agent.advice.request import Request, model_of
 from agent.base.options import InputError, RequestError, read_input
 from agent.checks.measured import read_baseline
 from agent.checks.verdict import GateError
-from agent.jobs.bundle import BundleError, unpack_bundle
+from agent.cli.bundle import BundleError, unpack_bundle
 from collectives.bench.results import MOST_RESULT_BYTES, read_result
 from collectives.traces.rank_files import RankFileError, read_state
 from collectives.traces.rank_files import read as read_trace

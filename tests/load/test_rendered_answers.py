@@ -20,8 +20,7 @@ from rigs.waiting import eventually
 from scanned import scan
 from starlette.testclient import TestClient
 
-from agent.cluster.nodes import NodeRecord
-from agent.cluster.publish import record_of_view, to_resource
+from agent.cluster.nodes import NodeRecord, record_of_view, to_resource
 from agent.http.answers import MOST_ANSWERS, Rendered
 from agent.http.server import WORTH_BYTES, create
 from agent.http.state import State

@@ -21,7 +21,7 @@ from probes.gpu import facts as gpu_facts
 from probes.gpu.compare import check_bus
 from probes.gpu.facts import BusGpu, Gpu, GpuBus, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE, nvml_bus_id
-from probes.gpu.read import _granted as read_granted
+from probes.gpu.read import _read_slurm_gpus as read_granted
 from probes.gpu.read import cpu_list
 from probes.host.nvml import sysfs_bus_id
 from probes.host.recording import RecordedHost

@@ -12,8 +12,7 @@ from typing import Any
 from rigs.recorded import H100, view
 
 from agent.checks.verdict import build_view
-from agent.cluster.nodes import Fleet, NodeRecord, from_resource, time_of
-from agent.cluster.publish import record_of_view, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource, record_of_view, time_of, to_resource
 from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",

@@ -6,18 +6,14 @@ X-Linked-Etag, X-Linked-Size, X-Error-Code, Link. What it serves is what a test 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import http.server
+import json
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
-
-from rigs.serving import serving
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
+from urllib.parse import parse_qs, unquote, urlsplit
 
 PAGE = 3  # entries of a tree per answer: every listing has several pages
 LARGE = 4096  # from here on files are "LFS": their place answers with a redirect to another host
@@ -52,10 +48,24 @@ class Hub:
         self.asked: list[str] = []  # method and path of each request
         self.failing: int | None = None
         self.refused: dict[str, int] = {}  # token -> the status that everything asked with it gets
-        self._life = contextlib.ExitStack()
-        port = self._life.enter_context(serving(Starlette(routes=[Route("/{path:path}", self.answer)])))
-        self.url = f"http://127.0.0.1:{port}"
-        self.files = f"http://localhost:{port}/cdn"
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.answer(self)
+
+            do_HEAD = do_GET  # noqa: N815
+
+            def log_message(self, *_: Any) -> None:
+                """Silent."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.files = f"http://localhost:{self.server.server_address[1]}/cdn"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def add(self, kind: str, name: str, folder: Path, **more: Any) -> Repository:
         """A repository from a folder."""
@@ -65,75 +75,77 @@ class Hub:
 
     def close(self) -> None:
         """Gone: connections are refused from now on."""
-        self._life.close()
+        self.server.shutdown()
+        self.server.server_close()
 
-    def answer(self, request: Request) -> Response:
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
         """One request."""
-        path, query = unquote(request.url.path), request.url.query
-        self.asked.append(f"{request.method} {path}")
+        url = urlsplit(request.path)
+        path = unquote(url.path)
+        self.asked.append(f"{request.command} {path}")
         if self.failing is not None:
-            return JSONResponse({"error": "failing"}, self.failing)
+            return _send(request, self.failing, {"error": "failing"})
         token = _token(request)
         if token in self.refused:
-            wrong = {"error": "Invalid credentials in Authorization header"}
-            return JSONResponse(wrong, self.refused[token])
+            return _send(request, self.refused[token], {"error": "Invalid credentials in Authorization header"})
         if path.startswith("/cdn/"):
-            return FileResponse(path.removeprefix("/cdn"))
+            return _send_file(request, Path(path.removeprefix("/cdn")), {})
         for kind, name in (*self.moved, *self.repositories):
             prefix = "" if kind == "models" else f"/{kind}"
             for start, respond in ((f"/api/{kind}/{name}", self._api), (f"{prefix}/{name}/resolve", self._file)):
                 if path != start and not path.startswith(f"{start}/"):
                     continue
                 if new := self.moved.get((kind, name)):
-                    place = path.replace(f"/{name}", f"/{new}", 1)
-                    return Response(status_code=307, headers={"Location": f"{place}?{query}" if query else place})
+                    return _send(request, 307, {}, {"Location": request.path.replace(f"/{name}", f"/{new}", 1)})
                 rest, repository = path.removeprefix(start).strip("/"), self.repositories[kind, name]
-                return respond(request, name, repository, rest)
+                return respond(request, name, repository, rest, parse_qs(url.query))
         # without a token the real one does not tell the absent from the private
-        return _refuse(404 if token else 401, "RepoNotFound")
+        return _refuse(request, 404 if token else 401, "RepoNotFound")
 
-    def _api(self, request: Request, name: str, repository: Repository, rest: str) -> Response:
+    def _api(self, request: Any, name: str, repository: Repository, rest: str, query: dict[str, list[str]]) -> None:
         what, _, where = rest.partition("/")
         revision, _, inside = where.partition("/")
         found = repository.at(revision or "main")
         if found is None:
-            return _refuse(404, "RevisionNotFound")
+            return _refuse(request, 404, "RevisionNotFound")
         sha, folder = found
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         if what in ("", "revision"):
             siblings = [{"rfilename": p.relative_to(folder).as_posix(), "size": p.stat().st_size} for p in files]
-            return JSONResponse({
+            return _send(request, 200, {
                 "id": name, "sha": sha, "private": False, "gated": "manual" if repository.tokens else False,
                 "siblings": siblings, "tags": [], "downloads": 0,
             })  # fmt: skip
         if what != "tree" or not (folder / inside).is_dir():
-            return _refuse(404, "EntryNotFound")
+            return _refuse(request, 404, "EntryNotFound")
         entries = [_entry(p, folder) for p in files if p.relative_to(folder).as_posix().startswith(inside)]
         entries += [{"type": "file", "path": path, "size": 1, "oid": "0" * 40} for path in repository.listed]
-        first = int(request.query_params.get("cursor", "0"))
+        first = int(query.get("cursor", ["0"])[0])
         more = {}
         if first + PAGE < len(entries):
-            more["Link"] = f'<{self.url}{request.url.path}?recursive=True&cursor={first + PAGE}>; rel="next"'
-        return JSONResponse(entries[first : first + PAGE], headers=more)
+            more["Link"] = f'<{self.url}{urlsplit(request.path).path}?recursive=True&cursor={first + PAGE}>; rel="next"'
+        return _send(request, 200, entries[first : first + PAGE], more)
 
-    def _file(self, request: Request, _name: str, repository: Repository, rest: str) -> Response:
+    def _file(self, request: Any, _name: str, repository: Repository, rest: str, _query: Any) -> None:
         revision, _, inside = rest.partition("/")
         found = repository.at(revision)
         if found is None:
-            return _refuse(404, "RevisionNotFound")
+            return _refuse(request, 404, "RevisionNotFound")
         sha, folder = found
         token = _token(request)
         if repository.tokens is not None and token not in repository.tokens:
-            return _refuse(403 if token else 401, "GatedRepo")
+            return _refuse(request, 403 if token else 401, "GatedRepo")
         path = folder / inside
         if not path.is_file():
-            return _refuse(404, "EntryNotFound", {"X-Repo-Commit": sha})
-        about = {"ETag": f'"{_entry(path, folder)["oid"]}"', "X-Repo-Commit": sha}
+            return _refuse(request, 404, "EntryNotFound", {"X-Repo-Commit": sha})
+        oid = _entry(path, folder)["oid"]
         if path.stat().st_size < LARGE:
-            return FileResponse(path, headers=about)
+            return _send_file(request, path, {"ETag": f'"{oid}"', "X-Repo-Commit": sha})
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        linked = {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(path.stat().st_size)}
-        return Response(status_code=302, headers={**about, **linked, "Location": f"{self.files}{path}"})
+        return _send(request, 302, {}, {
+            "Location": f"{self.files}{path}", "X-Repo-Commit": sha, "X-Linked-Etag": f'"{sha256}"',
+            "X-Linked-Size": str(path.stat().st_size), "ETag": f'"{oid}"',
+        })  # fmt: skip
 
 
 def silent() -> tuple[Any, str]:
@@ -158,9 +170,33 @@ def _sha1(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()  # noqa: S324
 
 
-def _token(request: Request) -> str:
-    return request.headers.get("Authorization", "").removeprefix("Bearer ")
+def _token(request: Any) -> str:
+    return str(request.headers.get("Authorization", "")).removeprefix("Bearer ")
 
 
-def _refuse(status: int, code: str, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse({"error": code}, status, {"X-Error-Code": code, **(headers or {})})
+def _refuse(request: Any, status: int, code: str, headers: dict[str, str] | None = None) -> None:
+    _send(request, status, {"error": code}, {"X-Error-Code": code, **(headers or {})})
+
+
+def _send(request: Any, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+    _write(request, status, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})})
+
+
+def _send_file(request: Any, path: Path, headers: dict[str, str]) -> None:
+    content, status = path.read_bytes(), 200
+    wanted = request.headers.get("Range", "")
+    if wanted.startswith("bytes="):
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        total, stop = len(content), int(last) + 1 if last else len(content)
+        content, status = content[int(first) : stop], 206
+        headers = {**headers, "Content-Range": f"bytes {first}-{stop - 1}/{total}"}
+    _write(request, status, content, {"Content-Type": "application/octet-stream", **headers})
+
+
+def _write(request: Any, status: int, content: bytes, headers: dict[str, str]) -> None:
+    request.send_response(status)
+    for name, value in {**headers, "Content-Length": str(len(content))}.items():
+        request.send_header(name, value)
+    request.end_headers()
+    if request.command != "HEAD":
+        request.wfile.write(content)

@@ -108,7 +108,7 @@ def test_what_follows_from_the_pairs():
         "a switch's do not": (rate(node(8, dict.fromkeys(combinations(range(8), 2), "NV12"))), 240.0),
         "PCIe cards are no HGX": (reference_of(node(8, {}, model="NVIDIA H100 PCIe")), None),
         "an HGX that lost a GPU is still one": (complete(SEVEN).sku, "HGX H100/H200"),
-        "and the loss is told": ("7 GPUs, HGX H100/H200 has 8" in departures(SEVEN), True),
+        "and the loss is told": ("This node has 7 GPUs, HGX H100/H200 has 8" in departures(SEVEN), True),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "one GPU cut off from the switch": (codes(CUT_OFF), [("topology.nvlink.missing", "GPU3")]),
         "a NIC faster than its slot": ((slot(24e9), slot(48e9)), (True, False)),
@@ -186,7 +186,7 @@ def test_direct_links_count_towards_their_peer_only():
         gpu(2),
     )
     assert (links.between(0, 1)[0], links.between(1, 2)[0]) == (1, 0)
-    assert any("GPU0 has 2 NVLinks towards GPU1, GPU1 has 1 back" in warning for warning in links.warnings)
+    assert any("GPU0 reports 2 NVLinks to GPU1, but GPU1 reports 1 to GPU0" in warning for warning in links.warnings)
 
 
 @each_row(("status", "count"), [("ok", 2), ("not_supported", 0), (None, 0)])
@@ -219,3 +219,11 @@ def test_nic_faster_than_its_link_as_it_runs(running: float | None, severity: st
     found = [f for f in check(replace(made, nics=(nic,))) if f.code == "topology.nic.pcie_bound"]
     assert [(f.status, "Gen3 of Gen5 x16" in f.message) for f in found] == ([(severity, True)] if severity else [])
     assert all(f.remedy.startswith("Reseat") for f in found)
+
+
+@each_row(("ports", "status"), [(1, "fail"), (2, "info")])
+def test_a_slot_that_carries_one_of_two_ports_is_no_fault(ports: int, status: str) -> None:
+    made = node(1, {(0, "mlx5_0"): "PIX"}, nics=("mlx5_0",))
+    nic = replace(made.nics[0], pcie_bytes_per_second=24e9, rate_bytes_per_second=50e9, ports=ports)
+    found = [f for f in check(replace(made, nics=(nic,))) if f.code == "topology.nic.pcie_bound"]
+    assert [f.status for f in found] == [status]

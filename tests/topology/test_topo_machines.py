@@ -90,7 +90,7 @@ def test_pxn_is_promised_only_over_nvlink():
     """A PCIe server has no NVLink; Polaris has, but no GPU with a NIC at PXB or nearer; with one, the way is named."""
     for name in ("l40s-4x-pcie", "polaris-4xA100-nv4"):
         far = [finding for finding in check(topology(name)) if finding.code == "topology.gpu_nic.far"]
-        assert far and all("cannot take the way through another GPU (PXN)" in finding.remedy for finding in far)
+        assert far and all("cannot send through another GPU (PXN)" in finding.remedy for finding in far)
     node = topology("polaris-4xA100-nv4")
     beside = tuple(
         replace(near, label="PIX", path=PathClass.PIX) if near.gpu == "GPU1" else near for near in node.nearest_nic
@@ -107,7 +107,7 @@ def test_without_a_driver_that_answers_the_gpus_are_known_from_pci_alone():
     seen, whole = topology(HGX), snapshot(HGX)
     facts = GpuFacts(driver_version=None, cuda_version=None, gpus=(), driver_error="DRIVER_NOT_LOADED", pci_gpus=8)
     for blind, words in (
-        (with_outcomes(whole, gpu=Absent(why="no driver")), "known from PCI alone"),
+        (with_outcomes(whole, gpu=Absent(why="no driver")), "known from PCI only"),
         (with_facts(whole, gpu=facts), "DRIVER_NOT_LOADED"),
     ):
         node = build(blind)

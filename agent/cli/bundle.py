@@ -1,4 +1,4 @@
-"""The support bundle: one file with each host's recording and the agent's files, without secrets.
+"""The verb bundle: one file with each host's recording and the agent's files, without secrets, for support.
 
 It is a zip archive with a folder per host. `--host FILE` replays its recordings. Nothing is uploaded.
 """
@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from agent.base import version
-from agent.base.output import document
+from agent.base import units, version
+from agent.base.options import command
+from agent.base.output import Progress, document, print_text, write_result
 from agent.checks.findings import worst_first
 from agent.checks.host_checks import checks_of_scans
 from contracts import bounded
@@ -29,7 +31,8 @@ from contracts.plain import loads
 from contracts.redaction import redact, without_secrets
 from contracts.tables import read_table
 from probes.api import Snapshot
-from probes.scanner import dumps
+from probes.registry import ALL
+from probes.scanner import Scanner, dumps
 
 Files = dict[str, bytes]
 MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
@@ -42,6 +45,33 @@ _TABLE = read_table(__file__, "bundle.toml")
 
 class BundleError(RuntimeError):
     """The bundle could not be created; the message says what to do."""
+
+
+@command("bundle")
+def bundle(
+    root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
+) -> None:
+    """Collect the files of the hosts and write them into one archive."""
+    if cluster:
+        Progress().step("bundle: asking the agents")
+        hosts = of_cluster(namespace, context, nodes)
+    else:
+        with Scanner(root, probes=ALL) as scanner:
+            snapshot, recording = scanner.capture()
+        hosts = {snapshot.hostname: of_host(snapshot, recording, state=state)}
+    content = pack_bundle(hosts)
+    if target == "-":
+        sys.stdout.buffer.write(content)
+        return
+    write_result(Path(target), content, 0o600)
+    failed = [name for name, files in hosts.items() if "error.txt" in files]
+    failures = f"; no answer from {', '.join(failed)}" if failed else ""
+    written = f"{len(content)} bytes from {units.count(len(hosts), 'host')}"
+    print_text(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
+    if set(hosts) == {"cluster"}:
+        print_text(
+            f"no agent's pod runs in the namespace {namespace}; daemonsets.json and events.json say why", err=True
+        )
 
 
 def of_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) -> Files:
