@@ -9,20 +9,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import glob
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
 from huggingface_hub import HfApi, constants, errors, get_session, get_token, hf_hub_download, snapshot_download
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from contracts.job_config import ConfigError, JobConfig
 
 WEIGHTS = "model*.safetensors"  # one file, or shards
-MOST_BYTES = 64 << 30  # of a data set's files, of all its splits and parts
+MOST_BYTES = 64 << 30  # of the files of one split
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -71,16 +75,31 @@ def is_id(setting: str, name: str) -> bool:
     return not name.endswith((".json", ".jsonl", ".parquet", ".csv"))
 
 
-def download_data(name: str, revision: str, suffixes: tuple[str, ...]) -> Path:
-    """Download a data set's files with these suffixes; without the hub, return the folder of those in the cache."""
-    with asking("dataset_name", name, revision):
-        with contextlib.suppress(errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx2.TransportError):
-            listed = HfApi().dataset_info(name, revision=revision, files_metadata=True).siblings or ()
-            if sum(one.size or 0 for one in listed if one.rfilename.endswith(suffixes)) > MOST_BYTES:
-                raise ConfigError(f"dataset_name={name!r}: more than {MOST_BYTES >> 30} GiB of files; download the "
-                                  "part that you need (`hf download --include`), and name its folder")  # fmt: skip
-        wanted = ["README.md", *(f"*{suffix}" for suffix in suffixes)]
-        return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
+def download_data(name: str, revision: str, choose: Callable[[Path], list[str]]) -> list[Path]:
+    """Download the files of a data set that `choose` names; without the hub, return those in the cache.
+
+    `choose` gets a folder that has README.md, and empty files in place of the others.
+    """
+    where: dict[str, Any] = {"repo_id": name, "repo_type": "dataset", "revision": revision}
+    with asking("dataset_name", name, revision), TemporaryDirectory() as folder:
+        names = Path(folder).resolve()
+        try:
+            listed = [one for one in HfApi().list_repo_tree(**where, recursive=True) if isinstance(one, RepoFile)]
+        except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx2.TransportError):
+            cached = Path(snapshot_download(**where, allow_patterns=["README.md"]))
+            return [cached / one for one in choose(cached)]
+        sizes = {one.path: one.size for one in listed if (names / one.path).resolve().is_relative_to(names)}
+        for place in map(names.joinpath, sizes):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+        if "README.md" in sizes:
+            shutil.copyfile(hf_hub_download(**where, filename="README.md"), names / "README.md")
+        chosen = choose(names)
+        if sum(sizes[one] for one in chosen) > MOST_BYTES:
+            raise ConfigError(f"dataset_name={name!r}: more than {MOST_BYTES >> 30} GiB of files in one split; download"
+                              " the part that you need (`hf download --include`), and name its folder")  # fmt: skip
+        cached = Path(snapshot_download(**where, allow_patterns=list(map(glob.escape, chosen))))
+        return [cached / one for one in chosen]
 
 
 def download_weights(name: str, revision: str) -> Path:

@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,11 +77,12 @@ def find_files(config: JobConfig, split: str) -> list[Path]:
     where = f"dataset_name={name!r}"
     if path.is_file():
         return [path]
-    if not path.is_dir():
-        if path.suffix in READERS:
-            raise ConfigError(f"{where}: no such file")
-        path = hub.download_data(name, config.dataset_revision, tuple(READERS))
-    return [path / one for one in files_of_split(path, config.dataset_config, split, where)]
+    choose = partial(files_of_split, part=config.dataset_config, split=split, where=where)
+    if path.is_dir():
+        return [path / one for one in choose(path)]
+    if path.suffix in READERS:
+        raise ConfigError(f"{where}: no such file")
+    return hub.download_data(name, config.dataset_revision, choose)
 
 
 def files_of_split(folder: Path, part: str | None, split: str, where: str) -> list[str]:

@@ -44,7 +44,7 @@ class Stored:
         folder = hub.download_weights(config.model_name_or_path, config.model_revision)
         files: list[Any] = [safe_open(path, framework="pt") for path in sorted(folder.glob(hub.WEIGHTS))]
         if not files:
-            raise ConfigError(f"{self._named}: holds no {hub.WEIGHTS}")
+            raise ConfigError(f"{self._named}: no {hub.WEIGHTS} in {folder}")
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
         name, first = next(iter(plain.named_parameters()))
         self.dtype = self.read(name, ([0] * first.ndim, [0] * first.ndim)).dtype

@@ -267,7 +267,8 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     elif family == "llama4" and (rotary := _read_indices(config, "no_rope_layers")):
         sliding = sum(map(bool, rotary[:layers]))
     elif family in _TABLES["full_attention"]:
-        sliding = layers - layers // _whole(config, (_TABLES["full_attention"][family],), default=4)
+        key, interval = _TABLES["full_attention"][family]
+        sliding = layers - layers // _whole(config, (key,), default=interval)
     elif family == "gpt_oss":
         sliding = (layers + 1) // 2  # the first, and every other
     elif family == "qwen2_moe" and isinstance(first, int):

@@ -1,7 +1,8 @@
 """Add keys and list items to a YAML text without changing its comments, order or quotes.
 
-The caller parses the text and changes the data. The additions are inserted into the text, also between brackets. The
-result is parsed again and must equal the changed data. ruamel.yaml was tried instead (docs/decisions/0033).
+The caller parses the text and changes the data. The additions are inserted into the text, also between brackets; only
+`null` is replaced. The result is parsed again and must equal the changed data. ruamel.yaml was tried instead
+(docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -64,22 +65,22 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Edits:
-    """The insertions into a text: index of the next character, and the new text."""
+    """The changes of a text: index of the first character, index of the next one that stays, and the new text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._edits: list[tuple[int, str]] = []
+        self._edits: list[tuple[int, int, str]] = []
         self._seen: set[int] = set()  # PyYAML composes an alias as the node of its anchor
 
     def made(self) -> str:
-        """Return the text with all insertions."""
+        """Return the text with all changes."""
         newline = "\r\n" if "\r\n" in self._text else "\n"
         made, at = "", 0
-        for stop, new in sorted(self._edits, key=lambda edit: edit[0]):
-            made, at = made + self._text[at:stop] + new.replace("\n", newline), stop
+        for start, stop, new in sorted(self._edits, key=lambda edit: edit[0]):
+            made, at = made + self._text[at:start] + new.replace("\n", newline), stop
         return made + self._text[at:]
 
-    def compare(self, node: Any, old: Any, new: Any) -> None:
+    def compare(self, node: Any, old: Any, new: Any, *, in_brackets: bool = False) -> None:
         """Insert the additions of `new` to `old`, whose text is at `node`."""
         if id(node) in self._seen:
             return
@@ -89,15 +90,14 @@ class _Edits:
             values = {key.value: value for key, value in node.value}
             for key in old:
                 if str(key) in values:  # else it comes from a merge, and its anchor is compared on its own
-                    self.compare(values[str(key)], old[key], new[key])
+                    self.compare(values[str(key)], old[key], new[key], in_brackets=node.flow_style)
             added = {key: new[key] for key in new if key not in old}
         elif isinstance(old, list) and isinstance(new, list):
             for inside, one, other in zip(node.value, old, new, strict=False):
-                self.compare(inside, one, other)
+                self.compare(inside, one, other, in_brackets=node.flow_style)
             added = new[len(old) :]
-        elif old is None and new is not None and not node.value:  # an empty value, such as `metadata:`
-            line = self._text[self._text.rfind("\n", 0, node.start_mark.index) + 1 : node.start_mark.index]
-            self._insert(node.start_mark.index, new, len(line) - len(line.lstrip(" -")) + 2)
+        elif old is None and new is not None:
+            self._fill(node, new, in_brackets=in_brackets)
         if added and node.flow_style:
             self._insert_in_brackets(node, added)
         elif added:
@@ -106,11 +106,21 @@ class _Edits:
                 at = self._text.rfind("-", 0, max(at, node.start_mark.index + 1))
             self._insert(_find_end(self._text, node), added, at - self._text.rfind("\n", 0, at) - 1)
 
+    def _fill(self, node: Any, new: Any, *, in_brackets: bool) -> None:
+        """Insert a value after a key without one, such as `metadata:`, or replace `null`."""
+        start, stop = node.start_mark.index, node.end_mark.index
+        if node.value or in_brackets:
+            made = _dump(new, as_json=_starts_with_quotes(self._text))
+            self._edits.append((start, stop, made if node.value else f" {made}"))
+            return
+        line = self._text[self._text.rfind("\n", 0, start) + 1 : start]
+        self._insert(start, new, len(line) - len(line.lstrip(" -")) + 2)
+
     def _insert(self, end: int, added: Any, indent: int) -> None:
         """Insert lines after the line of `end`."""
         at = self._text.index("\n", end) + 1
         rows = _dump(added, flow=False).splitlines()
-        self._edits.append((at, "".join(f"{' ' * indent if row else ''}{row}\n" for row in rows)))
+        self._edits.append((at, at, "".join(f"{' ' * indent if row else ''}{row}\n" for row in rows)))
 
     def _insert_in_brackets(self, node: Any, added: Any) -> None:
         """Insert after the last member: as JSON if the words are in double quotes, in lines if that member is."""
@@ -124,18 +134,24 @@ class _Edits:
         comma = re.match(r"\s*,", text[end:stop])
         if "#" in text[end:stop]:
             raise EditError(f"{text[start - 1 : start + 60]!r}: takes no addition, because a comment is at its end")
-        is_json = any(re.match(r'[\[{\s]+"', part) for part in (text[start - 1 : stop], text))
+        as_json = _starts_with_quotes(text[start - 1 : stop]) or _starts_with_quotes(text)
         members = [{key: added[key]} for key in added] if isinstance(added, dict) else [[value] for value in added]
-        dumped = (json.dumps(each, ensure_ascii=False) if is_json else _dump(each) for each in members)
-        made = between.join(each[1:-1] for each in dumped)
+        made = between.join(_dump(each, as_json=as_json)[1:-1] for each in members)
         if comma:
             end, made = end + comma.end(), f"{between[1:]}{made},"
         elif node.value:
             made = between + made
-        self._edits.append((end, made))
+        self._edits.append((end, end, made))
 
 
-def _dump(value: Any, *, flow: bool = True) -> str:
+def _starts_with_quotes(text: str) -> bool:
+    """Whether the first word between brackets is in double quotes, as in JSON."""
+    return re.match(r'[\[{\s]+"', text) is not None
+
+
+def _dump(value: Any, *, flow: bool = True, as_json: bool = False) -> str:
+    if as_json:
+        return json.dumps(value, ensure_ascii=False)
     made = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=1 << 20)
     return str(made).strip() if flow else str(made)
 

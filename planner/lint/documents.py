@@ -279,7 +279,7 @@ class _Walk:
                     self._add(source, name, value)
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
-        self._take(source, read_shell("\n".join(words) if lines else shlex.join(words), line=0))
+        self._at(source).add(read_shell("\n".join(words) if lines else shlex.join(words), line=0))
 
     def _text(self, text: str, source: str, key: str) -> None:
         """Take a string value that contains assignments, a script, a command line or another document."""
@@ -297,7 +297,7 @@ class _Walk:
         elif pattern("document").search(text) and "\n" in text and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=0))
         else:
-            self._take(source, read_shell(text, line=0))
+            self._at(source).add(read_shell(text, line=0))
 
     def _add(self, source: str, name: str, value: Any) -> None:
         text = scalar(value)
@@ -306,10 +306,6 @@ class _Walk:
             found = OPEN
         raw = text.replace(OPEN, "{{...}}")
         self._at(source).set(Assigned(name=name, value=found, raw=raw))
-
-    def _take(self, source: str, script: Script) -> None:
-        if any(script.settings()) or script.inner or script.unread:
-            self._at(source).add(script)
 
     def _at(self, source: str) -> Script:
         return self.found.setdefault(source, Script())

@@ -51,7 +51,9 @@ _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a sche
 _LITERAL = re.compile(r"[\w./:-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
-_ENDS_LINE = re.compile(rb"[ \t]*(?:#[^\n]*)?\n")  # behind `A=1 B=2`, with which the grammar joins the next line
+_ENDS_LINE = re.compile(
+    rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n"
+)  # behind `A=1 B=2`, with which the grammar joins the next line
 _IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")  # Apptainer's container gets the name without it
 _NAMES = words()["shell"]
 # Node types of a list of variables, and of a script that only defines functions
@@ -122,7 +124,7 @@ class _Reader(Expander):
         self._roots: dict[str, Node | None] = {}
         self._commands = self._blocks = 0
         self._active: tuple[str, ...] = ()  # functions on the call stack
-        self._locals: set[str] = set()  # local variables of the function
+        self._hidden: dict[str, Assigned | None] = {}  # what local variables of the function hide
         self._left = ""  # how this block was left: exit, return, break or continue
         self._target = ""  # the file or program that gets the output; empty: none that is known
         self._written: dict[str, Inner] = {}  # what echo and printf write on this way, by target
@@ -230,13 +232,12 @@ class _Reader(Expander):
         if follow is None:
             return
         self._commands += 1
-        self._blocks += 1
-        if self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
+        if self._blocks >= MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
             self._report(self.line(node), "too many or too deeply nested commands")
             self._left = "exit"
-        else:
+            return
+        with self.during(_blocks=self._blocks + 1):
             follow(self, node)
-        self._blocks -= 1
 
     def _follow_apart(self, nodes: Sequence[Node]) -> None:
         """Follow statements in a subshell."""
@@ -498,10 +499,10 @@ class _Reader(Expander):
         exports = keyword == "export" or re.search(r"-\w*x", options) is not None
         if keyword != "unset" and re.search(r"-\w*n|\+\w*x", options):  # `export -n` and name references
             self._report(line, keyword + options)
-        is_local = keyword in ("local", "declare", "typeset") and bool(self._active) and "g" not in options
+        is_local = keyword in ("local", "declare", "typeset") and "g" not in options
         for each in given if "-f" not in options else ():
             if is_local:
-                self._locals.add(each.name)
+                self._hidden.setdefault(each.name, self.scope.variables.get(each.name))
             if keyword == "unset" and NAME.match(each.name):
                 self.scope.variables[each.name] = each
             elif not each.unset:
@@ -571,10 +572,10 @@ class _Reader(Expander):
             with self.during(scope=self.scope.copy()):
                 self._start([Word("env", "env"), *words[1:]], 0, line)
         body, source, first = self.scope.functions[words[0].text]
-        before, active, locals_ = dict(self.scope.variables), (*self._active, words[0].text), set[str]()
-        with self.during(source=source, first=first, loops=0, _active=active, _locals=locals_):
+        active = (*self._active, words[0].text)
+        with self.during(source=source, first=first, loops=0, _active=active, _hidden={}):
             self._follow([body])
-        self._restore({name: before.get(name) for name in locals_})
+            self._restore(self._hidden)
         self._left = "" if self._left == "return" else self._left
 
     def _start(self, words: list[Word], at: int, line: int) -> None:
@@ -619,7 +620,9 @@ class _Reader(Expander):
 
     # -- built-ins
 
-    def _leave(self, program: str, _given: Sequence[Word], _line: int) -> None:
+    def _leave(self, program: str, given: Sequence[Word], line: int) -> None:
+        if program in ("break", "continue") and given and given[0].text != "1":
+            self._report(line, f"{program} of several loops")
         if {"exit": True, "return": bool(self._active)}.get(program, self.loops > 0):
             self._left = program
 

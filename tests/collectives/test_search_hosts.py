@@ -150,7 +150,7 @@ def test_another_coordinator_goes_on_where_one_was_killed(tmp_path):
         signal_processes(signal.SIGKILL, rig, 0, "search.coordinator")
 
     result, code, said = search(tmp_path, RATE, lambda rig: rig.shape(2, "eth0", SLOW), kill, ())
-    assert "another one continues from its journal" in said
+    assert "A new one continues from its journal" in said
     assert [v["node"] for v in result["verdicts"] if v["state"] == "bad"] == [2] and code == 3, (result, said)
     alone = [row for row in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
              if "outcomes" in row and len(row["tests"]) == HOSTS]  # fmt: skip

@@ -224,27 +224,29 @@ def test_plain_text_begins_as_its_tokenizer_begins_it():
 
 
 def test_files_of_a_hub_that_are_not_downloaded(tmp_path):
-    """Names that lead out of the data set, and more bytes than the limit."""
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}')
+    """Names that lead out of the data set, a split above the limit, and the splits that the job does not read."""
+    for name, texts in {"set": {"train": "a"}, "large": {"train": "ab", "test": 1}}.items():
+        (tmp_path / name).mkdir()
+        for split, text in texts.items():
+            (tmp_path / name / f"{split}.jsonl").write_text(json.dumps({"text": text}))
     code = (
         "import sys; from contracts.job_config import JobConfig; from finetune import hub, rows; hub.MOST_BYTES = 13; "
     )
-    code += "print(rows.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), 'train'))"
+    code += "print(rows.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), sys.argv[2]))"
     hub = Hub()
-    names = {"org/up": f"../../../../../../../../{tmp_path}/up.jsonl", "org/root": f"{tmp_path}/root.jsonl"}
-    (tmp_path / "large").mkdir()
-    (tmp_path / "large" / "train.jsonl").write_text('{"text": "ab"}')
+    hub.add("datasets", "org/up", tmp_path / "set", listed=(f"../../../../../../../../{tmp_path}/up.jsonl",))
+    hub.add("datasets", "org/root", tmp_path / "set", listed=(f"{tmp_path}/root.jsonl",))
     hub.add("datasets", "org/large", tmp_path / "large")
-    for name, path in names.items():
-        hub.add("datasets", name, tmp_path / "set", listed=(path,))
-    for name in ("org/large", *names):
+    for name, split in (("org/up", "train"), ("org/root", "train"), ("org/large", "test"), ("org/large", "train")):
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
         done = subprocess.run(
-            [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code, name, split], env=environment, capture_output=True, text=True, check=False
         )
-        assert "ConfigError" in done.stderr and name in done.stderr, done.stderr
-        assert ("hf download --include" in done.stderr) == (name == "org/large")
+        if (name, split) == ("org/large", "train"):
+            assert "ConfigError: dataset_name='org/large'" in done.stderr and "hf download --include" in done.stderr
+        else:
+            assert done.stdout.count(".jsonl") == 1 and f"{split}.jsonl" in done.stdout, done.stderr
+    assert not any("/org/large/" in one and "train.jsonl" in one for one in hub.asked)
     hub.close()
     assert not list(tmp_path.glob("*.jsonl"))
 

@@ -310,7 +310,7 @@ def test_code_of_a_model_never_runs(online, hub):
 
 
 def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home, hub):
-    """HF_HUB_OFFLINE=1 after a run: the same run and other parts of its data; what was never fetched is refused."""
+    """HF_HUB_OFFLINE=1 after a run: the same run without one request; what was never fetched is refused."""
     before = len(hub.asked)
     with Driver(home, hub.url, HF_HUB_OFFLINE="1") as cut_off:
         found = cut_off.run({
@@ -326,8 +326,7 @@ def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home,
         code, words, record = found[f"{name}-offline"]
         assert code == 0, words[-3000:]
         assert record["loss"] == online[name][2]["loss"]
-    assert found["socratic"][0] == 0, found["socratic"][1][-3000:]
-    for name, word in (("never", "own/pictures"), ("no model", "meta/unseen")):
+    for name, word in (("never", "own/pictures"), ("socratic", "openai/gsm8k"), ("no model", "meta/unseen")):
         code, words, _ = found[name]
         assert code == 2, words[-3000:]
         assert word in words.splitlines()[0]

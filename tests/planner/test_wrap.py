@@ -149,6 +149,9 @@ def test_a_collection_in_brackets_keeps_its_form(text: str, made: str) -> None:
     with pytest.raises(EditError, match="a comment is at its end"):
         extended("a: [\n  {k: v},  # one\n]\n", wanted)
     assert extended('{"b": "x # y", "a": []}\n', [{"b": "x # y", "a": [1]}]) == '{"b": "x # y", "a": [1]}\n'
+    assert extended("{a:, b: ~}\n", [{"a": [1], "b": {"c": "d"}}]) == "{a: [1], b: {c: d}}\n"
+    assert extended('{"a": null}\n', [{"a": [{"b": "c"}]}]) == '{"a": [{"b": "c"}]}\n'
+    assert extended("a: null  # none\n", [{"a": ["b"]}]) == "a: [b]  # none\n"
     assert extended("a: [&b {k: v}, *b]\n", [{"a": [{"k": "v"}, {"k": "v"}, 1]}]) == "a: [&b {k: v}, *b, 1]\n"
 
 
