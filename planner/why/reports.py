@@ -243,7 +243,8 @@ def by_uneven_ends(facts: RunFacts) -> Verdict | None:
     """Half of the ranks or more ended without an error, and all others wait for them or lost them: who is odd?
 
     Most of them are not. The others are, if they made more calls than these, which all made as many. A rank that
-    torchrun saw fail first did not end well, though it left no error: it called sys.exit(1).
+    torchrun saw fail first did not end well, though it left no error: it called sys.exit(1). Ranks that are all of
+    other hosts may have been ended with these hosts, so that the others are innocent.
     """
     ended = sorted(rank for rank, state in facts.states.items() if state.ended and not state.error)
     rest = sorted(set(facts.states) - set(ended))
@@ -254,7 +255,8 @@ def by_uneven_ends(facts: RunFacts) -> Verdict | None:
     few, more = ([calls for rank in ranks if (calls := made[rank])] for ranks in (ended, rest))
     if len(set(few)) > 1 or (few and more and min(more) <= few[0]):
         return None  # one of them left before the others, or a call that all have come to failed
-    is_certain = len(ended) > len(rest) and [len(few), len(more)] == [len(ended), len(rest)]
+    hosts, others = ({facts.host(rank) for rank in ranks} for ranks in (ended, rest))
+    is_certain = len(ended) > len(rest) and [len(few), len(more)] == [len(ended), len(rest)] and bool(hosts & others)
     how = f"{ranks_of(rest)} called more than they did" if is_certain else (
         f"they ended too early, or {ranks_of(rest)} called too much")  # fmt: skip
     evidence = tuple(f"rank {rank}: {calls} collectives" for rank, calls in made.items() if calls)[:8]

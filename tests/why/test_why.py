@@ -601,6 +601,9 @@ def of_ends_and_paces() -> Iterator[Row]:
         uneven[what] = RunFacts(states=states, traces=traces, world=len(calls), now=NOW)
         code = "rank.gone" if calls[0] == 8 else "call.order"
         yield f"uneven ends: {what}", uneven[what], "failed", named, code, ()
+    three = uneven["one of three made one call more"]
+    drained = {r: replace(state, host="a" if r == 0 else "b") for r, state in three.states.items()}
+    yield "the ranks that ended are all of another host", replace(three, states=drained), "failed", (), "call.order", ()
     yield ("of two, one called sys.exit(1)", replace(uneven["of two nobody is odd"], first=1), "failed", (1,),
            "rank.gone", ())  # fmt: skip
     terminated = replace(uneven["one of three made one call more"], ages={0: 0.0, 1: 400.0, 2: 400.0},
