@@ -25,7 +25,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from contracts.job_config import ConfigError, JobConfig
 
-WEIGHTS = "model*.safetensors"  # one file, or shards
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # one file, or the names of shards
 MOST_BYTES = 64 << 30  # of the files of one split
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -107,7 +107,8 @@ def download_weights(name: str, revision: str) -> Path:
     if os.path.isdir(name):
         return Path(name)
     with asking("model_name_or_path", name, revision):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[WEIGHTS, "generation_config.json"]))
+        wanted = [WEIGHTS, INDEX, "model-*.safetensors", "generation_config.json"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
 
 
 @contextlib.contextmanager

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import json
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,13 +40,14 @@ class Stored:
     """Weights in safetensors files, by the names that transformers' model gives them."""
 
     def __init__(self, config: JobConfig, plain: Any) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self.plain, self._named = plain, f"model_name_or_path={config.model_name_or_path!r}"
         folder = hub.download_weights(config.model_name_or_path, config.model_revision)
-        files: list[Any] = [safe_open(path, framework="pt") for path in sorted(folder.glob(hub.WEIGHTS))]
-        if not files:
-            raise ConfigError(f"{self._named}: no {hub.WEIGHTS} in {folder}")
+        try:
+            files: list[Any] = [safe_open(path, framework="pt") for path in _list_files(folder)]
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ConfigError(f"{self._named}: {error}") from None
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
         name, first = next(iter(plain.named_parameters()))
         self.dtype = self.read(name, ([0] * first.ndim, [0] * first.ndim)).dtype
@@ -58,9 +61,19 @@ class Stored:
         if name not in self._file_of and name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
             name = "model.embed_tokens.weight"
         if name not in self._file_of:
-            raise ConfigError(f"{self._named}: its files {hub.WEIGHTS} hold no {name}")
+            raise ConfigError(f"{self._named}: its safetensors files hold no {name}")
         part: torch.Tensor = self._file_of[name].get_slice(name)[_slices(box)]
         return part
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """The files that transformers reads: others may be of another precision or of an earlier save. Raises OSError."""
+    if not (folder / hub.WEIGHTS).is_file() and (folder / hub.INDEX).is_file():
+        shards = json.loads((folder / hub.INDEX).read_text())["weight_map"].values()
+        return [folder / name for name in sorted(set(shards))]
+    if not (folder / hub.WEIGHTS).is_file():
+        raise FileNotFoundError(f"neither {hub.WEIGHTS} nor {hub.INDEX} in {folder}")
+    return [folder / hub.WEIGHTS]
 
 
 class Drawn:
