@@ -344,12 +344,14 @@ def _check_gdr_refused(node: NodeTopology) -> Iterator[Finding]:
 def departures(node: NodeTopology) -> tuple[str, ...]:
     """Describe each difference from the reference machine; empty if there is none, or no reference."""
     row = reference_of(node)
-    if row is None:
-        return ()
-    found = []
+    return () if row is None else tuple(text for _, text in _find_departures(node, row))
+
+
+def _find_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (what differs, description): "GPUs", "no NVLink", "fewer NVLinks", "devices", "no adapter", "far NIC"."""
     if len(node.gpus) != row.gpus:
-        found.append(f"This node has {len(node.gpus)} GPUs, {row.called} has {row.gpus}")
-    found += _list_nvlink_departures(node, row)
+        yield "GPUs", f"This node has {len(node.gpus)} GPUs, {row.called} has {row.gpus}"
+    yield from _find_nvlink_departures(node, row)
     # An adapter of unknown kind is not reported as a different one.
     kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
     nics = [nic for nic in node.nics if nic.kind in kinds]
@@ -358,32 +360,31 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     drawn = node.source == "NCCL XML"
     slingshot = any(re.fullmatch(r"hsn\d+", nic.name) or (drawn and row.nics_soldered) for nic in node.nics)
     if row.devices is not None and len(nics) < row.devices and not slingshot:
-        found.append(f"This node has {len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
+        kind = row.nic_kind or "RDMA"
+        yield "devices", f"This node has {len(nics)} {kind} devices, {row.called} has {row.devices}"
     elif (
         row.gpu_nic and node.source == "probes" and all(nic.kind in _NO_ADAPTER for nic in node.nics) and not slingshot
     ):
-        found.append(f"This node has no RDMA adapter, unlike {row.called}")
+        yield "no adapter", f"This node has no RDMA adapter, unlike {row.called}"
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         farthest = row.gpu_nic_farthest or row.gpu_nic
         decided = [near for near in node.nearest_nic if near.gpu not in lost]
         far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
-            found.append(_text("far_nic", gpus=", ".join(far), farthest=farthest, machine=row.called))
-    return tuple(found)
+            yield "far NIC", _text("far_nic", gpus=", ".join(far), farthest=farthest, machine=row.called)
 
 
-def _list_nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
+def _find_nvlink_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[str, str]]:
     pairs = node.gpu_pairs(usable=True)
     if not row.links_per_pair or not pairs or not node.nvlink_known:
-        return []
-    fewest, found = min(row.links_per_pair), []
+        return
+    fewest = min(row.links_per_pair)
     pairs = [pair for pair in pairs if pair.label != UNKNOWN]  # what was not read is not missing
     without = [pair for pair in pairs if not pair.nvlinks]
     if row.all_to_all and without:
-        found.append(
-            f"{len(without)} of {len(pairs)} GPU pairs have no NVLink. On {row.called} all pairs have NV{fewest}"
-        )
+        have = f"{len(without)} of {len(pairs)} GPU pairs have no NVLink"
+        yield "no NVLink", f"{have}. On {row.called} all pairs have NV{fewest}"
     fewer = [
         f"{pair.a}-{pair.b} {pair.label}"
         for pair in pairs
@@ -391,8 +392,8 @@ def _list_nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
     ]
     if fewer:
         more = f" and {len(fewer) - 4} more" if len(fewer) > 4 else ""
-        found.append(f"GPU pairs have fewer NVLinks than the NV{fewest} of {row.called}: {', '.join(fewer[:4])}{more}")
-    return found
+        what = f"GPU pairs have fewer NVLinks than the NV{fewest} of {row.called}"
+        yield "fewer NVLinks", f"{what}: {', '.join(fewer[:4])}{more}"
 
 
 def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
@@ -402,16 +403,16 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
     Missing NVLinks cost their share of every collective, even if all GPUs lack the same number.
     """
     row = reference_of(node)
-    lost = row is not None and bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
-    whole = min(row.links_per_pair, default=0) if row else 0
+    if row is None:
+        return
+    lost = bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
+    whole = min(row.links_per_pair, default=0)
     fewest = min((pair.nvlinks + pair.nvlinks_unread for pair in node.pairs if pair.nvlinks), default=whole)
-    for departure in departures(node):
-        gone = lost and departure.startswith(f"This node has {len(node.gpus)} GPUs, ")
-        left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics if row and row.nics else 1)
-        few_nics = " devices, " in departure and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
-        few_links = "fewer NVLinks than" in departure
-        share = left if few_nics else fewest / whole if few_links else 1.0
+    left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics or 1)
+    seen = (f"reference {row.called}: {row.seen or row.source} ({row.basis})",)
+    for what, departure in _find_departures(node, row):
+        few_nics = what == "devices" and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
+        share = left if few_nics else fewest / whole if what == "fewer NVLinks" else 1.0
         key = "topology.nic.missing reference" if few_nics else "topology.reference.departs"
-        status = Status.FAIL if gone else by_loss(1.0 - share)
-        seen = (f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else ()
+        status = Status.FAIL if lost and what == "GPUs" else by_loss(1.0 - share)
         yield finding(TEXTS, key, status, "", seen, departure=departure)

@@ -139,11 +139,11 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
         yield from _trait(name, "NVLinks", up, FAIL, up)
     if gpu.throttle_reasons is not None:
         # An idle GPU reports "gpu_idle", which does not throttle it.
-        held = ", ".join(sorted(reason for reason in gpu.throttle_reasons if "idle" not in reason)) or "nothing"
+        reasons = ", ".join(sorted(reason for reason in gpu.throttle_reasons if "idle" not in reason)) or "nothing"
         # severity as in the scan: a power cap at full load is no problem; heat that halves the clocks fails
         found = (f for rule in RULES for f in rule(gpu) if f.code.startswith(THROTTLING))
         worst = min((f.status for f in found), key=WORST_FIRST.index, default=INFO)
-        yield from _trait(name, "throttled by", held, worst, float(WORST_FIRST.index(worst)))
+        yield from _trait(name, "throttled by", reasons, worst, float(WORST_FIRST.index(worst)))
 
 
 def _pci(facts: PciFacts) -> Iterator[Trait]:
@@ -282,26 +282,23 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
         first, second = a.get(key), b.get(key)
         if first and second and first.value == second.value:
             continue
-        if (first is None or second is None) and not _is_relevant(key, first or second, gone):
+        if (first is None or second is None) and not _is_relevant(key, gone):
             continue
         found.append(_make_difference(first, second, same_host=same_host, names=names))
     return tuple(_fold(sorted(found, key=lambda each: (WORST_FIRST.index(each.status), each.subject, each.what))))
 
 
-def _is_relevant(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
-    """Whether to report a difference: a missing device is reported once; an unreadable value is not."""
+def _is_relevant(key: tuple[str, str], gone: set[str]) -> bool:
+    """Whether to report that one side lacks a trait: a missing device is reported once; an unreadable value is not."""
     subject, what = key
-    if subject in gone:
-        return what in ("device", "state", "interface", "set to")
-    return trait is not None and what == "set to"
+    return what == "set to" or (subject in gone and what in ("device", "state", "interface"))
 
 
 def _make_difference(
     first: Trait | None, second: Trait | None, *, same_host: bool, names: tuple[str, str]
 ) -> Difference:  # fmt: skip
-    trait = first or second
-    assert trait is not None  # noqa: S101 - every key comes from one of the two
-    status = min((one.status for one in (first, second) if one), key=WORST_FIRST.index)
+    known = [one for one in (first, second) if one]
+    trait, status = known[0], min((one.status for one in known), key=WORST_FIRST.index)
     if same_host and first and second and first.size is not None and second.size is not None:
         status = status if second.size < first.size else Status.INFO
     if same_host and first is None:
@@ -421,24 +418,23 @@ def _number_duplicates(names: Sequence[str]) -> list[str]:
 
 
 def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
-    """Return the most common trait of each key that most nodes have; the input is (traits, number of nodes)."""
+    """Return the most common trait of each key that most nodes have; the input is (number of nodes, traits)."""
     by_key: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     example: dict[tuple[tuple[str, str], str], Trait] = {}
     for nodes, mine in all_traits:
         for key, trait in mine.items():
             by_key[key][trait.value] += nodes
             example[key, trait.value] = trait
+    total = sum(nodes for nodes, _ in all_traits)
     return {
-        key: example[key, counts.most_common(1)[0][0]]
-        for key, counts in by_key.items()
-        if counts.total() * 2 > sum(nodes for nodes, _ in all_traits)
+        key: example[key, counts.most_common(1)[0][0]] for key, counts in by_key.items() if counts.total() * 2 > total
     }
 
 
 def diff_text(differences: Sequence[Difference]) -> str:
     """Format one line per difference."""
     if not differences:
-        return "No differences that affect training."
+        return "✓ no differences that affect training → if one node is slower, measure it: topoflight bench"
     return "\n".join(f"{difference.status:<7} {difference.message}" for difference in differences)
 
 

@@ -222,7 +222,7 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
         among = _find_inside(node, gpus, bar, due)
     out = _find_network(node, gpus, bar)
     if due.wire is not None:
-        out = "RDMA", span(due.wire), (f"asked for: RDMA devices of {due.wire / GIGA:.4g} GB/s together",)
+        out = "RDMA", span(due.wire), (f"as requested with --expect: RDMA devices of {gigabytes(due.wire)} together",)
     domains = {gpu.nvlink_domain for gpu in gpus}
     return Paths(
         inside=among[0],
@@ -355,7 +355,7 @@ def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str
     value = nvlink_bytes_per_second(capability)
     kind = "NVSwitch" if switched else "NVLink"
     if value is not None:
-        return kind, span(count * value), (words, f"one NVLink carries {value / GIGA:g} GB/s in NCCL's plan")
+        return kind, span(count * value), (words, f"one NVLink carries {gigabytes(value)} in NCCL's plan")
     low, high = _guess_nvlink_rates(count)
     assumption = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
     return kind, between(count * low, count * high), (words, assumption)
@@ -416,7 +416,7 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
     known = [rate for rate in rates if rate is not None]
     if not known or len(known) < len(rates):
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
-    words = f"{len(used)} {used[0].kind} devices carry {sum(known) / GIGA:.4g} GB/s together"
+    words = f"{len(used)} {used[0].kind} devices carry {gigabytes(sum(known))} together"
     if name == "sockets":
         return name, between(min(known), sum(known)), (f"{words}; NCCL chooses which of them it takes",)
     # one GPU with a far NIC sends through another GPU; if most NICs are far, the board was designed so

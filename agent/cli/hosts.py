@@ -77,9 +77,7 @@ def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
     names = [path.name for path in files]
     first, second = names if names[0] != names[1] else map(str, files)
     differences = differ.diff(before, after, (f"in {first}", f"in {second}"))
-    alike = "✓ no differences that affect training → if one node is slower, measure it: topoflight bench"
-    emit(list(differences), form, lambda out: out.print(differ.diff_text(differences) if differences else alike,
-                                                        markup=False))  # fmt: skip
+    emit(list(differences), form, lambda out: out.print(differ.diff_text(differences), markup=False))
 
 
 def _only(path: Path) -> Snapshot:

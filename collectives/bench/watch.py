@@ -133,7 +133,7 @@ class Watch:
             self._on_event({"rank": state.rank, "host": state.host, **event})
 
     def explain(self, verdict: str | None, code: int, stuck: list[str], log_tail: str) -> list[str]:
-        """Describe what went wrong, the first rank that failed first; empty if all ranks finished."""
+        """Describe what went wrong, in the order in which the ranks failed; empty if all ranks finished."""
         if verdict is None and code == 0 and self.states and all(s.last == "end" for s in self.states.values()):
             return []
         problems = self._describe_dead_ranks(log_tail) if verdict in (None, FAILED) else stuck

@@ -34,7 +34,8 @@ _CAUSE = b"Last error:"
 _ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
 _INFO = b"NCCL INFO "
 _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
-_OF_ITS_FILE = (b"hip", b"Call to bind", b"Call to listen")  # the name of the source file says of what
+# These messages are clear only with the name of their source file, which precedes the header.
+_WITH_FILE = (b"hip", b"Call to bind", b"Call to listen")
 TAG = b"/GDRDMA"
 
 _MOST_HEAD_BYTES = 72  # between "Channel" and "via"
@@ -75,9 +76,11 @@ class LineReader:
         if message.startswith(DULL_STARTS) and b"NCCL" not in message:
             return True
         head, via, end = message.rpartition(b"via ")
-        writer, channel = self._writers.get(prefix), self._ends.get((direction_of(head), end))
         # A longer head contains the message of another writer.
-        if not via or writer is None or channel is None or len(head) > 72 or not head.startswith(b"Channel "):
+        if not via or len(head) > _MOST_HEAD_BYTES or not head.startswith(b"Channel "):
+            return False
+        writer, channel = self._writers.get(prefix), self._ends.get((direction_of(head), end))
+        if writer is None or channel is None:
             return False
         self.ledger.channels.add((writer.host, channel))
         self.ledger.facts.channel_places.keep(head[8:], None)
@@ -181,7 +184,7 @@ class LineReader:
             if index + 1 < len(marks):
                 message = _TEXTS["next_prefix"].sub(b"", line[mark.end() : marks[index + 1].start()])
             warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 prints harmless warnings as ATTN
-            if b" failure " in message or message.startswith(_OF_ITS_FILE):
+            if b" failure " in message or message.startswith(_WITH_FILE):
                 message = b" ".join([*line[: mark.start()].split()[-2:], message])
             self._message(message, warn=warn, host=host, shown=line)
 
@@ -207,7 +210,7 @@ class LineReader:
         elif self._traceback > 0 and any(place in body for place in _AT_EXIT):
             self._traceback = -1  # of the clean-up after the end of a program
         elif self._traceback and _TEXTS["exception"].match(body):
-            if 0 < self._traceback >= self.ledger.lines - TRACEBACK_LINES:
+            if self._traceback > 0 and self.ledger.lines - self._traceback <= TRACEBACK_LINES:
                 self.ledger.blame("python_traceback", line)
             self._traceback = 0
         elif _TEXTS["bare"].match(body):

@@ -99,20 +99,20 @@ class Fleet:
                 elif time.monotonic() - last[index] <= HANG_SILENCES * self._settings.silence_seconds:
                     continue
                 elif tests[index].kind == "alone" or 2 * len(found.keys() & groups[index]) > len(groups[index]):
-                    lost[node] = f"its rank is alive but stands still in {where}, which other ranks have finished"
+                    lost[node] = f"its rank is alive but makes no progress in {where}, which other ranks have finished"
                 else:
                     hung.add(index)
                     self.restart([name], {})
                 self._store.set(f"test/{run}/{number}/{index}/stop", "")
                 waiting.pop(name)
         return [
-            _outcome({name: found[name] for name in groups[index] if name in found},
-                     {node: why for node, why in lost.items() if node in test.nodes}, index in hung)
+            _combine_results({name: found[name] for name in groups[index] if name in found},
+                             {node: why for node, why in lost.items() if node in test.nodes}, index in hung)
             for index, test in enumerate(tests)
         ]  # fmt: skip
 
 
-def _outcome(found: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
+def _combine_results(found: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
     """Combine the results of the ranks of a test: of rails that ran together, the slowest counts."""
     slowest: dict[tuple[int, int, int, int], float] = defaultdict(float)  # source, target, rail, turn
     for posted in found.values():

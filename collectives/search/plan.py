@@ -265,8 +265,8 @@ class Search:
                 links += link
         for group in _split_evenly(list(dict.fromkeys(links))):
             add("far", group, clean, 1 if len(group) == 2 else 0)
-        held = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
-        late = [node for node in range(self.nodes) if node not in held and not self._is_measured(node)
+        taken = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
+        late = [node for node in range(self.nodes) if node not in taken and not self._is_measured(node)
                 and self._get_state(node, KINDS)[0] == "clean"]  # fmt: skip
         for group in _split_evenly(late, GROUP // 2) if self.nodes > 2 and self.round < 2 * TRIES else ():
             add("far", group, clean, max(PARTNERS, len(group)))

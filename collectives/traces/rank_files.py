@@ -265,7 +265,7 @@ def _duration(entry: Mapping[str, Any]) -> float | None:
 
 
 def _frames(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Who called, innermost first, without the frames of torch itself unless there is no other."""
+    """Return the frames of the caller, innermost first. Those of torch itself are used only if there is no other."""
     rows = [one for one in _list(entry.get("frames")) if isinstance(one, dict)]
     own = [one for one in rows if "-packages/torch/" not in str(one.get("filename"))]
     return tuple(map(_frame, (own or rows)[:_FRAMES]))

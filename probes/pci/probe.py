@@ -233,11 +233,11 @@ def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:
     if facts.virtual_tree is None or not gpus(facts):
         return
     files = facts.topology_files
-    by_itself = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
+    is_automatic = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
     seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files
     # with one GPU and no RDMA NIC there is only one path
     alone = len(gpus(facts)) == 1 and not _list_rdma_nics(facts)
-    key = "pci.tree.virtual" + (" automatic" if by_itself else " alone" if alone else " files" * bool(files))
+    key = "pci.tree.virtual" + (" automatic" if is_automatic else " alone" if alone else " files" * bool(files))
     yield finding(TEXTS, key, None, "", seen, why=facts.virtual_tree, files=", ".join(files))
 
 

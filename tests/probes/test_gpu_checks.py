@@ -21,8 +21,7 @@ from probes.gpu import facts as gpu_facts
 from probes.gpu.compare import check_bus
 from probes.gpu.facts import BusGpu, Gpu, GpuBus, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE, nvml_bus_id
-from probes.gpu.read import _read_slurm_gpus as read_granted
-from probes.gpu.read import cpu_list
+from probes.gpu.read import _read_slurm_gpus, cpu_list
 from probes.host.nvml import sysfs_bus_id
 from probes.host.recording import RecordedHost
 
@@ -163,7 +162,8 @@ def test_gpus_that_slurm_gave_are_compared_with_those_that_are_there(
 ) -> None:
     """Fewer than granted is a lost GPU, more is another job's; what a prolog sees is not the job's."""
     gpus = [dataclasses.replace(ALIKE, uuid=f"GPU-{n}aaa") for n in range(total)]
-    found = [f for f in check(*gpus, visible=visible, granted=read_granted(environment)) if f.status == "fail"]
+    granted = _read_slurm_gpus(environment)
+    found = [f for f in check(*gpus, visible=visible, granted=granted) if f.status == "fail"]
     assert [f.code for f in found] == (["gpu.device.hidden"] if wanted else [])
     assert all(word in f"{f.message} {f.evidence}" for f in found for word in wanted or ()), found
 

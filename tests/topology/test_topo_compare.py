@@ -49,7 +49,7 @@ def test_differences_in_words():
     ]
     wrong = [(expected, found[:1]) for found, expected in rows if next(iter(messages(found)), None) != expected]
     assert not wrong
-    assert diff_text(()) == "No differences that affect training."
+    assert diff_text(()).startswith("✓ no differences that affect training → ")
     of_gpu = [message for message in messages(diff(sound, lost)) if "GPU5" in message]
     assert of_gpu[0].startswith(f"GPU5 state ok on {here}, lost"), "told once, not by its paths"
     assert not any("path" in message for message in of_gpu)
