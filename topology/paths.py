@@ -411,8 +411,7 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
     # no GPU is nearest to a NIC that is down, although one should be; `why` marks a GPU that uses another NIC instead
     near = {nic for each in nearest if bar == "as it is" or not each.why for nic in each.nics}
     used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
-    asked = bar == "as it should be"
-    rates = [_find_best_rate(nic, offered, gpus) if asked else usable_rate(nic, gpus) for nic in used]
+    rates = [usable_rate(nic, gpus) if bar == "as it is" else _find_best_rate(nic, offered, gpus) for nic in used]
     known = [rate for rate in rates if rate is not None]
     if not known or len(known) < len(rates):
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)

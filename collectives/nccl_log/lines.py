@@ -109,7 +109,7 @@ class LineReader:
     # --- processes
 
     def _meet_process(self, line: bytes) -> None:
-        """Set the writer of the line. A new process after channels were made begins a part of its own."""
+        """Set the writer of the line. A new process after channels were made starts a new part."""
         mark = _TEXTS["header"].search(line)
         prefix = line[: mark.start()] if mark else line
         writer = self._writers.get(prefix) or _writer_in(prefix)
@@ -175,7 +175,7 @@ class LineReader:
     def _messages(self, line: bytes) -> None:
         marks = list(_TEXTS["header"].finditer(line))
         before = line[: marks[0].start()] if marks else b""
-        # Another message stands before the first header: NCCL's version, or one of a page that has joined lines.
+        # Another message precedes the first header: NCCL's version, or one of a page that has joined lines.
         if b"CCL version" in before or len(before) > MOST_PREFIX_BYTES:
             self._message(before, warn=False, shown=line, foreign=b"NCCL" not in before)
         for index, mark in enumerate(marks):

@@ -277,13 +277,13 @@ def _frame(one: Mapping[str, Any]) -> str:
 
 
 def read_file(path: Path) -> RankTrace:
-    """The dump in a file, whose name ends in the rank's number. Raises RankFileError and OSError."""
+    """Read the dump in a file whose name ends with the number of the rank. Raises RankFileError and OSError."""
     rank = int(_RANK.findall(path.name)[0])
     try:
         trace = read(bounded.read(path, MOST_BYTES), rank=rank, source=str(path))
     except bounded.TooLargeError as error:
         raise RankFileError(f"{path}: {error}") from None
-    # the time of a file that this job keeps up to date; of one that was copied here it would say nothing
+    # the time of a file that the running job updates; the time of a copied file has no meaning
     at = path.stat().st_mtime
     return replace(trace, taken=at if path.name == TRACE.format(rank=rank) else None, written=at)
 
