@@ -1,11 +1,11 @@
-"""What each rank of a job leaves in files: its state, and the collectives that it has called.
+"""The files that each rank of a job writes: its state, and the collectives that it has called.
 
 finetune.rank_monitor writes the state every few seconds. It is plain JSON, so that any job may write it.
 
 Calls are those of PyTorch's flight recorder. Specification: torch/csrc/distributed/c10d/FlightRecorder.hpp, dumps of
 version 2, as pickle (TORCH_NCCL_DUMP_ON_TIMEOUT writes `nccl_trace_rank_N`) and as JSON (`_dump_fr_trace_json`). The
-recorder of gloo leaves a call in the state "scheduled" and retires it when it is over; NCCL's retires what has timed
-out, too.
+recorder of gloo leaves a call in the state "scheduled" and retires it when it is over. That of NCCL also retires calls
+that have timed out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_MARKS = 64  # 4 KB; if there are more, every second one is dropped
 
 
 class RankFileError(ValueError):
-    """A file of a rank cannot be read; the message names it, and what is wrong with it."""
+    """A file of a rank cannot be read; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """One rank at one time; None and empty mean "not reported"."""
+    """The state of a rank at one time; None and empty mean "not reported"."""
 
     rank: int = -1
     world_size: int | None = None
@@ -108,7 +108,7 @@ R = TypeVar("R", "RankTrace", RankState)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One collective, or one send or receive, as one rank called it."""
+    """A collective, send or receive that a rank called."""
 
     group: str
     number: int  # collective_seq_id, the same on each rank of the group
@@ -119,31 +119,31 @@ class Call:
     sizes: tuple[tuple[int, ...], ...] = ()  # of the inputs
     dtypes: tuple[str, ...] = ()
     done: bool = False
-    started: bool = False  # the GPU has come to it, where the recorder keeps that
+    started: bool = False  # the GPU has started it; always False if the recorder does not report it
     created: float | None = None  # Unix seconds
     is_ahead: bool = False  # called ahead of the GPU, as NCCL's are: `created` does not show when the rank entered it
     seconds: float | None = None  # from its start to its end on the rank's GPU
-    frames: tuple[str, ...] = ()  # who called, innermost first: "train.py:31 step"
+    frames: tuple[str, ...] = ()  # of the caller, innermost first: "train.py:31 step"
 
     @property
     def words(self) -> str:
-        """ "all_reduce of [1000] Float"."""
+        """Return a description: "all_reduce of [1000] Float"."""
         sizes = ", ".join(str(list(one)) for one in self.sizes[:3])
         return f"{self.op} of {sizes} {self.dtypes[0] if self.dtypes else ''}".strip() if sizes else self.op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """One rank's dump."""
+    """The flight recorder's dump of a rank, or the calls of a rank that a log reports."""
 
     rank: int
     calls: tuple[Call, ...] = ()
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # members, where the dump names them
     names: Mapping[str, str] = field(default_factory=dict)  # what the program calls a group: "default_pg"
     enqueued: Mapping[str, int] = field(default_factory=dict)  # by group, the newest number that was called
-    taken: float | None = None  # Unix seconds, where that is known: what was called later it does not hold
+    taken: float | None = None  # Unix seconds, None if unknown; the dump has no later call
     written: float | None = None  # of the file, which a copy may have made later
-    partial: bool = False  # a log's few lines: what they do not name may have been called
+    partial: bool = False  # from a log: the rank may have made further calls
     sizes: Mapping[str, int] = field(default_factory=dict)  # by group: its number of members, where they are not named
 
     def has_called_in(self, group: str) -> bool:
@@ -151,12 +151,12 @@ class RankTrace:
         return group in self.enqueued or any(one.group == group for one in self.calls)
 
     def newest_in(self, group: str) -> int:
-        """The newest number that the rank has called in a group; 0 where it has called nothing."""
+        """Return the number of the rank's newest collective in a group; 0 if there is none."""
         named = [one.number for one in self.calls if one.group == group and not one.p2p] if self.partial else []
         return max([self.enqueued.get(group, 0), *named])
 
     def has_left(self, call: Call) -> bool:
-        """Whether a dump shows no call of this one's group open, up to it."""
+        """Whether a dump has no open collective of the group of this call, up to this call."""
         return not self.partial and not any(
             one.group == call.group and one.number <= call.number and not one.p2p and not one.done for one in self.calls
         )
@@ -167,7 +167,7 @@ _RANK = re.compile(r"(?<!\d)(\d{1,6})(?:\.\w{1,8})?$")
 
 
 def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
-    """One dump. Raises RankFileError."""
+    """Read a dump. Raises RankFileError."""
     where = source or f"rank {rank}"
     try:
         found = plain.loads(raw, unknown_numbers=True) if raw.lstrip()[:1] == b"{" else unpickle(raw)
@@ -198,11 +198,11 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
 
 
 def _settled(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """A group's collectives end in their order, and what was coalesced ends with the entry that closes it.
+    """Mark calls as done that a later call proves: the collectives of a group end in their order.
 
-    The recorder keeps no state of the parts of a coalesced call: they stay "scheduled".
+    The parts of a coalesced call end with the entry that closes it. In the recorder they stay "scheduled".
     """
-    ended: set[str] = set()  # groups of which a later collective is over
+    ended: set[str] = set()  # groups with a later collective that is over
     closed: set[str] = set()  # groups whose next collective is a coalesced one that is over
     found = []
     for call in reversed(calls):
@@ -220,7 +220,7 @@ def _pair(value: Any) -> bool:
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
-    """ "[0, 1]", or the list itself."""
+    """Return the ranks of a list, or of its text "[0, 1]"."""
     text = str(value)[:1_000_000] if isinstance(value, str | list | tuple) else ""
     return tuple(sorted({int(one) for one in re.findall(r"(?<![-\w])\d{1,6}\b", text)}))[:MOST_RANKS]
 
@@ -256,7 +256,7 @@ def _whole(value: Any) -> TypeGuard[int]:
 
 
 def _duration(entry: Mapping[str, Any]) -> float | None:
-    """Seconds on the GPU: by its own events (TORCH_NCCL_ENABLE_TIMING), else by the watchdog's looks, 0.1 s apart."""
+    """Return the seconds on the GPU, by its events (TORCH_NCCL_ENABLE_TIMING) or by polls of the watchdog (0.1 s)."""
     measured = entry.get("duration_ms")
     if isinstance(measured, int | float) and not isinstance(measured, bool) and 0 <= measured < 1e9:
         return measured / 1e3
@@ -289,7 +289,7 @@ def read_file(path: Path) -> RankTrace:
 
 
 def read_ranks(paths: Iterable[Path], read_rank: Callable[[Path], R]) -> tuple[dict[int, R], list[str]]:
-    """What the files of ranks hold, by rank, the newest of each, and what could not be read."""
+    """Read the files of ranks. Return what they contain by rank, and an error for each file that cannot be read."""
     found: dict[int, R] = {}
     wrong = []
     for path in [one for one in sorted(paths) if _RANK.search(one.name)][:MOST_FILES]:
@@ -307,13 +307,13 @@ def read_ranks(paths: Iterable[Path], read_rank: Callable[[Path], R]) -> tuple[d
 # Pickles of plain values: numbers, texts, lists, tuples and dicts. No name is imported and nothing is called.
 #
 # Specification: Lib/pickletools.py of CPython; PyTorch's flight recorder writes protocol 2
-# (torch/csrc/jit/serialization/pickler.cpp). Every opcode is looked at before Python's own reader is given the bytes,
-# because a few bytes of a pickle can ask for much time and memory.
+# (torch/csrc/jit/serialization/pickler.cpp). Every opcode is checked before Python's own reader gets the bytes, because
+# a few bytes of a pickle can cost much time and memory.
 
-MOST_OPCODES = 2_000_000  # 2,000 calls with stacks take some 200,000; the dearest, an empty dict, takes 72 bytes
-MOST_TUPLES = MOST_CALLS  # hashing one inside another, without end, overflows the stack of the process
+MOST_OPCODES = 2_000_000  # 2,000 calls with stacks take some 200,000; the largest, an empty dict, takes 72 bytes
+MOST_TUPLES = MOST_CALLS  # hashing deeply nested tuples overflows the stack of the process
 MOST_SECONDS = 20.0  # of CPU; what is allowed above takes some 4
-_LOOK = 4096  # opcodes between two looks at the clock
+_LOOK = 4096  # opcodes between two readings of the clock
 _PLAIN = (  # noqa: SIM905 - a list of 40 quoted words takes three times the lines
     "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE"
     " SHORT_BINUNICODE BINUNICODE8 BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES EMPTY_LIST EMPTY_DICT EMPTY_TUPLE"
@@ -332,7 +332,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _check(raw: bytes) -> None:
-    """Raises PickleError where the bytes ask for more than plain values, or for too much."""
+    """Raise PickleError if the bytes contain more than plain values, or too many of them."""
     until, tuples = time.thread_time() + MOST_SECONDS, 0
     for number, (opcode, value, _) in enumerate(pickletools.genops(raw)):
         tuples += "TUPLE" in opcode.name
@@ -353,5 +353,5 @@ def unpickle(raw: bytes) -> Any:
         return _PlainUnpickler(io.BytesIO(raw), encoding="utf-8", errors="replace").load()
     except PickleError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever Python's reader makes of bytes that are no pickle
+    except Exception as error:  # noqa: BLE001 - any error of Python's reader for bytes that are no pickle
         raise PickleError(f"no pickle: {type(error).__name__}: {error}") from None

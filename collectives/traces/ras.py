@@ -2,8 +2,8 @@
 
 Specification: NCCL user guide, troubleshooting/ras (text since 2.24, counts by kind since 2.26, JSON since 2.28.7),
 and src/ras/client_support.cc of 2.24 to 2.30; by the texts in libnccl.so.2 of the wheels nvidia-nccl-cu13 2.31.2 and
-2.32.3 these answer the same. The text lists members of a group only where they are outliers; the others are the rest of
-the communicator, so who is behind is often the group that is not listed.
+2.32.3 these answer the same. The text lists the members of a group only if they are outliers. The other ranks of the
+communicator are not listed, and these are often the ranks that are behind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PORT = 28028
 
 
 class RasError(ValueError):
-    """No answer of RAS, or none that is read."""
+    """The text is not an answer of RAS, or is in a form that is not supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,12 @@ class RasRank:
     pid: int | None = None
     gpu: int | None = None
     counts: Mapping[str, int] = field(default_factory=dict)  # launched, by kind; text of 2.24 and 2.25: "all"
-    missing: str = ""  # "dead", "unresponsive", "no answer"; empty where it answered
+    missing: str = ""  # "dead", "unresponsive", "no answer"; empty if it answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RasComm:
-    """One communicator. `ranks` holds those that the answer names."""
+    """One communicator. `ranks` has only the ranks that the answer names."""
 
     id: str
     size: int
@@ -52,7 +52,7 @@ class RasComm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RasReport:
-    """One answer."""
+    """One answer of RAS."""
 
     comms: tuple[RasComm, ...] = ()
     dead: tuple[RasRank, ...] = ()  # processes, whose rank the text does not give: rank -1
@@ -67,7 +67,7 @@ def looks_like_report(start: bytes) -> bool:
 
 
 def read(raw: bytes) -> RasReport:
-    """A report, in JSON or text. Raises RasError."""
+    """Read a report, in JSON or text. Raises RasError."""
     text = raw.decode("utf-8", errors="replace")
     start = text.find("{")
     if start >= 0 and '"communicators"' in text[start : start + 4096]:
@@ -134,7 +134,7 @@ def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
 
 
 class _Text:
-    """What has been read of the text so far."""
+    """Reads the lines of a report in text."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
@@ -200,7 +200,7 @@ def _text(text: str) -> RasReport:
 
 
 def _placed(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:
-    """A missing rank with the process that RAS calls missing or dead, where there is one of each."""
+    """Add the process that RAS calls missing or dead to the missing rank, if there is exactly one of each."""
     unique = {(one.host, one.pid): one for one in sorted(processes, key=lambda one: one.missing == "dead")}
     missing = {rank for comm in comms for rank, one in comm.ranks.items() if one.missing}
     if len(unique) != 1 or len(missing) != 1:
@@ -213,9 +213,9 @@ def _placed(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasCo
 
 
 def behind(comm: RasComm) -> tuple[dict[int, str], str]:
-    """Ranks that have launched fewest collectives, with why, and the sentence that shows it; RAS lists outliers only.
+    """Return the ranks that launched the fewest collectives, each with the evidence, and one sentence about all.
 
-    Empty where all have launched the same number, or where nobody says which ranks these are.
+    Both are empty if all ranks launched the same number. There are no ranks if the report does not identify them.
     """
     gone = {rank: one.missing for rank, one in comm.ranks.items() if one.missing}
     kinds = {kind for one in comm.ranks.values() for kind in one.counts} | set(comm.spread)
@@ -239,7 +239,7 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
 
 
 def ask(host: str, port: int = PORT, *, timeout_seconds: float = 10.0) -> bytes:
-    """The socket's answer, in JSON where this NCCL has it, else in text. Raises OSError."""
+    """Return the answer of RAS at its socket: JSON if this NCCL supports it, else text. Raises OSError."""
     found = bytearray()
     for command in (b"SET FORMAT json\nVERBOSE STATUS\n", b"VERBOSE STATUS\n"):
         if b"{" in found:

@@ -1,4 +1,4 @@
-"""What PyTorch wrote into a log of the ranks: who waited in vain in which call, who ended with which error.
+"""Lines of PyTorch in a log of the ranks: calls that timed out, and errors that ended ranks.
 
 Specification: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and ProcessGroupWrapper.cpp, releases 1.13 to 2.13; the
 backend nccl2 of what follows 2.13 (nccl2/WorkNCCL.cpp, nccl2/ProcessGroupNCCLUtils.cpp), which names no call; and the
@@ -23,36 +23,36 @@ _CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longe
 _NEEDLES = tuple(read_table(__file__, "texts.toml")["needles"])
 _NAMES = "Parameters which"  # of DDP's parameters; the line after it has their indices
 _MEETING = ("clients", "unresolved", "taken", "unreached")  # of ranks that do not meet
-MOST = 1 << 16  # ranks, or calls, that are kept
+MOST = 1 << 16  # ranks, or calls, that are stored
 MOST_ATTEMPTS = 4
 
 
 @dataclass(slots=True)
 class Join:
-    """A process group that not all of the job's ranks have come to."""
+    """A process group that is being created, and that not all ranks of the job have joined."""
 
     world: int
     joined: int = 0
-    ranks: set[int] = field(default_factory=set)  # that say that they wait in it
-    over: bool = False  # given up
+    ranks: set[int] = field(default_factory=set)  # that report that they wait in it
+    over: bool = False  # timed out
 
 
 @dataclass(slots=True)
 class LogFacts:
-    """All that a log's lines say of its ranks."""
+    """The facts about ranks in the lines of a log."""
 
     traces: dict[int, RankTrace] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # by rank: the exception that ended it
     clash: dict[int, Call] = field(default_factory=dict)  # calls that did not match (TORCH_DISTRIBUTED_DEBUG=DETAIL)
-    hung: dict[int, str] = field(default_factory=dict)  # by rank: seconds for which its watchdog thread stood still
+    hung: dict[int, str] = field(default_factory=dict)  # by rank: seconds without progress of its watchdog thread
     idle: dict[int, str] = field(default_factory=dict)  # of these, the ranks without an outstanding collective
-    late: dict[int, str] = field(default_factory=dict)  # by rank that a monitored barrier has missed: its milliseconds
+    late: dict[int, str] = field(default_factory=dict)  # by rank that missed a monitored barrier: its milliseconds
     lost: dict[int, str] = field(default_factory=dict)  # by rank: the host whose connection was closed
     joins: dict[str, Join] = field(default_factory=dict)  # by the barrier's key: groups that are being made
     models: dict[int, str] = field(default_factory=dict)  # by rank: its parameters, where DDP found them to differ
     rendezvous: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by pattern: why the ranks did not meet
     attempts: list[str] = field(default_factory=list)  # the first of these lines
-    terminated: set[int] = field(default_factory=set)  # processes that torchrun has ended, as another one had failed
+    terminated: set[int] = field(default_factory=set)  # processes that torchrun ended because another one failed
     unused: str = ""  # what DDP writes if parameters took no part in the loss
     stopped: str = ""  # the signal that torchrun received: "15", "2", or its name
     cut_short: str = ""  # the line of a rank that gloo ended because it received more than its call expects
@@ -61,7 +61,7 @@ class LogFacts:
 class _TimedOutCall(NamedTuple):
     """A call that timed out, as one line reports it."""
 
-    rank: int  # of the job, where the line says so, else of the group
+    rank: int  # of the job if the line names it, else of the group
     own: int  # of the group
     prefixed: bool
     call: Call
@@ -119,7 +119,7 @@ class _Reader:
         self.before = here
 
     def barrier(self, line: str) -> None:
-        """Lines on ranks that wait for others at a barrier, which torch.distributed keeps in the store or monitors."""
+        """Read a line about ranks that wait for others at a barrier: one in the store, or a monitored one."""
         if missed := _TEXTS["barrier"].search(line):
             self.report.late.update({int(one): missed[2] for one in missed[1].split(",") if one.strip().isdecimal()})
         elif found := _TEXTS["joins"].search(line):
@@ -130,7 +130,7 @@ class _Reader:
             self.report.joins.pop(found[1], None)
 
     def end_of_run(self, line: str) -> None:
-        """Lines on what ended all ranks alike: a signal to torchrun, the program, or a call that gloo refused."""
+        """Read a line about the end of the run: a signal to torchrun, the program, or a call that gloo refused."""
         if ended := _TEXTS["terminated"].search(line):
             self.report.terminated.add(int(ended[1]))
         if (unused := _TEXTS["unused"].search(line)) and not self.report.unused.startswith(_NAMES):
@@ -141,7 +141,7 @@ class _Reader:
             self.report.cut_short = self.report.cut_short or line[:300]
 
     def meeting(self, line: str) -> None:
-        """Lines on ranks that do not meet, and on models that differ; the rank that writes one only waits."""
+        """Read a line about ranks that do not meet, or models that differ. The rank that writes it only waits."""
         rows = self.report.rendezvous
         for name in _MEETING:
             if found := _TEXTS[name].search(line):
@@ -187,7 +187,7 @@ class _Reader:
             call, heard = replace(one.call, group=group), calls.setdefault(one.rank, {})
             if group:
                 self.own.setdefault((one.rank, group), one.own)
-            # Of several, a rank waits in the first. A line that was cut before the sizes says less.
+            # Of several calls, a rank waits in the first. A line without sizes was cut, so one with sizes is preferred.
             if group not in heard or (call.number, not call.sizes) < (heard[group].number, not heard[group].sizes):
                 heard[group] = call
             if group and one.size:
@@ -209,13 +209,13 @@ class _Reader:
         return self.report
 
     def _shared(self) -> set[str]:
-        """Names that more than one group bears: two ranks have the same number in them."""
+        """Return the names of more than one group: two ranks have the same number in such a group."""
         seen: dict[tuple[str, int], int] = {}
         return {name for (rank, name), own in self.own.items() if seen.setdefault((name, own), rank) != rank}
 
 
 def read(lines: Iterable[str]) -> LogFacts:
-    """What the lines say, nothing where no rank spoke."""
+    """Read the lines of a log."""
     reader, before = _Reader(), ""
     for text in map(str.strip, lines):
         line = before = before + text if _TEXTS["wrapped"].search(before) and "ank" not in text else text
@@ -227,7 +227,7 @@ def read(lines: Iterable[str]) -> LogFacts:
 
 
 def _count_members(op: str, sizes: tuple[int, ...]) -> int | None:
-    """How many ranks the group has, by what goes in and comes out of a gather or a scatter; None for other calls."""
+    """Return the size of the group, from the input and output sizes of a gather or scatter; None for other calls."""
     if op not in (*_GATHERS, *_SCATTERS) or not sizes or 0 in sizes:
         return None
     small, large = sizes if op in _GATHERS else reversed(sizes)
@@ -235,7 +235,7 @@ def _count_members(op: str, sizes: tuple[int, ...]) -> int | None:
 
 
 def _name_call(op: str, sizes: tuple[int, ...]) -> str:
-    """The call's name. Gathers that were put together come as "coalesced": as many times more comes out as ranks."""
+    """Return the name of a call. A "coalesced" call with a larger output than input is a coalesced all_gather."""
     if op == "coalesced" and sizes and 0 not in sizes and sizes[0] < sizes[1] and sizes[1] % sizes[0] == 0:
         return "coalesced all_gather"
     return op
@@ -256,7 +256,7 @@ MOST_STACKS = 1 << 16
 class Stack:
     """The main thread of one process."""
 
-    rank: int | None = None  # where the text names it
+    rank: int | None = None  # None if the text does not name it
     pid: int | None = None
     frames: tuple[str, ...] = ()  # innermost first: "train.py:31 step"
 
