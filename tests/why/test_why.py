@@ -577,8 +577,8 @@ def of_ends_and_paces() -> Iterator[Row]:
         states = {r: RankState(rank=r, written=NOW, phase="collective", since=NOW - 60, calls=8,
                                ended=done[r] or error is not None, error=None if done[r] else error)
                   for r in done}  # fmt: skip
-        ahead, ninth = [call(n) for n in range(1, 9)], call(9, done=False, at=NOW - 60)
-        traces = {r: trace(r, *ahead, *([] if done[r] else [ninth]), taken=NOW) for r, n in enumerate(calls) if n}
+        eight, ninth = [call(n) for n in range(1, 9)], call(9, done=False, at=NOW - 60)
+        traces = {r: trace(r, *eight, *([] if done[r] else [ninth]), taken=NOW) for r, n in enumerate(calls) if n}
         uneven[what] = RunFacts(states=states, traces=traces, world=len(calls), now=NOW)
         code = "rank.gone" if calls[0] == 8 else "call.order"
         yield f"uneven ends: {what}", uneven[what], "failed", named, code, ()
