@@ -102,7 +102,7 @@ class _Edits:
             self._insert_in_brackets(node, added)
         elif added:
             at = (node.value[0] if isinstance(old, list) else node.value[0][0]).start_mark.index
-            if isinstance(old, list):  # its dash; a first item that is an alias stands elsewhere
+            if isinstance(old, list):  # its dash; PyYAML gives an alias the place of its anchor
                 at = self._text.rfind("-", 0, max(at, node.start_mark.index + 1))
             self._insert(_find_end(self._text, node), added, at - self._text.rfind("\n", 0, at) - 1)
 
