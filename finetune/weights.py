@@ -68,12 +68,12 @@ class Stored:
 
 def _list_files(folder: Path) -> list[Path]:
     """The files that transformers reads: others may be of another precision or of an earlier save. Raises OSError."""
-    if not (folder / hub.WEIGHTS).is_file() and (folder / hub.INDEX).is_file():
-        shards = json.loads((folder / hub.INDEX).read_text())["weight_map"].values()
-        return [folder / name for name in sorted(set(shards))]
-    if not (folder / hub.WEIGHTS).is_file():
+    if (folder / hub.WEIGHTS).is_file():
+        return [folder / hub.WEIGHTS]
+    if not (folder / hub.INDEX).is_file():
         raise FileNotFoundError(f"neither {hub.WEIGHTS} nor {hub.INDEX} in {folder}")
-    return [folder / hub.WEIGHTS]
+    shards = json.loads((folder / hub.INDEX).read_text())["weight_map"].values()
+    return [folder / name for name in sorted(set(shards))]
 
 
 class Drawn:
