@@ -78,23 +78,23 @@ def is_id(setting: str, name: str) -> bool:
 def download_data(name: str, revision: str, choose: Callable[[Path], list[str]]) -> list[Path]:
     """Download the files of a data set that `choose` names; without the hub, return those in the cache.
 
-    `choose` gets a folder that has README.md, and empty files in place of the others.
+    `choose` gets a folder with README.md, and with an empty file for each other file of the data set.
     """
     where: dict[str, Any] = {"repo_id": name, "repo_type": "dataset", "revision": revision}
     with asking("dataset_name", name, revision), TemporaryDirectory() as folder:
-        names = Path(folder).resolve()
+        listing = Path(folder).resolve()
         try:
             listed = [one for one in HfApi().list_repo_tree(**where, recursive=True) if isinstance(one, RepoFile)]
         except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx2.TransportError):
             cached = Path(snapshot_download(**where, allow_patterns=["README.md"]))
             return [cached / one for one in choose(cached)]
-        sizes = {one.path: one.size for one in listed if (names / one.path).resolve().is_relative_to(names)}
-        for place in map(names.joinpath, sizes):
+        sizes = {one.path: one.size for one in listed if (listing / one.path).resolve().is_relative_to(listing)}
+        for place in map(listing.joinpath, sizes):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch()
         if "README.md" in sizes:
-            shutil.copyfile(hf_hub_download(**where, filename="README.md"), names / "README.md")
-        chosen = choose(names)
+            shutil.copyfile(hf_hub_download(**where, filename="README.md"), listing / "README.md")
+        chosen = choose(listing)
         if sum(sizes[one] for one in chosen) > MOST_BYTES:
             raise ConfigError(f"dataset_name={name!r}: more than {MOST_BYTES >> 30} GiB of files in one split; download"
                               " the part that you need (`hf download --include`), and name its folder")  # fmt: skip

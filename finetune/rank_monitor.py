@@ -137,7 +137,7 @@ class RankMonitor(threading.Thread):
         self.writing = threading.Lock()  # nothing replaces the final state
         self.fixed = {"rank": rank, "world_size": world_size, **_identity()}
         self.traffic: dict[int, int] = {}  # by descriptor of a connection: bytes so far
-        self.uncounted = 0  # bytes: what sockets have moved, less what this monitor has written (a dump is 2 MB)
+        self.uncounted = 0  # bytes that sockets moved, less those that this monitor wrote into files (a dump is 2 MB)
         self.effort = self._effort()
         self.pid = os.getpid()
         self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
@@ -170,14 +170,14 @@ class RankMonitor(threading.Thread):
                 written = now
 
     def remove_own_files(self) -> None:
-        """Remove what an earlier start of this rank, and its torchrun, have left; this start may have none."""
+        """Remove the files of an earlier start of this rank and of its torchrun; this start may write none."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in (self.file, TRACE.format(rank=self.rank), FIRST, f"../{VERDICT}"):
                 (self.folder / old).unlink(missing_ok=True)
 
     def _remove_files_of_others(self) -> None:
-        """Remove, by rank 0, what an earlier start of more ranks has left; each rank has removed its own old files."""
+        """Remove, by rank 0, the files of an earlier start that had more ranks; each rank removes its own old files."""
         for path in self.folder.glob("*_rank_*.json") if self.rank == 0 else ():
             number = path.stem.rpartition("_")[2]
             if number.isdecimal() and int(number) >= self.fixed["world_size"]:
@@ -375,9 +375,6 @@ def launching(function: Any, folder: Path) -> Any:
             node = config.rdzv_configs.get("rank", _UNNUMBERED + os.getpid() % _UNNUMBERED)
             asked = config.rdzv_endpoint or "the rendezvous"
             _watch(RankMonitor(folder, node, config.max_nodes, asked=asked, file=NODE_STATE))
-        first = folder / RANKS_FOLDER / FIRST
-        with contextlib.suppress(OSError):
-            first.unlink(missing_ok=True)
         try:
             return function(config, *arguments, **options)
         except Exception as error:
@@ -388,7 +385,7 @@ def launching(function: Any, folder: Path) -> Any:
                     rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
                     end = {"rank": rank, "exit_code": failure.exitcode}
                 if config.max_nodes == 1:
-                    first.write_text(json.dumps(end))
+                    (folder / RANKS_FOLDER / FIRST).write_text(json.dumps(end))
             raise
 
     return launch_agent

@@ -43,12 +43,14 @@ class Stored:
         from safetensors import SafetensorError, safe_open
 
         self.plain, self._named = plain, f"model_name_or_path={config.model_name_or_path!r}"
-        folder = hub.download_weights(config.model_name_or_path, config.model_revision)
+        self._file_of: dict[str, Any] = {}
+        place = folder = hub.download_weights(config.model_name_or_path, config.model_revision)
         try:
-            files: list[Any] = [safe_open(path, framework="pt") for path in _list_files(folder)]
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ConfigError(f"{self._named}: {error}") from None
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+            for place in _list_files(folder):
+                file: Any = safe_open(place, framework="pt")
+                self._file_of |= dict.fromkeys(file.keys(), file)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise ConfigError(f"{self._named}: {place}: {error}") from None
         name, first = next(iter(plain.named_parameters()))
         self.dtype = self.read(name, ([0] * first.ndim, [0] * first.ndim)).dtype
         if (folder / "generation_config.json").is_file():
@@ -68,12 +70,12 @@ class Stored:
 
 def _list_files(folder: Path) -> list[Path]:
     """The files that transformers reads: others may be of another precision or of an earlier save. Raises OSError."""
-    if not (folder / hub.WEIGHTS).is_file() and (folder / hub.INDEX).is_file():
-        shards = json.loads((folder / hub.INDEX).read_text())["weight_map"].values()
-        return [folder / name for name in sorted(set(shards))]
-    if not (folder / hub.WEIGHTS).is_file():
-        raise FileNotFoundError(f"neither {hub.WEIGHTS} nor {hub.INDEX} in {folder}")
-    return [folder / hub.WEIGHTS]
+    if (folder / hub.WEIGHTS).is_file():
+        return [folder / hub.WEIGHTS]
+    if not (folder / hub.INDEX).is_file():
+        raise FileNotFoundError(f"neither {hub.WEIGHTS} nor {hub.INDEX} is there")
+    shards = json.loads((folder / hub.INDEX).read_text())["weight_map"].values()
+    return [folder / name for name in sorted(set(shards))]
 
 
 class Drawn:

@@ -88,7 +88,7 @@ class Planned:
 
     @property
     def batch_is_assumed(self) -> bool:
-        """Whether the user named neither the global batch nor what follows from it."""
+        """Whether neither an option names the global batch nor the layout of the settings determines it."""
         return self.job.train.global_batch is None and "micro_batch" not in self.requested
 
     def candidate(self, layout: Layout, memory: MemoryParts | None = None) -> Candidate:

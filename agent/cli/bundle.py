@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import platform
 import re
 import subprocess
@@ -185,7 +184,7 @@ def _listed(words: Sequence[str]) -> Any:
 
 def _kubectl(words: Iterable[str]) -> bytes:
     try:
-        done = subprocess.run(list(words), capture_output=True, timeout=NODE_SECONDS, check=False, env=os.environ)
+        done = subprocess.run(list(words), capture_output=True, timeout=NODE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BundleError(f"kubectl: {error}") from None
     if done.returncode:

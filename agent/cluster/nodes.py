@@ -158,14 +158,14 @@ def from_resource(item: Json) -> NodeRecord:
     return record
 
 
-# Make a record from a view, and the objects that are written.
+# Make a record from a view, and the API objects of a record.
 
 
 def record_of_view(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> NodeRecord:
     """Return the record of the view's host; `name` is the name of the Node."""
     (snapshot,), (node,), checks = view.snapshots, view.topologies, view.checks
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
+    has_none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
     ports = [port for device in rdma.devices for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
     gpus = snapshot.facts(GpuFacts)
@@ -182,7 +182,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
         product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels)[:64] or None,
-        hcas=len(rdma.devices) if rdma else 0 if none else None,
+        hcas=len(rdma.devices) if rdma else 0 if has_none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
         driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,

@@ -155,17 +155,16 @@ def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
     """Connect endpoints and publisher to one state; `client` is the result of `connected`."""
     from agent.http.access import Tokens
     from agent.http.server import create
+    from agent.http.state import Publisher
 
     tokens = Tokens(
         client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
         audience=options["audience"], reads_open=options["reads"] == "open",
     )  # fmt: skip
-    publisher = None
-    if options["publish"]:
-        from agent.http.state import Publisher
-
-        assert client is not None  # noqa: S101 - made above
-        publisher = Publisher(client, _latest_record(state, options), interval_seconds=options["publish_interval"])
+    publisher = (
+        Publisher(client, _latest_record(state, options), interval_seconds=options["publish_interval"])
+        if options["publish"] else None
+    )  # fmt: skip
     return create(state, tokens=tokens, publisher=publisher)
 
 

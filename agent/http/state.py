@@ -23,16 +23,7 @@ from agent.base import result_store
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, View, build_view
-from agent.cluster.client import (
-    AccessError,
-    ApiError,
-    Client,
-    Tally,
-    backoff_seconds,
-    connect,
-    path_of,
-    reason_of,
-)
+from agent.cluster.client import AccessError, ApiError, Client, Tally, backoff_seconds, connect, path_of, reason_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, record_of_view, row, to_resource
 from agent.http.worker import ProblemError
 from collectives.bench.results import MOST_RESULT_BYTES
@@ -232,7 +223,7 @@ class Publisher:
         self._due = 0.0
         self._exists = False
         self.writes = 0
-        # maximum time between writes of an unchanged record
+        # the interval is the maximum time between writes of an unchanged record
         self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
 
     def start(self) -> None:
@@ -315,5 +306,5 @@ def owner_of(token: str, node: str) -> dict[str, Any] | None:
             return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": str(named["uid"])}
     except (IndexError, KeyError, TypeError, ValueError):
         pass
-    log.info("the record of %s gets no owner, it stays when the Node goes: the token does not name the Node", node)
+    log.info("the record of %s gets no owner: the token does not name the Node, so the record outlives it", node)
     return None

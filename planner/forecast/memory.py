@@ -13,7 +13,7 @@ from planner.forecast.step_time import Job
 
 # Memory of the allocator and of libraries in addition to tensors; docs/explanation/forecast.md.
 FRAGMENTATION = 1.05  # reserved by the caching allocator, relative to allocated memory
-RESERVED_BYTES = 0.9 * GIB  # cuBLAS workspaces
+_RESERVED_BYTES = 0.9 * GIB  # cuBLAS workspaces
 RESERVED_RANKS_BYTES = 0.4 * GIB  # communication buffers of the framework, with more than one rank
 _CONTEXT_BYTES = 0.6 * GIB  # CUDA context and kernels, outside the allocator
 NCCL_BYTES = 0.6 * GIB  # NCCL's channels and their buffers, with more than one rank
@@ -91,9 +91,9 @@ def memory_parts(
 def _count_reserved(engine: Engine, layout: Layout) -> float:
     """Return the bytes of workspaces and, with several ranks, of communication buffers."""
     if layout.world_size == 1:
-        return RESERVED_BYTES
+        return _RESERVED_BYTES
     buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
-    return RESERVED_BYTES + RESERVED_RANKS_BYTES + buckets
+    return _RESERVED_BYTES + RESERVED_RANKS_BYTES + buckets
 
 
 def _count_states(engine: Engine, share: Share) -> tuple[float, float, float]:

@@ -48,7 +48,7 @@ def extended(text: str, target: list[Any]) -> str:
     edits, nodes = _Edits(text), list(yaml.compose_all(text, yaml.SafeLoader))  # a list keeps the ids of all nodes
     for node, old, new in zip(nodes, before, target, strict=True):
         edits.compare(node, old, new)
-    made = edits.made()
+    made = edits.apply()
     with suppress(YamlTextError):
         if _is_same(documents(made), target):
             return made
@@ -72,7 +72,7 @@ class _Edits:
         self._edits: list[tuple[int, int, str]] = []
         self._seen: set[int] = set()  # PyYAML composes an alias as the node of its anchor
 
-    def made(self) -> str:
+    def apply(self) -> str:
         """Return the text with all changes."""
         newline = "\r\n" if "\r\n" in self._text else "\n"
         made, at = "", 0
@@ -102,7 +102,7 @@ class _Edits:
             self._insert_in_brackets(node, added)
         elif added:
             at = (node.value[0] if isinstance(old, list) else node.value[0][0]).start_mark.index
-            if isinstance(old, list):  # its dash; a first item that is an alias stands elsewhere
+            if isinstance(old, list):  # its dash; PyYAML gives an alias the place of its anchor
                 at = self._text.rfind("-", 0, max(at, node.start_mark.index + 1))
             self._insert(_find_end(self._text, node), added, at - self._text.rfind("\n", 0, at) - 1)
 

@@ -51,9 +51,8 @@ _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a sche
 _LITERAL = re.compile(r"[\w./:-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
-_ENDS_LINE = re.compile(
-    rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n"
-)  # behind `A=1 B=2`, with which the grammar joins the next line
+# The end of the line behind `A=1 B=2`; the grammar joins the next line with such assignments
+_ENDS_LINE = re.compile(rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n")
 _IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")  # Apptainer's container gets the name without it
 _NAMES = words()["shell"]
 # Node types of a list of variables, and of a script that only defines functions
@@ -296,13 +295,13 @@ class _Reader(Expander):
     def _block(self, node: Node) -> None:
         """Follow a block of statements. The grammar parses an arithmetic command `((...))` as a block, too."""
         if node.children and node.children[0].type == "((":
-            self._forget(re.findall(r"[A-Za-z_]\w*", self.text(node)), node)
+            self._forget(self.text(node), node)
         else:
             self._follow(node.children)
 
-    def _forget(self, names: Iterable[str], node: Node) -> None:
-        """Make variables unknown that a command may change."""
-        for name in names:
+    def _forget(self, arithmetic: str, node: Node) -> None:
+        """Make the variables of an arithmetic expression unknown, because it may change them."""
+        for name in re.findall(r"[A-Za-z_]\w*", arithmetic):
             if name in self.scope.variables:
                 self.set(Assigned(name, OPEN, self.text(node)[:80], self.line(node)))
 
@@ -351,7 +350,7 @@ class _Reader(Expander):
         if node.type == "while_statement":
             self._follow([each for each in node.named_children if each != body])
         elif name is None:
-            self._forget(re.findall(r"[A-Za-z_]\w*", head), node)
+            self._forget(head, node)
         literal = 0 < len(given) <= _MOST_ROUNDS and all(_LITERAL.fullmatch(self.text(word)) for word in given)
         for word in map(self.text, given) if literal else (OPEN,):
             if name is not None:
@@ -433,7 +432,7 @@ class _Reader(Expander):
             self.script.inner.append(given._replace(target=target.replace(OPEN, "...")))
 
     def _write(self, program: str, given: Sequence[Word], line: int) -> None:
-        """Keep the output of echo or printf. What several of them write into the same file is one text."""
+        """Store the output of echo or printf. What several of them write into the same file is one text."""
         parts = [each.text for each in given if each.text not in ("-e", "-n", "-E")]
         if program == "printf" and parts[:1] == ["-v"]:
             self._read_variables(program, given[1:2], line)
@@ -666,12 +665,12 @@ def _content(settings: Settings) -> frozenset[tuple[str, str]]:
 # Commands that do not fail, unless a program inside them does
 _CERTAIN = ("variable_assignment", "variable_assignments", "declaration_command")
 
-_FOLLOW: Mapping[str, Callable[[_Reader, Node], None]] = {
+_FOLLOW: Mapping[str, Callable[[_Reader, Node], object]] = {
     **dict.fromkeys(("compound_statement", "do_group", "else_clause"), _Reader._block),
     "list": _Reader._list, "if_statement": _Reader._if, "case_statement": _Reader._case,
     "negated_command": lambda reader, node: reader._follow(node.children[-1:]),
     "redirected_statement": _Reader._redirected, "pipeline": _Reader._pipeline,
-    "test_command": lambda reader, node: [*map(reader.value, node.named_children)].clear(),
+    "test_command": lambda reader, node: list(map(reader.value, node.named_children)),
     **dict.fromkeys(("for_statement", "while_statement", "c_style_for_statement"), _Reader._loop),
     "subshell": lambda reader, node: reader._follow_apart(node.children), "function_definition": _Reader._define,
     "variable_assignment": lambda reader, node: reader.set(reader.evaluate(node)),

@@ -84,9 +84,9 @@ def amd(case: Situation) -> Note | None:
     found = [(node.hostname, gpus) for node in case.nodes if (gpus := node.amd_gpus())]
     seen = by_host((host, f"{len(gpus)} AMD GPUs ({gpus[0]})") for host, gpus in found)
     how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
-    known = [row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd]
+    known = next((row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd), "")
     more = ["rccl.published"] if known else []
-    return note("rccl.not_judged", seen, *more, how=how, platform=next(iter(known), ""))
+    return note("rccl.not_judged", seen, *more, how=how, platform=known)
 
 
 def vendor_script(case: Situation) -> Note | None:
@@ -370,9 +370,7 @@ def settings(case: Situation) -> Recommendation:
         added = [each for each in settings_as_published(case) if each.name not in named]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
-    if any(
-        (row := recognise(node)) and row.plugin for node in case.nodes
-    ):  # its script or plugin sets NCCL's variables
+    if vendor_script(case) is not None:  # the script or its plugin sets NCCL's variables
         chosen = [each for each in chosen if not each.name.startswith("NCCL_")]
         if between:
             notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic == "NCCL_MNNVL_ENABLE"]

@@ -232,11 +232,10 @@ class BlockedCalls:
         return set(filter(self._is_late_by_most, late))
 
     def _is_late_by_most(self, rank: int) -> bool:
-        """Whether a rank still runs or failed; if it ended well, whether most of a group wait for it in one call."""
+        """Whether a rank still runs, or any failed; else whether most of a group wait for it in one call."""
         states, waits = self.facts.states, self._waits_for(rank).values()
-        if rank not in states or not states[rank].ended or rank == self.facts.first:
-            return True
-        if any(state.error for state in states.values()):
+        failed = rank == self.facts.first or any(state.error for state in states.values())
+        if rank not in states or not states[rank].ended or failed:
             return True
         waiting = Counter((wait.call.group, wait.call.number) for wait in waits)
         return any(wait.call.p2p or not wait.size or waiting[wait.call.group, wait.call.number] > wait.size / 2

@@ -314,7 +314,7 @@ class RunFacts:
         Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint)
         may take the limit. In lines that ordinary steps run through, all the way from the script, it may take no longer
         than a stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that
-        neither computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
+        does not compute, in a process that hardly moves data, may take IDLE_SECONDS once the training has begun.
         """
         if state.phase in LONG_PHASES or state.calls < len(state.groups) + START_CALLS:
             return self.limit

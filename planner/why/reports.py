@@ -240,11 +240,12 @@ def by_torchrun(facts: RunFacts) -> Verdict | None:
 
 
 def by_uneven_ends(facts: RunFacts) -> Verdict | None:
-    """Half of the ranks or more ended without an error, and all others wait for them or lost them: who is odd?
+    """Half of the ranks or more ended without an error, and all others wait for them or lost them.
 
-    Most of them are not. The others are, if they made more calls than these, which all made as many. A rank that
-    torchrun saw fail first did not end well, though it left no error: it called sys.exit(1). Ranks that are all of
-    other hosts may have been ended with these hosts, so that the others are innocent.
+    The ranks that ended are not named, because they are the majority. The others are named if they made more calls,
+    and if all ranks that ended made the same number. A rank that torchrun saw fail first did not end well, though it
+    left no error: it called sys.exit(1). If no other rank is on a host of a rank that ended, these hosts may have been
+    shut down: then the others are not at fault.
     """
     ended = sorted(rank for rank, state in facts.states.items() if state.ended and not state.error)
     rest = sorted(set(facts.states) - set(ended))
@@ -256,7 +257,7 @@ def by_uneven_ends(facts: RunFacts) -> Verdict | None:
     if len(set(few)) > 1 or (few and more and min(more) <= few[0]):
         return None  # one of them left before the others, or a call that all have come to failed
     hosts, others = ({facts.host(rank) for rank in ranks} for ranks in (ended, rest))
-    is_certain = len(ended) > len(rest) and [len(few), len(more)] == [len(ended), len(rest)] and bool(hosts & others)
+    is_certain = len(ended) > len(rest) and all(made.values()) and not hosts.isdisjoint(others)
     how = f"{ranks_of(rest)} called more than they did" if is_certain else (
         f"they ended too early, or {ranks_of(rest)} called too much")  # fmt: skip
     evidence = tuple(f"rank {rank}: {calls} collectives" for rank, calls in made.items() if calls)[:8]

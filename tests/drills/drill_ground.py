@@ -34,9 +34,9 @@ from contracts.run_record import record_of
 ROOT = Path(__file__).parents[2]
 MARK = "TOPOFLIGHT_DRILL"
 SMALL_BENCH = ("bench", "--ranks=2", "--size=1024", "--op=all_gather", "--budget=1", "--output=json")
-# The lock of this ground in the place of the machine's, and whatever else a drill wants mounted.
+# Mounts the lock of this ground over the machine's, and runs the other mount commands of the drill.
 _ENTER = 'mount --bind "$DRILL_LOCK" /run/lock && eval "$DRILL_MOUNTS" && exec "$@"'
-_SPACE = ("unshare", "-m", "sh", "-c", _ENTER, "sh")
+_TOPOFLIGHT = ("unshare", "-m", "sh", "-c", _ENTER, "sh", sys.executable, "-m", "agent.cli")
 
 
 def drill(run: Callable[[Ground], None]) -> Callable[[Path], None]:
@@ -89,8 +89,8 @@ class Ground:
     def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
         """Start `topoflight WORDS`. DRILL_MOUNTS are commands run before it."""
         return subprocess.Popen(
-            [*_SPACE, sys.executable, "-m", "agent.cli", *words], env=self.environment(environment), cwd=self.folder,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*_TOPOFLIGHT, *words], env=self.environment(environment), cwd=self.folder, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     def run(self, *words: str, seconds: float = 300.0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -103,8 +103,7 @@ class Ground:
     def agent(self, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         """A `topoflight serve` that answers, and its port; it is ended at the end of the block."""
         port = resident.free_port()
-        serve = ("serve", f"--port={port}", f"--state={self.state}", *words)
-        command = [*_SPACE, sys.executable, "-m", "agent.cli", *serve]
+        command = [*_TOPOFLIGHT, "serve", f"--port={port}", f"--state={self.state}", *words]
         with resident.process(command, self.environment(environment), self.folder / "serve.log") as one:
             resident.wait(port, "/healthz", one)
             yield one, port

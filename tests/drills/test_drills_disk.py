@@ -48,7 +48,7 @@ def _assert_refused(done: subprocess.CompletedProcess[str], *words: str, code: i
 
 @drill
 def test_disk_full(ground: Ground) -> None:
-    """The state folder and a --save on such a disk: refused before any load, and what was kept stays."""
+    """The state folder and a --save on such a disk: refused before any load, and what was stored stays."""
     with _disk(ground.state):
         ground.store_earlier_results()
         _fill(ground.state)

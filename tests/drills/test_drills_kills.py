@@ -1,4 +1,4 @@
-"""SIGKILL of a launch in the midst of its life; SIGTERM of a whole preflight."""
+"""SIGKILL of a launch that has saved a checkpoint; SIGTERM of a whole preflight."""
 
 from __future__ import annotations
 

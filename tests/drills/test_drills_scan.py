@@ -66,7 +66,7 @@ def test_sigterm_during_a_hang(ground: Ground) -> None:
         eventually(lambda: ground.runs("probes.worker"), "the scan has begun")
         time.sleep(1.0)  # into the call that hangs: five files and a library away
         agent.send_signal(signal.SIGTERM)
-        agent.wait(120)  # a kubelet waits 30 s; of a busy machine an end is asked
+        agent.wait(120)  # a kubelet waits 30 s; on a busy machine the test only requires that it ends
 
 
 @drill

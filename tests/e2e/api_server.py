@@ -79,7 +79,6 @@ class ApiServer:
         self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
         self.requests: list[tuple[str, str]] = []
         self.controllers = True  # whether a job's pods are made
-        self.pod_status: Json = {"phase": "Running"}
         self.warnings: list[str] = []  # sent with each object that is made
         self.port = 0
         self._server: ThreadingHTTPServer | None = None
@@ -301,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
         for index in range(pods_of(job)):
             about = {"name": f"{name}-{index}", "namespace": namespace, "labels": {label: name}}
-            pod = {"kind": "Pod", "metadata": about, "status": self.api.pod_status}
+            pod = {"kind": "Pod", "metadata": about, "status": {"phase": "Running"}}
             self.api.put("/api/v1/pods", namespace, pod)
 
     def _patch(self, collection: str, namespace: str, name: str, sub: str, body: Json, query: dict[str, str]) -> None:

@@ -206,8 +206,8 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig: ApiServer) -> None:
     assert [line.partition("says: ")[2] for line in warned] == kubeconfig.warnings
 
 
-@each_row(("status", "ended", "told"), rows("pods"))
-def test_the_state_of_a_pod_is_said(status: dict[str, Any], ended: bool, told: str) -> None:
+@each_row(("status", "ended", "words"), rows("pods"))
+def test_the_state_of_a_pod_in_words(status: dict[str, Any], ended: bool, words: str) -> None:
     """Why it waits, or which container ended and why."""
     pod = {"metadata": {"name": "sft-0"}, "status": status}
-    assert (cluster_job.how_failed(pod) if ended else cluster_job.why_waiting(pod)) == told
+    assert (cluster_job.how_failed(pod) if ended else cluster_job.why_waiting(pod)) == words

@@ -155,8 +155,8 @@ def test_a_job_s_record_stands_in_the_agents_runs(tmp_path, token_file):
         words = [sys.executable, "-m", "finetune.train", "max_steps=2", "dataset_rows=64", "eval_strategy=no",
                  "save_strategy=no", f"output_dir={out}"]  # fmt: skip
         job = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-        kept = json.loads(resident.get(port, "/runs")[1])
+        stored = json.loads(resident.get(port, "/runs")[1])
     assert job.returncode == 0, job.stderr
-    assert kept == [{**json.loads((out / "run.json").read_text()), "posted_by": "token-file"}]
-    assert (kept[0]["status"], kept[0]["steps_done"]) == ("complete", 2)
-    assert "does not have" not in job.stderr and TOKEN not in job.stdout + job.stderr + str(kept)
+    assert stored == [{**json.loads((out / "run.json").read_text()), "posted_by": "token-file"}]
+    assert (stored[0]["status"], stored[0]["steps_done"]) == ("complete", 2)
+    assert "does not have" not in job.stderr and TOKEN not in job.stdout + job.stderr + str(stored)

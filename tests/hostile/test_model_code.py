@@ -19,3 +19,6 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
         source_of(JobConfig(model_name_or_path=str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
+    with pytest.raises(ConfigError, match=r"/model\.safetensors: "):
+        source_of(JobConfig(model_name_or_path=str(tmp_path)))

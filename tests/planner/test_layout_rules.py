@@ -28,11 +28,11 @@ EFA = Speed(bytes_per_second=50e9, how="derived", link="EFA")
 LINKS = Links(ranks_per_node=8, nodes=4, island_size=8, island=FAST, node=FAST, network=EFA)
 
 
-def question(
+def job(
     engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu: bool = True, quantised: str = "",
     **train: Any,
 ) -> Job:  # fmt: skip
-    """A question about four 8-GPU nodes."""
+    """A job on four 8-GPU nodes."""
     named = model_named(model)
     return Job(
         model=replace(named, quantised=quantised or named.quantised),
@@ -47,7 +47,7 @@ def question(
 
 SEQUENCE_PARALLEL = Layout(world_size=8, tp=8, sequence_parallel=True)
 SLIDING = replace(
-    question("topoflight", "Mistral-7B"), model=replace(model_named("Mistral-7B"), sliding_window=4096)
+    job("topoflight", "Mistral-7B"), model=replace(model_named("Mistral-7B"), sliding_window=4096)
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_each_rule_forbids_what_it_names(
     rule: str, engine: str, settings: dict[str, Any], layout: dict[str, Any], says: str
 ) -> None:
     """The named rule is the one that answers, with the number in question."""
-    reason = dict(RULES)[rule](question(engine, **settings), Layout(**layout))
+    reason = dict(RULES)[rule](job(engine, **settings), Layout(**layout))
     assert reason is not None
     assert says in reason
 
@@ -91,18 +91,18 @@ DDP = Layout(world_size=8, dp_replicate=8, sharding="ddp")
 
 
 def on(capability: tuple[int, int], engine: str = "megatron") -> Job:
-    """The question on GPUs of this compute capability."""
-    return replace(question(engine), compute_capability=capability)
+    """The job on GPUs of this compute capability."""
+    return replace(job(engine), compute_capability=capability)
 
 
 @each_row(
-    ("asked", "layout", "says"),
+    ("given", "layout", "says"),
     [
         # EP=32 with TP=2, PP=8 on 256 GPUs is published for Qwen3-235B: 16 data-parallel ranks of two
-        (question(model="Qwen3-235B-A22B"), Layout(world_size=256, tp=2, pp=8, ep=32, dp_shard=16, sharding="zero1",
+        (job(model="Qwen3-235B-A22B"), Layout(world_size=256, tp=2, pp=8, ep=32, dp_shard=16, sharding="zero1",
                                                    gradient_accumulation=8), ()),
         # an A100 has no fp8, an H100 has
-        (question(), FP8, ()),
+        (job(), FP8, ()),
         (on((8, 0)), FP8, ("precision-exists", "8.0")),
         # scales of 32 values are multiplied by B200's and B300's tensor cores; Megatron-LM names the recipe
         (on((10, 3)), MXFP8, ()),
@@ -112,14 +112,14 @@ def on(capability: tuple[int, int], engine: str = "megatron") -> Job:
         # windows are attended to without a mask of the whole sequence; eager attention builds one
         (SLIDING, SEQUENCE_PARALLEL, ()),
         (replace(SLIDING, train=replace(SLIDING.train, attention="eager")), SEQUENCE_PARALLEL, ("engine-runs",)),
-        (question("deepspeed"), Layout(world_size=8, dp_shard=8, checkpointing="full", offload="all"),
+        (job("deepspeed"), Layout(world_size=8, dp_shard=8, checkpointing="full", offload="all"),
          ("host-memory-holds", "the memory of the nodes is unknown")),
-        *((question(engine.name, "Llama-3.1-8B"), DDP, ()) for engine in ENGINES.values()),
+        *((job(engine.name, "Llama-3.1-8B"), DDP, ()) for engine in ENGINES.values()),
     ],
 )  # fmt: skip
-def test_the_first_rule_that_a_layout_breaks(asked: Job, layout: Layout, says: tuple[str, ...]) -> None:
+def test_the_first_rule_that_a_layout_breaks(given: Job, layout: Layout, says: tuple[str, ...]) -> None:
     """Its name and reason; none where the layout is allowed."""
-    broken = first_broken(asked, layout)
+    broken = first_broken(given, layout)
     assert bool(broken) == bool(says), broken
     assert [words for words in says if words not in ": ".join(broken or ())] == [], broken
 
@@ -139,11 +139,11 @@ def test_megatron_may_leave_the_first_and_the_last_chunk_without_layers() -> Non
     """Llama 3 405B (arXiv 2407.21783, 3.3.2): 126 layers in 16 x 8 chunks, one of them the embedding, one the head."""
     stages = uneven_stages(126, 128)
     assert stages == (0, *(1,) * 126, 0)
-    asked = question("megatron", "Llama-3.1-405B")
+    given = job("megatron", "Llama-3.1-405B")
     layout = Layout(world_size=16, pp=16, virtual_stages=8, schedule="interleaved", stage_layers=stages,
                     gradient_accumulation=16)  # fmt: skip
-    assert first_broken(asked, layout) is None
-    assert first_broken(replace(asked, engine=ENGINES["torchtitan"]), layout) == (
+    assert first_broken(given, layout) is None
+    assert first_broken(replace(given, engine=ENGINES["torchtitan"]), layout) == (
         "enough-layers", "PP=16 x 8 chunks need more layers than the model's 126"
     )  # fmt: skip
 

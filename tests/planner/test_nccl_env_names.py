@@ -11,7 +11,7 @@ import pytest
 import yaml
 from rigs.tables import each_row, rows_of
 
-from planner import nccl_env as names_module
+from planner import nccl_env
 from planner.nccl_env import (
     names,
     nearest,
@@ -131,7 +131,7 @@ def test_no_newer_release_is_out_than_the_table_knows() -> None:
     if published:
         assert max(published) <= newest_read(), "python bench/nccl_names.py read, then table"
     else:
-        table = Path(names_module.__file__).with_name("data") / "nccl_env_names.tsv"
+        table = Path(nccl_env.__file__).with_name("data") / "nccl_env_names.tsv"
         stamp = table.read_text(encoding="utf-8").partition("\n# read on: ")[2][:10]
         age = (datetime.now(UTC).date() - date.fromisoformat(stamp)).days
         assert age <= OLDEST_DAYS, f"the table is {age} days old, and no index tells whether a release is out"

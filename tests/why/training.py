@@ -174,7 +174,7 @@ def work_of(step: int, rank: int) -> float:
 
 
 def report(step: int, rank: int, group: dist.ProcessGroup) -> None:
-    """Reduce a metric in a group of its own. An exception that is caught makes a rank leave the call out."""
+    """Reduce a metric in a second group. An exception that is caught makes a rank leave the call out."""
     with contextlib.suppress(ValueError):
         if step == AT and rank == CULPRIT:
             happened()
