@@ -50,7 +50,7 @@ def gigabytes(value: float | None) -> str:
     return "unknown" if value is None else f"{value / GIGA:.4g} GB/s"
 
 
-def island_plan(node: NodeTopology, island: Island) -> Plan:
+def _plan_island(node: NodeTopology, island: Island) -> Plan:
     """Return the bus bandwidth of a ring over an island's NVLinks."""
     members = [gpu for gpu in node.gpus if gpu.name in island.gpus]
     per_link = {nvlink_bytes_per_second(gpu.compute_capability) for gpu in members}
@@ -58,9 +58,9 @@ def island_plan(node: NodeTopology, island: Island) -> Plan:
         return None, ("no plan: the compute capability of the GPUs, and so the speed of one NVLink, is not known",)
     (link,) = per_link
     known = Pairs(node.pairs)
-    if not island.all_to_all and not has_nvlink_ring(island.gpus, known):
+    if not island.all_to_all and not _has_nvlink_ring(island.gpus, known):
         return None, ("no plan: no ring of NVLinks passes every GPU of the island once",)
-    counts = {gpu.name: links_into(gpu, island, known) for gpu in members}
+    counts = {gpu.name: _count_links_into(gpu, island, known) for gpu in members}
     slowest = min(counts, key=lambda name: counts[name][0])
     links, how = counts[slowest]
     value = links * (link or 0.0)
@@ -72,7 +72,7 @@ def island_plan(node: NodeTopology, island: Island) -> Plan:
     )
 
 
-def links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
+def _count_links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
     """Return the NVLinks of a GPU into its island, and how they are counted: to a switch once, direct ones summed."""
     peers = [known.get(gpu.name, other) for other in island.gpus if other != gpu.name]
     counts = [pair.nvlinks for pair in peers if pair]
@@ -90,7 +90,7 @@ def links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
     return sum(counts), "direct links, summed over its peers"
 
 
-def has_nvlink_ring(gpus: tuple[str, ...], known: Pairs) -> bool:
+def _has_nvlink_ring(gpus: tuple[str, ...], known: Pairs) -> bool:
     """Whether there is a ring through all GPUs that uses only NVLink."""
     if all(known.nvlinks(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]):
         return True
@@ -114,7 +114,7 @@ def node_plan(node: NodeTopology) -> Plan:
         return None, ("no plan: the source contains no data about NVLink",)
     whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)
     if whole:
-        return island_plan(node, whole)
+        return _plan_island(node, whole)
     pair = _find_weakest_needed(names, Pairs(node.pairs))
     if pair is None:
         return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
@@ -147,7 +147,7 @@ def _get_rate(pair: Pair) -> float:
 _RATE_800G = 90 * GIGA  # ports of 800 Gb/s have at least this rate
 
 
-def is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
+def _is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
     """Whether the GPUs are attached to the NIC's own PCIe 6 switch, so data does not use the NIC's link to the host.
 
     This is the case on boards of compute capability 10.3 with 800 Gb/s ConnectX-8. Their link to the host is PCIe 5 and
@@ -161,7 +161,7 @@ def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
     """Return the rate of a NIC for these GPUs: that of its ports, limited by its PCIe link. None if unknown."""
     if nic.active is False:
         return 0.0
-    if nic.rate_bytes_per_second is None or is_behind_own_switch(nic, gpus):
+    if nic.rate_bytes_per_second is None or _is_behind_own_switch(nic, gpus):
         return nic.rate_bytes_per_second
     link = nic.pcie_running_bytes_per_second or nic.pcie_bytes_per_second
     return min(nic.rate_bytes_per_second, link or nic.rate_bytes_per_second)
@@ -278,7 +278,7 @@ def _expect_node(node: NodeTopology) -> tuple[Expectation, ...]:
     made: list[Expectation] = []
     for island in node.islands:
         paths = _join_gpus(node, usable, island.gpus) if set(island.gpus) <= set(usable) else None
-        made += _make_expectations("island", island_plan(node, island), island.gpus, node, paths, len(island.gpus))
+        made += _make_expectations("island", _plan_island(node, island), island.gpus, node, paths, len(island.gpus))
     if len(usable) > 1:
         made += _make_expectations("node", node_plan(node), usable, node, _join_gpus(node, usable, usable), len(usable))
     for rail in node.rails:
@@ -328,9 +328,9 @@ def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: D
     if not node.nvlink_known:
         return None, None, ("the source contains no data about NVLink",)
     known = Pairs(node.pairs)
-    if has_nvlink_ring(names, known):
+    if _has_nvlink_ring(names, known):
         whole = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())
-        counts = [links_into(gpu, whole, known) for gpu in gpus]
+        counts = [_count_links_into(gpu, whole, known) for gpu in gpus]
         pick = max(counts) if bar == "as it should be" else min(counts)
         switched = any(gpu.count_nvlinks("nvswitch") for gpu in gpus) or "switch" in pick[1]
         which = "most" if bar == "as it should be" else "fewest"
@@ -426,7 +426,7 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
 def _find_best_rate(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
     """Return the highest rate of this kind of NIC on the host, by port and slot; also for a port that is down."""
     found = [
-        rate if is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
+        rate if _is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
         for other in equals
         if other.kind == nic.kind and (rate := other.rate_bytes_per_second)
     ]

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Installs Topoflight into PREFIX from the checkout this file lies in: the build step of both images, and of any host
+# Installs Topoflight into PREFIX from the checkout that contains this file: the build step of both images, and of any host
 # without containers.
 #   install.sh PREFIX [agent|finetune] [all|packages|project]
-# `packages` makes the prefix with what the lock names, `project` adds Topoflight itself: two layers of an image, of
-# which a change of the code touches the second only. DESTDIR puts the project's files below another root.
+# `packages` creates the prefix with the locked packages, and `project` adds Topoflight itself. They are two layers of an
+# image, and a change of the code changes only the second one. DESTDIR puts the project's files below another root.
 # PYTHON names the interpreter (3.11 or newer). The agent's prefix holds no torch.
 set -eu
 prefix=${1:?install.sh PREFIX [agent|finetune] [all|packages|project]}
@@ -22,7 +22,7 @@ case $part in
     *) echo "install.sh: $part: must be all, packages or project" >&2; exit 2 ;;
 esac
 
-# pip works from an environment of its own, so that neither it nor what builds the wheel ever comes into the prefix
+# pip runs in a separate environment, so that neither pip nor the build tools of the wheel are installed into the prefix
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
 "${PYTHON:-python3}" -m venv "$tools"
@@ -38,9 +38,9 @@ packages() {
         install "$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' "$source/pyproject.toml")"
         return
     fi
-    # Of kubernetes' 126 MB the agent imports the client's transport and the configuration alone
+    # Of kubernetes' 126 MB the agent imports only the client's transport and the configuration
     # (docs/decisions/0009): neither the asynchronous copy, with the packages that serve it only, nor the classes of
-    # each object and API group. torch alone asks for setuptools.
+    # each object and API group. Only torch requires setuptools.
     pip --python "$prefix/bin/python" uninstall --yes aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl
     for package in "$prefix"/lib/python*/site-packages/kubernetes; do
         rm -rf "$package/aio"

@@ -1,6 +1,6 @@
 # Functions of prolog.sh, health-check.sh and epilog.sh, which read this file first. At its end it reads the settings.
 script=${0##*/} script=${script%.sh}
-topoflight=/opt/topoflight/bin/topoflight options=() seconds=8 # where the settings do not set them
+topoflight=/opt/topoflight/bin/topoflight options=() seconds=8 # defaults of the settings
 
 # Logs a text. The settings may define another log: $1 is the script, $2 the text.
 log() { logger -t "topoflight-$1" -p daemon.warning -- "$2"; }

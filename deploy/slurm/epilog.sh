@@ -1,5 +1,5 @@
 #!/bin/bash
-# Epilog of slurmd: notes in the system log what a job has left on this node. It only reads, and never drains the node.
+# Epilog of slurmd: logs what a job has left on this node to the system log. It only reads, and never drains the node.
 # shellcheck source=common.sh
 . "$(dirname "$0")/common.sh" || {
   logger -t topoflight-epilog -p daemon.warning -- "nothing was checked: $(dirname "$0")/common.sh cannot be read"
@@ -14,7 +14,7 @@ for folder in /proc/[0-9]*; do
   [ "$process" = "$$" ] || [ "$process" = "$PPID" ] && continue
   of_job "$process" && processes+=("$process")
 done
-[ ${#processes[@]} -eq 0 ] || sleep 2 # a process that Slurm has just told to end needs a moment
+[ ${#processes[@]} -eq 0 ] || sleep 2 # a process that Slurm has just signalled needs a moment to end
 for process in "${processes[@]}"; do
   of_job "$process" && name=$(cat "/proc/$process/comm" 2>/dev/null) || continue
   case $name in slurmstepd | slurmd | tr | grep | epilog.sh) continue ;; esac

@@ -9,7 +9,7 @@
 }
 node=${SLURMD_NODENAME:-$(hostname -s)}
 export SLURMD_NODENAME=$node SLURM_SCRIPT_CONTEXT=health_check
-slurm() { # one command of Slurm, in what is left of the time
+slurm() { # one command of Slurm, within the remaining time
   timeout "$((SECONDS < seconds ? seconds + 1 - SECONDS : 1))" "$@" && return
   log health-check "node not changed: $1 failed or did not answer (exit code $?)"
   return 1
