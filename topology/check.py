@@ -365,7 +365,7 @@ def _find_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[str, st
     elif (
         row.gpu_nic and node.source == "probes" and all(nic.kind in _NO_ADAPTER for nic in node.nics) and not slingshot
     ):
-        yield "no adapter", f"This node has no RDMA adapter, unlike {row.called}"
+        yield "no adapter", f"This node has no RDMA device, unlike {row.called}"
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         farthest = row.gpu_nic_farthest or row.gpu_nic

@@ -56,7 +56,7 @@ def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
     """One expectation for each scope, not one for each rail and operation."""
     text = drawn(topology.node, view("sick-h100-rdma-off").topologies[0])
-    for words in ("recognised as: HGX H100/H200", "! differs from the reference: This node has no RDMA adapter",
+    for words in ("recognised as: HGX H100/H200", "! differs from the reference: This node has no RDMA device",
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
