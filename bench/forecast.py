@@ -669,8 +669,8 @@ def print_summary(
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
 HEADER = """# Forecast accuracy
 
-Published runs of other stacks, 2026-11-27, as `make forecast` prints them. `python bench/forecast.py --write` writes
-this page, and the widths in `planner/forecast/intervals.json`.
+Forecasts of published runs, 2026-11-27. `python bench/forecast.py --write` writes this page and the widths in
+`planner/forecast/intervals.json`; `--help` explains the figures. Left out: fitted to the other sources.
 """
 
 
