@@ -1,7 +1,5 @@
 """Settings that are easily lost, lines that cannot be understood, and what the verb answers then."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
