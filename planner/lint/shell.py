@@ -273,7 +273,11 @@ class _Reader(Expander):
             tested = node.children[-1] if node.type == "negated_command" else node
             is_test = tested.type == "test_command" or text.startswith("((")
             likely = is_test == (node.type == "negated_command")
-        return self._decide(text, f"if {title}", likely=likely)
+        succeeds = self._decide(text, f"if {title}", likely=likely)
+        for test, name in re.findall(r"-([nz])\s+\"?\$\{?(\w+)", text):  # the variable is not empty behind this test
+            if succeeds == (test == "n") and (found := self.scope.variables.get(name)) and not found.value:
+                self.scope.variables[name] = found._replace(value=OPEN)
+        return succeeds
 
     def _list(self, node: Node) -> None:
         """Follow `a && b || c`. The grammar nests such lists to the left, so a loop replaces deep recursion."""
@@ -640,7 +644,7 @@ class _Reader(Expander):
         if len(text) > MOST_OPTIONS or NAMED.search(text):
             self._report(line, f"the commands of {program}")
         if program == "eval":
-            self.script.files.append(f"the commands that eval gets in line {line}")
+            self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
             if starts_ranks(text[:MOST_OPTIONS].split()):
                 self.script.starts.append(line)
             self._launch(f"the command of line {line}", sure=False)
