@@ -117,6 +117,7 @@ class _Reader(Expander):
         self.script = Script()
         self._ways, self._way = [_Way()], _Way()
         self._met: set[str] = set()  # conditions, on all ways
+        self._outcomes: dict[str, bool] = {}  # of the conditions that were met on this way
         self._launches: dict[object, _Launch] = {}
         self._started = 0  # number of program starts, repetitions included
         self._exported: set[str] = set()  # variables that are exported anywhere
@@ -149,7 +150,7 @@ class _Reader(Expander):
         """
         first, self._ways, self._met = self.scope, [_Way()], set()
         for way in self._ways:
-            self.scope, self._way, self._left, self._written = first.copy(), way, "", {}
+            self.scope, self._way, self._left, self._written, self._outcomes = first.copy(), way, "", {}, {}
             if self._commands > _MOST_COMMANDS or not self.spend(0):
                 break
             start()
@@ -258,11 +259,14 @@ class _Reader(Expander):
             self._met.add(key)
             labels = (*self._way.labels, f"else of {label}" if likely else label)
             self._ways.append(_Way({**self._way.choices, key: not likely}, labels))
-        return self._way.choices.get(key, likely)
+        return self._outcomes.setdefault(key, self._way.choices.get(key, likely))
 
     def _succeeds(self, node: Node, title: str, *, likely: bool | None = None) -> bool:
         """Return whether a command succeeds on this way. By default a program is likely to, and a test to fail."""
-        while node.type == "list":  # its last command decides
+        while node.type == "list":
+            decides = node.children[1].type == "||"
+            if self._succeeds(node.children[0], self._title([node.children[0]])) == decides:
+                return decides
             node = node.children[-1]
         text = self.text(node)
         is_assigned = node.type in _CERTAIN and "$(" not in text and "`" not in text
@@ -290,7 +294,8 @@ class _Reader(Expander):
         for sign, each in reversed(chain):
             self._commands += 1
             if is_followed and not self._left:
-                likely = sign == "||" if node.type == "test_command" else None  # what follows a test is unlikely
+                is_guard = node.type == "test_command" and each.type != "test_command"  # what it guards is unlikely
+                likely = sign == "||" if is_guard else None
                 success = self._succeeds(node, self._title([node]), likely=likely)
             is_followed = success == (sign == "&&")
             self._follow([each] if is_followed else [])
@@ -591,7 +596,7 @@ class _Reader(Expander):
             match part.does:
                 case "set":
                     sets = sets or is_judged(part.name)
-                    self.set(Assigned(part.name, part.text, part.raw, line), exported=True)
+                    self.set(Assigned(part.name, part.text, part.raw, where), exported=True)
                 case "run" | "prose":
                     self._follow_nested(part.text, where, surely=part.does == "run")
                 case "file":
