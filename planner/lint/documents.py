@@ -195,7 +195,7 @@ class _Walk:
             elif (own or (here and NAME.match(word))) and not isinstance(value, dict | list):
                 self._add(source, word, value)
             elif value is None and pattern("own_setting").match(word):  # a list item without its dash
-                self._add(source, *word.split("=", 1))
+                self._add_pair(word, source, _line(word))
             else:
                 if name == "envFrom":
                     self._env_from(value, source)
@@ -290,9 +290,7 @@ class _Walk:
         """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""
         if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
             for word in words:
-                name, equals, value = word.partition("=")
-                # Compose takes the value of a name without `=` from its own environment
-                self._add(source, name, value if equals else OPEN, _line(word))
+                self._add_pair(word, source, _line(word))
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
         first = next((_line(word) for word in words if lines or NAMED.search(word)), 0)
@@ -307,7 +305,7 @@ class _Walk:
         ]
         if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for row in rows):
             for row in rows:
-                self._add(source, *row.split("=", 1))
+                self._add_pair(row, source, _line(text))
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
             self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=_line(text)))
@@ -323,6 +321,11 @@ class _Walk:
             found = OPEN
         raw = text.replace(OPEN, "{{...}}")
         self._at(source).set(Assigned(name=name, value=found, raw=raw, line=line or _line(value)))
+
+    def _add_pair(self, entry: str, source: str, line: int) -> None:
+        """Add NAME=VALUE, or NAME, whose value Compose takes from its own environment."""
+        name, equals, value = entry.partition("=")
+        self._add(source, name, value if equals else OPEN, line)
 
     def _at(self, source: str) -> Script:
         return self.found.setdefault(source, Script())
