@@ -5,8 +5,6 @@ run, over the stand-in API server where it asks a cluster; a manifest that `kube
 is left is in tutorials.yaml, with the reason. A block's output is what was printed, less what `…` stands for.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -4,8 +4,6 @@ And the advice on every recorded machine, as an expert would read it.
 `TOPOFLIGHT_UPDATE_GOLDEN=1` redraws docs/reference/platforms.md.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The user's own manifests, wrapped: what is added stands as lines of its own, and all else stays where it was."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the gpu probe concludes: of single facts (gpu_findings.yaml), of GPUs beside each other and on the bus."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts of a GPU as NVML encodes them: the fabric's health, Xids, ECC, events, and what other probes see beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cache, reduce

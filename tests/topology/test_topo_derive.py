@@ -1,7 +1,5 @@
 """Islands, rails, expected bandwidth, NCCL's constants, path labels from PCI ancestry, reference machines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 
