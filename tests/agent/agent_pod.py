@@ -1,7 +1,5 @@
 """A recorded machine as the shipped agent sees it from inside its pod: the rendered manifest laid over the answers."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advice on a run: what changes its forecast, length and cost, the rows of its data, and offers where nothing fits."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

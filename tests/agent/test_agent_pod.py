@@ -1,7 +1,5 @@
 """The shipped agent's own pod is not a job: what its manifest gives it puts no finding on a sound node."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Imports: docs/explanation/architecture.md draws those of the packages, and each verb loads what it needs alone."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Helm chart says what the Kustomize overlays say, takes what its values promise, and is packed whole."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

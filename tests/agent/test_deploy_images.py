@@ -1,7 +1,5 @@
 """What is shipped: the images as text and their build step on a host (tests/images builds them), and the wheel."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

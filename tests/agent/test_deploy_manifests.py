@@ -1,7 +1,5 @@
 """Every overlay of deploy/: strictly valid, without the rights it promises not to have, and what its docs say."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

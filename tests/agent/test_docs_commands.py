@@ -1,7 +1,5 @@
 """Every command, snippet and example of the documentation is run or, where it needs a cluster or makes load, parsed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

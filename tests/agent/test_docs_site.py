@@ -1,7 +1,5 @@
 """The reference pages and the site: one full entry for every code and alert, no warning, nothing from another host."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

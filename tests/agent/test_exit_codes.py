@@ -1,7 +1,5 @@
 """docs/reference/exit-codes.md: every verb in it, and every code run here or in the test named."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

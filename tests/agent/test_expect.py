@@ -1,7 +1,5 @@
 """`--expect`: what a node must have. Absent is failed, unread is unknown, a word not understood is named."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gate's table of exit codes, and that unknown is never a pass."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.tables import each_row, rows_of
 

@@ -1,7 +1,5 @@
 """--baseline: only what got worse fails; --nodes and --selector: the gate over what agents publish; the exit codes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """What the PCI bus shows must have been measured: a driver that hangs or crashes is no pass, on any surface."""
 
-from __future__ import annotations
-
 import time
 import tomllib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Findings over time: raised by the second scan, cleared by the third without; what changed, and counters that rise."""
 
-from __future__ import annotations
-
 import html
 import re
 import time

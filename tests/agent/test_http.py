@@ -1,7 +1,5 @@
 """Every endpoint of the agent on recorded machines: formats, errors as problem documents, and a start that is ready."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

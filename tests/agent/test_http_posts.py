@@ -1,7 +1,5 @@
 """POST /runs: who may, what is taken, kept and shown."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A measurement decides: bars and their causes, severity by cost, NVLS, MNNVL, RDMA writes, a stopped run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The way to the API server: KUBECONFIG with several files, merged as kubectl merges them, and what a user may hold."""
 
-from __future__ import annotations
-
 import json
 import os
 import ssl

@@ -1,7 +1,5 @@
 """A job on this host: the gate before it, its plan, and the record that stays of one which failed or was killed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Metrics by the rules of the field: names, units, labels, bounds; and the values on recorded machines."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Healthy NICs of many platforms pass the gate, and one real fault of one rail on the same machines fails it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """The page of the whole cluster: made of published records alone, sick nodes first, silent ones unknown."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace

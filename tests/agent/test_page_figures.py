@@ -1,7 +1,5 @@
 """The page's figures: true lengths, words for those who do not see them, and no text of a host that becomes markup."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """The terminal: what is read first, 80 columns, the same finding once, plain in a pipe, the matrix whole for tools."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The what-if page: layouts, run time and cost."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What travels in a node's record: facts without what is the node's own, from which other agents build its graph."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import ipaddress

@@ -1,7 +1,5 @@
 """What is made of the result of a search: findings, summary, picture, metrics, page, and the file between them."""
 
-from __future__ import annotations
-
 import html
 import json
 import random

@@ -3,8 +3,6 @@
 Secrets are planted in a machine, a record and a log; each output of the product is searched for each form.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 import gzip

@@ -1,7 +1,5 @@
 """Severity follows what a finding costs a job: from a tenth of a multi-node step on it is a failure."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

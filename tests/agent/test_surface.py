@@ -5,8 +5,6 @@ The surface is codes, metrics, verbs, options, variables, endpoints. A differenc
 golden` rewrites findings, exposition and advice; read the difference.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

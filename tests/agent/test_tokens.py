@@ -1,7 +1,5 @@
 """Who may use which endpoint: token files, TokenReview and SubjectAccessReview over HTTP, and what a refusal says."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

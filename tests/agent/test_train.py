@@ -1,7 +1,5 @@
 """`topoflight preflight --train` on this host: two real ranks, a fine-tune that learns, a report that says so."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

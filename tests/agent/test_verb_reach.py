@@ -4,8 +4,6 @@ Imports inside functions count as well, since a verb that hides an import still 
 checkers only do not count.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trainer that is not ours: its manifest wrapped and its pods run, and the same script launched on this host."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

@@ -1,7 +1,5 @@
 """The pages in a real Chromium: every recorded machine, by keyboard, in the dark, narrow, without scripts."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

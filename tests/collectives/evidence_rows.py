@@ -1,7 +1,5 @@
 """What the tests of the log reader share: rows of evidence_rows.toml and the prefix of NCCL's lines."""
 
-from __future__ import annotations
-
 import html
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """What a benchmark is held against: bars from the links of the ranks that ran, told by every host."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Several runs, several files, packed files, texts of other programs: which of them a log is of, what is missing."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

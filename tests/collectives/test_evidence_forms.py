@@ -1,7 +1,5 @@
 """Every form a channel line has had, and what each proves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

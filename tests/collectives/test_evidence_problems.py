@@ -1,7 +1,5 @@
 """Every fault that a log can show has a code, its lines and a first action; how a job ended is told beside it."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A log of any size is read in one pass, with flat memory and exact line numbers."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -1,7 +1,5 @@
 """What launchers, searches, terminals, collectors and interleaving writers do to a log does not change its verdict."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whole verdicts: of short logs (tests/golden/evidence.jsonl has a log a line), and experts' of the corpus's logs."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import fields

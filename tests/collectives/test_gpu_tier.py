@@ -53,7 +53,7 @@ def test_no_page_of_a_gpu_is_written_without_one(tmp_path):
     done = subprocess.run([*COMMAND, "--page", str(page)], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 2 and "no NVIDIA GPU" in done.stderr and not page.exists()
     done = subprocess.run([*COMMAND, "--cpu"], capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 2 and "--cpu needs --page" in done.stderr
+    assert done.returncode == 2 and "--cpu requires --page" in done.stderr
     done = subprocess.run([*COMMAND, "--cpu", "--page", str(page), "--seconds", "0"], capture_output=True, text=True,
                           timeout=250, check=False)  # fmt: skip
     assert done.returncode == 1 and "## Not reached\n\n- Links against nvidia-smi" in page.read_text()

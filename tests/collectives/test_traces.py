@@ -1,7 +1,5 @@
 """The readers of what jobs leave: PyTorch's flight recorder and watchdog, NCCL's RAS."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Alerts: one source, a runbook section each, codes and metrics that exist, and promtool's own judgement."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 Specification: https://github.com/grafana/dashboard-linter/tree/main/docs (each rule is named beside its test).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

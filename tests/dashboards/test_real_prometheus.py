@@ -4,8 +4,6 @@ The healthy machine fills every panel that may not be empty, and each sick one v
 the panels that claim to show it. No Grafana is needed: a panel draws what its expressions return.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import http.client
 import json

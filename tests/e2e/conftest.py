@@ -1,7 +1,5 @@
 """A client of the API server that KUBECONFIG names, or of the stand-in where it names none."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Publishing and listing: the same promises against a real API server (KUBECONFIG) and against the stand-in."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

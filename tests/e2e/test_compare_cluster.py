@@ -1,7 +1,5 @@
 """compare-networks on a cluster: a job a network, its pods' words read back; the API server is the stand-in."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """launch --api creates the job through the API; the same against a real server where its CRDs are installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

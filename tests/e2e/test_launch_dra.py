@@ -1,7 +1,5 @@
 """With --dra `launch` takes GPU and NIC from one PCIe root by a claim; a job over NVLink gets a ComputeDomain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A user's own file of TRL's through `launch --api`: unchanged, on each job API, through the stand-in API server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """topoflight compare-networks on this host: what it makes, proves, draws and leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A user's own file of TRL's through `launch` on this host: as it stands, with the stand-in hub's tiny weights."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

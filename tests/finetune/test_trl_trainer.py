@@ -1,7 +1,5 @@
 """TRL's trainer: which files and models it takes over, what it leaves behind, and that both trainers learn the same."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The tables of hardware: every row has a source, is of its type and is reached; nothing else keys a table by a GPU."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

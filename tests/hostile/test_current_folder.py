@@ -1,7 +1,5 @@
 """Modules of the current folder are not imported by what we start; a user's own script keeps the folder it lies in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Inputs that once broke a reader, each as it was found: by the fuzzer, by a random run, or by reading the code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Size and depth are bounded for each input: one table, one refusal each, in the reader's own words."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

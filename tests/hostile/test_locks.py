@@ -1,7 +1,5 @@
 """What is installed is what is locked, with hashes, and what pyproject.toml asks for."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata

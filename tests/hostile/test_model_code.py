@@ -1,7 +1,5 @@
 """Weights are never unpickled. That code of a model is not run: tests/finetune/test_finetune_hub.py and _config.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

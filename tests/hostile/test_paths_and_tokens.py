@@ -1,7 +1,5 @@
 """Paths stay in the folders given, tokens stay out of every output, and hostile names stay data."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The fuzzer itself, for some inputs: every reader in one process, guided by what each input reaches."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

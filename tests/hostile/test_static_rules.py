@@ -4,8 +4,6 @@ Ruff's rules of flake8-bandit find eval, exec, pickle, shells and unsafe YAML (`
 what they do not know, is held here.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """The engine and the agent's image, once for the session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import containers

@@ -1,7 +1,5 @@
 """The agent's image, built and run as the DaemonSet runs it: what is in it, what it answers, what it holds."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

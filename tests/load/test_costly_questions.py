@@ -1,7 +1,5 @@
 """Costly questions go to one worker process: a bounded queue, a time limit, killed and replaced, gone when idle."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

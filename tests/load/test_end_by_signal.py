@@ -1,7 +1,5 @@
 """SIGTERM ends the agent within the grace that its manifest gives, whatever it is about."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What the agent takes, in the short form of bench/footprint.py: memory and counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import footprint

@@ -1,7 +1,5 @@
 """Answers are rendered once per scan and question, also where many ask for a large cluster at once, and given again."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

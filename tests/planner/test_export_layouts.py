@@ -1,7 +1,5 @@
 """Exports: what each framework is given is what was recommended, by its own reader where it is installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

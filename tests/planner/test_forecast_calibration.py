@@ -1,7 +1,5 @@
 """Calibration: measured numbers replace derived ones, narrow the interval, and are refused where they do not belong."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is wrong with a node reaches the forecast: transport, rails, host links and the slowest GPU's clock."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

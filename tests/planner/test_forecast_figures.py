@@ -1,7 +1,5 @@
 """The figures that documents cite are those of `make forecast`; the widths that ship are learned from its errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

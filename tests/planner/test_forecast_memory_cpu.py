@@ -1,7 +1,5 @@
 """Memory on a CPU: what a layer keeps as torch counts it, and real runs inside their forecast."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Memory by stack: bytes counted by hand from what each stack's code keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

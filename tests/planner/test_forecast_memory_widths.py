@@ -1,7 +1,5 @@
 """Memory on a GPU by the width of what is computed with, and what DDP keeps of gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

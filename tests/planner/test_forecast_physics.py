@@ -1,7 +1,5 @@
 """The forecast's physics: exact counts where the literature gives them, and directions that must hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

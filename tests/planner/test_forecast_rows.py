@@ -1,7 +1,5 @@
 """Scoring a file of published runs: any file with the corpus's columns, however empty they are."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable

@@ -6,8 +6,6 @@ by this memory forecast the recipe's fits only with recomputation that its sourc
 may be forecast faster than ours by more than that error: the search would have missed it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recommendation: one answer on catalogue and recorded machines, and honest about what it does not know."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Hard rules: each forbids exactly what it names, and says why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

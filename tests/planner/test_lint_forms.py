@@ -1,7 +1,5 @@
 """Every form in which people keep environments is read, and what cannot be read is named."""
 
-from __future__ import annotations
-
 import contextlib
 import textwrap
 import time

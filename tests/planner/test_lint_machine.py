@@ -1,7 +1,5 @@
 """An environment against the machine it is for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Environments are found wherever they are written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

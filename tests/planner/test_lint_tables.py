@@ -1,7 +1,5 @@
 """The tables of lint and of the advice: names that NCCL or PyTorch reads, whole rows, texts that are used."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

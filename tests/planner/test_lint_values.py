@@ -1,7 +1,5 @@
 """What NCCL does with a name and the text of a value, without any machine."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a job's manifests say of failures, security, placement, the gate and the environment, for each API."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several RoCE interfaces: a network for each, with addresses of its own, and a job whose pods are on all of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every manifest against the schema of the API that will read it, unknown fields refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

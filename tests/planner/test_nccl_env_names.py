@@ -1,7 +1,5 @@
 """The table of names, and how settings are written for other tools."""
 
-from __future__ import annotations
-
 import subprocess
 from datetime import UTC, date, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each rule of the NCCL environment on the smallest host that decides it. A wrong environment is worse than none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fake NVML, built once, and a machine that answers through it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

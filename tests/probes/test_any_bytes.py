@@ -1,7 +1,5 @@
 """Any bytes in any file, and any error in its place, never crash a probe: they become unknown."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The gpu probe through pynvml and a libnvidia-ml.so.1 of our own, in a child process as on a live machine."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

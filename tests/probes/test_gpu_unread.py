@@ -1,7 +1,5 @@
 """What the gpu probe says where the driver refuses, fails or is slow: question by question, code by code."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Links, addresses and routes of this kernel, in a namespace with links of every kind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Netlink messages of ethtool, DCB and RDMA, byte by byte as the kernel lays them out."""
 
-from __future__ import annotations
-
 import socket
 import struct
 

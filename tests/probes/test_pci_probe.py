@@ -1,7 +1,5 @@
 """The PCIe tree: links, ACS, IOMMU, the ways to GPU memory, and trees that a hypervisor made up."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The texts of the findings of probes and topology fit the code that fills them in."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Recordings: what goes in, what comes out, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

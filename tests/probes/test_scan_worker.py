@@ -1,7 +1,5 @@
 """The scan: outcomes, the child process and its ends, and outcomes as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

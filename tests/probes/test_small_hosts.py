@@ -1,7 +1,5 @@
 """The hostinfo and limits probes on small hosts; whole hosts of every probe are lines of tests/golden/probes.jsonl."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`topoflight` as a user runs it: in this process (a second of CPU less), in one of its own, or on a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """A cluster of any size from the recorded machines: what its agents publish."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ Each row has a `tmp_path` and a `monkeypatch` of its own. Rows share all other f
 changes what such a fixture gives, the test stays parametrized.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Topoflight on a real slurmctld and real slurmd: health check, prolog, epilog, launch, requeue, search, why."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

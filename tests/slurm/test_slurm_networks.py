@@ -4,8 +4,6 @@ As with pods, `eth0` is slow (a vxlan that `tc tbf` limits) and `net1` is a fast
 kernel has no RDMA, so the tutorial's third bar is not among them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

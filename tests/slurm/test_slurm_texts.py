@@ -1,7 +1,5 @@
 """Slurm without Slurm: host lists, batch scripts that are written, and a user's own that is wrapped."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

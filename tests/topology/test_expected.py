@@ -1,7 +1,5 @@
 """What links should carry: held against published results, in whatever words they come, healthy and broken."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path

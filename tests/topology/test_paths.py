@@ -1,7 +1,5 @@
 """From a node's links to the paths of the ranks that run on it: as it is, and as it should be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recorded machines: their topology, how it is drawn, what is found wrong with it, and the frozen documents of each."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace

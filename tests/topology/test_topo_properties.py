@@ -1,7 +1,5 @@
 """Promises for any input: symmetry, and render and parse are inverse."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Who is accused and who is not: clocks, margins, limits of time, ends without a word; what `why --watch` leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.client

@@ -1,7 +1,5 @@
 """What the rank monitor costs the rank that it is in, with its default settings (docs/measurements/why.md)."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

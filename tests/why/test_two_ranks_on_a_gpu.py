@@ -1,7 +1,5 @@
 """`why` and `search` with NCCL: ranks that share one GPU, as hosts of their own, which exchange data over sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Who is behind, by the rules. tests/why/test_why_runs.py makes a few faults for real, bench/why.py makes them all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

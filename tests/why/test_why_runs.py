@@ -1,7 +1,5 @@
 """A few faults made for real on four ranks; bench/why.py makes them all."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -4,8 +4,6 @@ QEMU and mmdebstrap are installed where they are missing. mmdebstrap changes roo
 not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
