@@ -16,8 +16,13 @@ from dataclasses import dataclass
 from contracts.finding import Finding
 from planner.lint.values import NameList, finding, other_net, strtoll
 from planner.nccl_env import Version, version_text
-from planner.nccl_env.interfaces import UNFIT_ROLES, best_interface, running_interfaces
-from planner.nccl_env.rdma import choose_ports, gid_index_problem
+from planner.nccl_env.devices import (
+    UNFIT_ROLES,
+    best_interface,
+    choose_ports,
+    gid_index_problem,
+    running_interfaces,
+)
 from planner.nccl_env.situation import NodeView, PortView, p2p_level_effect
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts

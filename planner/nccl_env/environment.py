@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
 from planner.advice import Recommendation
-from planner.nccl_env import RESERVED, interfaces, rdma
+from planner.nccl_env import RESERVED, devices, rdma
+from planner.nccl_env.devices import choose_ports, is_virtual_function
 from planner.nccl_env.situation import (
     RDMA_KINDS,
     NodeView,
@@ -333,21 +334,21 @@ def _need_efa(case: Situation) -> Iterator[Setting]:
 
 def _need_roce(node: NodeView) -> Iterator[Setting]:
     """Return the secondary network and the RDMA resource that belongs to it."""
-    choice = rdma.choose_ports(node)
+    choice = choose_ports(node)
     for interface in node.links:
         if interface.role == "secondary" and interface.multus_network:
             evidence = f"{node.hostname}: {interface.name} is on {interface.multus_network}"
             yield setting("pod.network", interface.multus_network, evidence)
     if choice.secondary:
         devices = ", ".join(f"{device} ({interface})" for device, interface in choice.secondary.items())
-        functions = sum(rdma.is_virtual_function(view) for view in choice.chosen)
+        functions = sum(is_virtual_function(view) for view in choice.chosen)
         more = ["pod.virtual_functions"] if functions else []
         yield setting("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *more)
 
 
-_FIRST = (unread, amd, interfaces.gloo_socket_ifname)
+_FIRST = (unread, amd, devices.gloo_socket_ifname)
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
-    vendor_script, unknown_platform, interfaces.socket_ifname, rdma.ib_hca,
+    vendor_script, unknown_platform, devices.socket_ifname, rdma.ib_hca,
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
     rdma.cross_nic, rdma.net_plugin, slingshot_protocol, slingshot_tuning,
 )  # fmt: skip
