@@ -100,9 +100,7 @@ def filled(line: str, folder: Path) -> list[str]:
 
 @pytest.mark.long
 @each_row(("page", "line", "piped"), ours)
-def test_a_command_of_the_pages_can_be_typed(
-    page: str, line: str, piped: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_the_pages_can_be_typed(page, line, piped, folder, monkeypatch):
     """Its verb and options exist; where it only reads, it is run and neither refused nor broken."""
     words = filled(line, folder)
     assert words[0] in VERBS, page

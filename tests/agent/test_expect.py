@@ -81,9 +81,7 @@ LARGE = [("gpus: 8\n" + "#" * 70000, "larger than 65536"), (f"interface: [{', '.
     ("text", "told", "of_file"),
     [*((*row, False) for row in ROWS["wrong"]), *((*row, True) for row in (*ROWS["files"], *LARGE))],
 )
-def test_what_is_not_understood_is_an_error_that_names_what_is_allowed(
-    text: str, told: str, of_file: bool, tmp_path: Path
-) -> None:
+def test_what_is_not_understood_is_an_error_that_names_what_is_allowed(text, told, of_file, tmp_path):
     """Of a file with its name, never a silent half."""
     path = tmp_path / "expect.yaml"
     path.write_text(text)

@@ -57,9 +57,7 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
 
 
 @each_row(("buses", "subject"), [(("61", "c3"), "gpus=8"), (("4f",), "hcas=10")])
-def test_a_device_that_left_the_bus_is_worse_than_the_baseline(
-    buses: tuple[str, ...], subject: str, tmp_path: Path
-) -> None:
+def test_a_device_that_left_the_bus_is_worse_than_the_baseline(buses, subject, tmp_path):
     """Nothing of it is left that a check could fail on; both ways round."""
 
     def without(tree: Tree) -> Machine:

@@ -74,9 +74,7 @@ def test_recommendations_as_environment_files(client: TestClient) -> None:
 
 
 @each_row(("endpoint", "status", "detail"), rows("problems"))
-def test_errors_are_problem_documents_that_name_what_is_allowed(
-    client: TestClient, endpoint: str, status: int, detail: str
-) -> None:
+def test_errors_are_problem_documents_that_name_what_is_allowed(client, endpoint, status, detail):
     """RFC 9457, with the offending value."""
     response = client.get(endpoint)
     assert response.status_code == status

@@ -161,9 +161,7 @@ GLOO = {"layout": {"effective": {"backend": "gloo"}}}
 
 
 @each_row(("taken", "more", "shown"), rows("taken"))
-def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(
-    taken: list[str], more: dict[str, object], shown: str
-) -> None:
+def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(taken, more, shown):
     asked = {"NCCL_SOCKET_IFNAME": "net1", "GLOO_SOCKET_IFNAME": "net1"}
     assert transport_of(record_of(record(taken, **asked) | more)) == shown
 

@@ -4,7 +4,7 @@ import bz2
 import gzip
 import io
 import lzma
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -75,9 +75,7 @@ def test_folders_of_runs_are_told_apart_by_communicator(tmp_path: Path) -> None:
         ({"100:1": "900:9", "nranks 2": "nranks 16"}, "mixed_networks"),  # of the same host and process
     ],
 )
-def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(
-    other: dict[str, str], expected: str, tmp_path: Path
-) -> None:
+def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(other, expected, tmp_path):
     """By hosts and sizes of communicators, in either order of the files, and in `why` too."""
     text = "\n".join(FIRST)
     for old, new in other.items():
@@ -133,9 +131,7 @@ def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
 
 @each_row("pack", [bytes, gzip.compress])
 @each_row(("name", "text", "code", "word", "hosts", "exit_code"), rows("other_texts"))
-def test_other_texts_prove_no_channel(
-    pack: Callable[[bytes], bytes], name: str, text: str, code: str, word: str, hosts: list[str], exit_code: int
-) -> None:
+def test_other_texts_prove_no_channel(pack, name, text, code, word, hosts, exit_code):
     """Saved RAS, ibstat and kernel logs; the faults in a kernel log are found."""
     verdict = evidence.read_files([io.BytesIO(pack(text.encode()))])
     first = verdict.problems[0]

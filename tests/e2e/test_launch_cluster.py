@@ -164,9 +164,7 @@ def launched(*words: str) -> Any:
         ("job", None, 1, "is not done; nothing was created"),
     ],
 )
-def test_a_job_that_was_there_stays_and_its_state_is_said(
-    kubeconfig: ApiServer, kind: str, condition: str | None, code: int, told: str
-) -> None:
+def test_a_job_that_was_there_stays_and_its_state_is_said(kubeconfig, kind, condition, code, told):
     """What is left to do is in the message."""
     assert launched("--api", kind).exit_code == 0
     ((_, namespace, name), former) = next(

@@ -133,9 +133,7 @@ RACK = ["--machine", "gb200-nvl72", *WORDS]
 
 
 @pytest.mark.parametrize("words", [(), ("--no-compute-domain",)])
-def test_a_job_over_nvlink_is_made_with_its_compute_domain_unless_told_otherwise(
-    kubeconfig: ApiServer, words: tuple[str, ...]
-) -> None:
+def test_a_job_over_nvlink_is_made_with_its_compute_domain_unless_told_otherwise(kubeconfig, words):
     """The GPUs stay the device plugin's. Without it the job runs over the network."""
     done = CliRunner().invoke(launch, [*RACK, *words])
     assert done.exit_code == 0, done.output

@@ -31,9 +31,7 @@ def planned(folder: Path, files: dict[str, Any]) -> JobPlan:
 
 
 @pytest.mark.parametrize(("kind", "created"), [("trainjob", "TrainJob"), ("pytorchjob", "PyTorchJob"), ("job", "Job")])
-def test_the_user_s_file_is_launched_as_it_stands(
-    kubeconfig: ApiServer, tmp_path: Path, kind: str, created: str
-) -> None:
+def test_the_user_s_file_is_launched_as_it_stands(kubeconfig, tmp_path, kind, created):
     """Admitted and created; the pods' one document says what the file says, and the plan is made around it."""
     dry = launched(kind, "--dry-run", "-o", "json")
     assert dry.exit_code == 0, dry.output
@@ -57,9 +55,7 @@ def test_the_user_s_file_is_launched_as_it_stands(
 A40 = ("--machine", "2xa40-roce")  # the machine that the user's file is published for
 
 
-def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(tmp_path, monkeypatch):
     """Nothing says how long the rows are: 4096 tokens are assumed and named, and refuse nothing."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     wrong, memory = [], []
@@ -102,9 +98,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer
 
 
 @each_row(("changed", "words"), ROWS["trl"])
-def test_other_words_of_such_a_file_are_what_is_planned(
-    tmp_path: Path, changed: dict[str, Any], words: list[str]
-) -> None:
+def test_other_words_of_such_a_file_are_what_is_planned(tmp_path, changed, words):
     """Each value of the layout that is printed is the file's."""
     job = tmp_path / "job.yaml"
     file = {**yaml.safe_load(USERS.read_text()), **changed}

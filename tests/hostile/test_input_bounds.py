@@ -94,9 +94,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
 
 
 @each_row(("what", "reader", "error", "refused"), BOUNDS, ids=[row[0] for row in BOUNDS])
-def test_too_much_is_refused_by_name(
-    what: str, reader: Callable[[Path], object], error: type[Exception], refused: tuple[bytes, ...], tmp_path: Path
-) -> None:
+def test_too_much_is_refused_by_name(what, reader, error, refused, tmp_path):
     """Too large, too deep, too many: the reader's own error, with words in it."""
     path = tmp_path / ("config.json" if "config" in what else "input.json")
     for content in refused:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -81,14 +81,7 @@ def of_no_token(case: Case, answer: Response) -> None:
        for wrong in ({}, bearer(f"{TOKEN}x"), {"Authorization": f"Basic {TOKEN}"}))],
     ids=["open reads", "the token", "none", "wrong", "basic"],
 )  # fmt: skip
-def test_every_endpoint_answers_as_it_is_described(
-    agents: dict[str, str],
-    endpoint: str,
-    agent: str,
-    headers: dict[str, str],
-    judge: Callable[..., None],
-    examples: int,
-) -> None:
+def test_every_endpoint_answers_as_it_is_described(agents, endpoint, agent, headers, judge, examples):
     """Questions that the endpoint's schema allows, and as many that it forbids: no 5xx, and nothing undescribed."""
     import schemathesis
     from schemathesis.checks import not_a_server_error

@@ -87,9 +87,7 @@ def test_each_adapter_of_trl_keeps_its_own_input(targets: tuple[str, ...]) -> No
     [pytest.param("lora", {"world_size": 1}, marks=pytest.mark.nightly), ("full", {"world_size": 2, "dp_shard": 2})],
     ids=["LoRA, one rank", "full, FSDP"],
 )
-def test_a_run_of_a_larger_model_needs_what_was_forecast(
-    tmp_path: Path, method: Method, degrees: dict[str, Any]
-) -> None:
+def test_a_run_of_a_larger_model_needs_what_was_forecast(tmp_path, method, degrees):
     """The peak of the fullest rank lies inside the interval; the model is not the one the constants were counted on."""
     shape = model_from_config({**SHAPE})
     assert weights(shape).total > 5 * weights(model_named("tiny-llama")).total

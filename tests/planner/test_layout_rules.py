@@ -50,9 +50,7 @@ SLIDING = replace(
 
 
 @each_row(("rule", "engine", "settings", "layout", "says"), rows("forbids"))
-def test_each_rule_forbids_what_it_names(
-    rule: str, engine: str, settings: dict[str, Any], layout: dict[str, Any], says: str
-) -> None:
+def test_each_rule_forbids_what_it_names(rule, engine, settings, layout, says):
     """The named rule is the one that answers, with the number in question."""
     reason = dict(RULES)[rule](job(engine, **settings), Layout(**layout))
     assert reason is not None

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nccl_env_hosts import host, interface, port, v2_gid
 from rigs.tables import each_row, rows_of
@@ -121,9 +120,7 @@ def test_gid_index_against_the_table() -> None:
 
 
 @each_row(("environment", "facts", "told"), rows("classes"))
-def test_a_class_that_flow_control_does_not_protect(
-    environment: dict[str, str], facts: dict[str, Any], told: bool
-) -> None:
+def test_a_class_that_flow_control_does_not_protect(environment, facts, told):
     """Only where the ports say what they protect, and neither way of marking lands there."""
     machine = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v2_gid(3)], **facts)])
     hits = [finding for finding in found(environment, machine) if finding.code == "env.class.unprotected"]

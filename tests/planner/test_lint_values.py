@@ -61,9 +61,7 @@ def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> 
 
 
 @each_row(("name", "value", "severity"), rows("as_severe"))
-def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(
-    name: str, value: str, severity: Status
-) -> None:
+def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(name, value, severity):
     assert [f.status for f in found({name: value}) if f.code == "env.value.ignored"] == [severity]
 
 
@@ -128,9 +126,7 @@ def test_levels(value: str, version: tuple[int, ...], expected: list[str]) -> No
 
 
 @each_row(("environment", "nodes", "severity"), rows("interface"))
-def test_an_interface_of_one_host_in_a_job_of_several(
-    environment: dict[str, str], nodes: int | None, severity: Status | None
-) -> None:
+def test_an_interface_of_one_host_in_a_job_of_several(environment, nodes, severity):
     """Loopback and bridges reach no other node; how bad that is follows from the job's size."""
     findings = [each for each in lint(environment, nodes=nodes) if each.code == "env.interface.unfit"]
     assert [each.status for each in findings] == ([] if severity is None else [severity])

@@ -235,9 +235,7 @@ def node(name: str, role: str) -> Snapshot:
         (node("net1", "secondary"), {"hosts": ()}, True, True),  # launch in a pod of the cluster
     ],
 )
-def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, found: Snapshot, given: dict[str, Any], inside: bool, kept: bool
-) -> None:
+def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, found, given, inside, kept):
     """A host's ens5 in a pod ends the job at its first connection: left out, with the reason."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     if inside:
@@ -371,9 +369,7 @@ def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
         ({"queue": "team"}, {}),
     ],
 )
-def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain(
-    changes: dict[str, Any], annotations: dict[str, str]
-) -> None:
+def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain(changes, annotations):
     """Two pod sets of the same required level may still land in two domains, unless they are a group.
 
     Kueue's webhook refuses a group of one pod set, or without a topology; of two, one must have one pod.

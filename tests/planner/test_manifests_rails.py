@@ -309,9 +309,7 @@ VLAN = (
     ],
     ids=["port", "bond", "member of a bond", "vlan"],
 )
-def test_the_device_plugin_looks_for_pci_netdevs(
-    found: Snapshot, ports: list[str], master: str, mtu_bytes: int
-) -> None:
+def test_the_device_plugin_looks_for_pci_netdevs(found, ports, master, mtu_bytes):
     """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan stands on those."""
     documents = network_manifests.network(network_manifests.from_snapshots([found]))
     assert selected(documents) == (ports, master)

@@ -1,6 +1,6 @@
 """Each rule of the NCCL environment on the smallest host that decides it. A wrong environment is worse than none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, settings, v2_gid
@@ -106,10 +106,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
 
 
 @each_row(("only", "sets", "why", "says", "never", "advice"), cases)
-def test_what_is_advised(
-    only: Mapping[str, str] | None, sets: Mapping[str, str | None], why: Mapping[str, str], says: Mapping[str, str],
-    never: list[str], advice: Recommendation,
-) -> None:  # fmt: skip
+def test_what_is_advised(only, sets, why, says, never, advice):
     found = values(advice)
     assert {name: found.get(name) for name in sets} == sets
     transport = {name: value for name, value in found.items() if name.startswith(("NCCL_", "FI_"))}

@@ -170,9 +170,7 @@ FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": t
 
 
 @each_row(("words", "nodes", "ranks", "settings"), rows("trains"))
-def test_a_command_says_what_it_trains(
-    words: list[str], nodes: int | None, ranks: int | None, settings: dict[str, Any]
-) -> None:
+def test_a_command_says_what_it_trains(words, nodes, ranks, settings):
     said = read_command(words, FILES.get)
     assert (said.nodes, said.ranks_per_node, said.unknown) == (nodes, ranks, [])
     assert settings.items() <= said.settings.items()

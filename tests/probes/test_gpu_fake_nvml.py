@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gpu_machines import H100, facts_of, recorded
@@ -41,9 +40,7 @@ def _others(facts: GpuFacts, sick: int) -> list[object]:
     [H100, "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "l40s-4x-pcie", "titan-rtx-2x-nv2", "polaris-4xA100-nv4",
      "sick-h100-thermal", "sick-h100-nvlink-missing"],
 )  # fmt: skip
-def test_the_same_facts_through_the_driver_library_as_from_the_recording(
-    name: str, scanner_of: Callable[..., Scanner]
-) -> None:
+def test_the_same_facts_through_the_driver_library_as_from_the_recording(name, scanner_of):
     """Every symbol, structure and error code passes through ctypes unharmed."""
     replayed = facts_of(recorded(name))
     assert replayed.gpus
@@ -126,9 +123,7 @@ def test_a_count_that_is_nonsense_costs_only_the_gpu_probe(scanner_of: Callable[
     assert isinstance(snapshot.outcomes["hostinfo"], Ok)
 
 
-def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
-    scanner_of: Callable[..., Scanner], recording: Callable[[str], dict[str, Any]]
-) -> None:
+def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(scanner_of, recording):
     """DRIVER_NOT_LOADED is a fault only where there is something to drive."""
     with scanner_of(H100, inject="nvmlInit=driver_not_loaded") as scanner:
         snapshot = scanner.scan()
@@ -140,9 +135,7 @@ def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
     assert isinstance(scan(RecordedHost(bare)).outcomes["gpu"], Absent)
 
 
-def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
-    scanner_of: Callable[..., Scanner], tmp_path: Path
-) -> None:
+def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(scanner_of, tmp_path):
     """What is kept between scans hides neither."""
     failures = tmp_path / "failures"
     failures.write_text("")
@@ -160,9 +153,7 @@ def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
     assert fourth == first
 
 
-def test_the_library_is_found_where_the_node_has_it(
-    scanner_of: Callable[..., Scanner], fake_nvml: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_is_found_where_the_node_has_it(scanner_of, fake_nvml, monkeypatch):
     """Outside the loader's folders; what is there and is no library of this machine is passed over."""
     made = scanner_of(H100)
     monkeypatch.delenv("LD_LIBRARY_PATH")
@@ -175,9 +166,7 @@ def test_the_library_is_found_where_the_node_has_it(
 
 @pytest.mark.parametrize(("loaded", "error", "severity"), [(True, "NO_DEVICE_FILES", Status.UNKNOWN),
                                                            (False, "DRIVER_NOT_LOADED", Status.FAIL)])  # fmt: skip
-def test_a_container_without_device_files_is_no_broken_driver(
-    loaded: bool, error: str, severity: Status, scanner_of: Callable[..., Scanner], tmp_path: Path
-) -> None:
+def test_a_container_without_device_files_is_no_broken_driver(loaded, error, severity, scanner_of, tmp_path):
     """NVML says "not loaded" of both; the kernel says which."""
     made = scanner_of(H100, inject="nvmlInit=driver_not_loaded")
     if loaded:

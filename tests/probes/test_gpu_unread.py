@@ -248,9 +248,7 @@ def test_a_count_that_fails_is_taken_from_the_bus() -> None:
     [(INIT, "driver_not_loaded", "fail"), (INIT, "no_permission", "unknown"), (INIT, "unknown", "unknown"),
      ("nvmlDeviceGetHandleByIndex", "no_permission", "unknown")],
 )  # fmt: skip
-def test_the_evidence_names_the_function_that_failed(
-    function: str, kind: str, severity: str, scanner_of: Callable[..., Scanner]
-) -> None:
+def test_the_evidence_names_the_function_that_failed(function, kind, severity, scanner_of):
     """Through the driver library: nvmlInit, or the look-up of a handle, on the way to another function."""
     with scanner_of(H100, inject=f"{function}={kind}") as scanner:
         found = findings(scanner.scan())

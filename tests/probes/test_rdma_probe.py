@@ -112,9 +112,7 @@ def answering(
 
 
 @each_row(("devices", "answers", "expected", "words"), ROWS)
-def test_what_is_wrong_with_devices_and_ports(
-    devices: list[dict[str, Any]], answers: dict[str, Any], expected: list[list[str]], words: str
-) -> None:
+def test_what_is_wrong_with_devices_and_ports(devices, answers, expected, words):
     fabric = Fabric()
     for number, device in enumerate(devices):
         gids = [(GIDS[gid], VERSIONS[version]) for gid, version in device.get("gids", ())]

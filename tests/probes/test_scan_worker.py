@@ -150,9 +150,7 @@ def _starts_nothing(scanner: Scanner, words: str) -> None:
     ("code", "words"),
     [("print('hello')", "not JSON"), ("import os; os._exit(3)", "exit code 3"), ("print('{}')", "did not say")],
 )
-def test_a_child_that_cannot_start_fails_every_probe_once(
-    code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_cannot_start_fails_every_probe_once(code, words, tmp_path, monkeypatch):
     """A broken Python installation is said in words, and a fixed one works again."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

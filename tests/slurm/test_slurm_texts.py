@@ -232,10 +232,7 @@ def test_two_recordings_of_a_node_are_one_name(tmp_path: Path) -> None:
 
 
 @each_row(("job", "shown", "here", "wanted", "where", "awaited", "again"), rows("jobs"))
-def test_the_logs_of_a_job_are_found(
-    job: str, shown: str, here: str, wanted: list[str], where: str, awaited: str, again: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_the_logs_of_a_job_are_found(job, shown, here, wanted, where, awaited, again, tmp_path, monkeypatch):
     """By the controller, or in the current folder when it has forgotten the job.
 
     NCCL's logs of an array's task are in the folder of the task's own id.
@@ -261,17 +258,13 @@ def test_the_logs_of_a_job_are_found(
 
 
 @each_row(("words", "machine", "code", "wanted"), rows("over"))
-def test_an_interface_that_a_recorded_node_lacks_is_refused(
-    words: list[str], machine: str, code: int, wanted: str
-) -> None:
+def test_an_interface_that_a_recorded_node_lacks_is_refused(words, machine, code, wanted):
     """With the node and what it has. What the pods will have is unknown where the recording is of a host."""
     done = topoflight(*words, "--nodes", "2", "--dry-run", *(("--host", path_of(machine)) if machine else ()))
     assert done.exit_code == code and wanted in done.output, done.output
 
 
-def test_the_record_of_a_later_job_in_the_same_folder_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_of_a_later_job_in_the_same_folder_is_not_read(tmp_path, monkeypatch):
     forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     monkeypatch.setenv("PATH", commands(tmp_path, scontrol=forgotten)["PATH"])
     (tmp_path / "run" / "ranks").mkdir(parents=True)
@@ -382,9 +375,7 @@ UNREACHED = [  # nodes that join, whether node 2 leaves a note, state of each no
 
 
 @each_row(("joins", "is_noted", "states", "words"), UNREACHED)
-def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(
-    joins: tuple[int, ...], is_noted: bool, states: list[str], words: str, tmp_path: Path
-) -> None:
+def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted, states, words, tmp_path):
     """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost, unless it says
     beside the journal that it cannot resolve the name of node 0."""
     from torch.distributed import HashStore
@@ -457,9 +448,7 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports() -> None:
 
 
 @each_row(("script", "check", "sinfo", "logged"), rows("hung"))
-def test_a_script_of_slurmd_ends_whatever_hangs(
-    script: str, check: str, sinfo: str, logged: str, tmp_path: Path
-) -> None:
+def test_a_script_of_slurmd_ends_whatever_hangs(script, check, sinfo, logged, tmp_path):
     """The check, the controller, or a process in a driver that no signal ends and that keeps the output open."""
     shutil.copytree(ROOT / "deploy" / "slurm", tmp_path, dirs_exist_ok=True)
     hangs = f"setsid sleep 600 & echo $! > {tmp_path}/pid\n{check}"
@@ -512,9 +501,7 @@ def test_the_log_names_the_driver_call_that_hangs(tmp_path: Path) -> None:
 
 
 @each_row(("usable", "count", "granted", "code", "wanted"), rows("limited"))
-def test_a_gpu_that_the_cgroup_of_a_job_refuses_is_limited_and_not_lost(
-    usable: int | None, count: int, granted: str, code: int, wanted: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_gpu_that_the_cgroup_of_a_job_refuses_is_limited_and_not_lost(usable, count, granted, code, wanted, tmp_path):
     """The PCI bus shows eight; open(2) of the other jobs' device nodes ends with EPERM, and NVML leaves them out."""
     recording = json.loads(path_of().read_text())
     answers = recording["answers"]

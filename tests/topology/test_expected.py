@@ -66,9 +66,7 @@ def published() -> list[tuple[Ranks, str, int, float, bool]]:
 
 
 @each_row(("paths", "op", "size", "busbw", "healthy"), published())
-def test_published_results_are_judged_as_their_sources_do(
-    paths: Ranks, op: str, size: int, busbw: float, healthy: bool
-) -> None:
+def test_published_results_are_judged_as_their_sources_do(paths, op, size, busbw, healthy):
     found = expect(paths, op, size)
     assert isinstance(found, Expected)
     assert (busbw * GB >= found.interval.low) is healthy, found.words()
@@ -139,9 +137,7 @@ def row(machine: str, gpus: int, nodes: int) -> Row:
 
 
 @each_row(("machine", "gpus", "nodes", "inside", "link", "between", "wire"), WORDS["placed"])
-def test_a_machine_in_words_is_placed(
-    machine: str, gpus: int, nodes: int, inside: str | None, link: float | None, between: str | None, wire: float | None
-) -> None:
+def test_a_machine_in_words_is_placed(machine, gpus, nodes, inside, link, between, wire):
     found = place(row(machine, gpus, nodes))
     assert (found.inside, found.between) == (inside, between)
     assert (found.link.low / GB if found.link else None) == (pytest.approx(link) if link else None)

@@ -76,9 +76,7 @@ def arrivals(shift: float = 0.0, late: float = 0.0, steps: int = 100, anchors: b
         (0.0, 0.004, True, ()),
     ],
 )  # fmt: skip
-def test_clocks_of_two_hosts_are_aligned_or_not_compared(
-    shift: float, late: float, anchors: bool, named: tuple[int, ...]
-) -> None:
+def test_clocks_of_two_hosts_are_aligned_or_not_compared(shift, late, anchors, named):
     traces = arrivals(shift, late, anchors=anchors)
     states = {r: RankState(rank=r, host=f"h{r}", written=START + 60, calls=sum(traces[r].enqueued.values()))
               for r in traces}  # fmt: skip
@@ -99,9 +97,7 @@ def test_clocks_of_two_hosts_are_aligned_or_not_compared(
         (3.0, 500, ()),  # its last batch
     ],
 )
-def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(
-    late: float, every: int, named: tuple[int, ...]
-) -> None:
+def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(late, every, named):
     """Two calls a step, both made before the first of them is over, as DDP does."""
     noise = random.Random(1)
     rows: dict[int, list[float]] = {0: [], 1: [], 2: []}
@@ -139,9 +135,7 @@ def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
         (None, (), ""),  # when NCCL's calls were made does not tell when the GPUs came to them
     ],
 )  # fmt: skip
-def test_who_came_last_on_the_gpus_was_in_the_call_shortest(
-    seconds: dict[int, float] | None, named: tuple[int, ...], words: str
-) -> None:
+def test_who_came_last_on_the_gpus_was_in_the_call_shortest(seconds, named, words):
     states = {r: RankState(rank=r, host=f"h{r}", written=START + 60, calls=100) for r in range(3)}
     found = judge(RunFacts(traces=on_gpus(seconds), states=states, world=3, now=START + 60))
     assert found.ranks == named, found.line
@@ -188,9 +182,7 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
         (310.0, 0, "stuck", (2,), "no heartbeat for 315 s"),
     ],
 )  # fmt: skip
-def test_a_rank_that_has_not_written_since_the_others_wait(
-    seconds: float, resent: int, state: str, named: tuple[int, ...], words: str
-) -> None:
+def test_a_rank_that_has_not_written_since_the_others_wait(seconds, resent, state, named, words):
     now = START + 1000
     rows = {rank: [now - seconds - 40 + n for n in range(1, 31 if rank == 2 else 32)] for rank in range(4)}
     traces = opened(dumps(rows), 0, 1, 3, at=now - seconds)
@@ -220,9 +212,7 @@ def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> Ra
         ([(20, 4), (4, 20), (4, 20)], (), "no fault found"),  # fewer than 30 looks
     ],
 )
-def test_a_late_rank_is_named_only_beyond_the_sampling_error(
-    looks: list[tuple[int, int]], named: tuple[int, ...], words: str
-) -> None:
+def test_a_late_rank_is_named_only_beyond_the_sampling_error(looks, named, words):
     states = {r: replace(looked_at(*row, f"h{r}"), rank=r) for r, row in enumerate(looks)}
     found = judge(RunFacts(states=states, world=3, now=START + 200))
     assert found.ranks == named, found.line
@@ -246,9 +236,7 @@ def test_a_late_rank_is_named_only_beyond_the_sampling_error(
         ((90, 2, 2), (0,), "waits for the workers of its data loader in 45%"),  # the others' loaders are never empty
     ],
 )
-def test_loaders_that_take_turns_in_being_last_accuse_nobody(
-    workers: tuple[int, ...], named: tuple[int, ...], words: str
-) -> None:
+def test_loaders_that_take_turns_in_being_last_accuse_nobody(workers, named, words):
     looks = [{"compute": 400, "workers": 5 * n, "collective": 5 * (120 - n)} for n in workers]
     states = {r: RankState(rank=r, written=START + 1000, samples=row, moving=row, calls=1000, marks=(Mark(at=START),))
               for r, row in enumerate(looks)}  # fmt: skip
@@ -393,9 +381,7 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
         ([alive(0, ago=45.0), alive(1)], {"processes": {0: "runs"}}, "fine", (), "no fault found"),  # pickles
     ],
 )  # fmt: skip
-def test_ends_and_silences_accuse_only_whom_others_wait_for(
-    states: list[RankState], more: dict[str, Any], state: str, named: tuple[int, ...], words: str
-) -> None:
+def test_ends_and_silences_accuse_only_whom_others_wait_for(states, more, state, named, words):
     newest = max(one.written for one in states)
     ages = {one.rank: newest - one.written for one in states}
     more = {"ages": ages, **more}
@@ -413,9 +399,7 @@ def test_ends_and_silences_accuse_only_whom_others_wait_for(
         (SimpleNamespace(), None, ""),
     ],
 )
-def test_torchrun_leaves_how_the_job_ended(
-    tmp_path: Path, error: SimpleNamespace, first: int | None, stopped: str
-) -> None:
+def test_torchrun_leaves_how_the_job_ended(tmp_path, error, first, stopped):
     class EndOfJobError(Exception):
         def __getattr__(self, name: str) -> Any:
             return getattr(error, name)
@@ -456,9 +440,7 @@ def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
     assert judge(ranks.of_run(tmp_path)[0]).state == "fine"
 
 
-def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(tmp_path, monkeypatch):
     """Hosts that set the times of their files themselves: one is 50 s behind, or all are 200 s behind the reader."""
     folder = tmp_path / RANKS_FOLDER
     folder.mkdir()
@@ -696,9 +678,7 @@ def test_a_failed_mesh_of_gloo_names_the_peer() -> None:
     assert found.causes[0].code == "socket_connect_failed" and "GLOO_SOCKET_IFNAME" in found.causes[0].action
 
 
-def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(tmp_path, monkeypatch):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("a file system cannot be mounted here")
     try:

@@ -112,9 +112,7 @@ STEP = ("model.py:7 forward", "train.py:31 main")
         ({"phase": "prompt", "cpu_share": 0.0, "gpu": 0}, 310.0, "rank.prompt"),
     ],
 )
-def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
-    state: dict[str, Any], seconds: float, code: str
-) -> None:
+def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(state, seconds, code):
     found = judge(waiting(for_seconds=seconds, **state))
     assert said(found) == (("stuck", (2,), code) if code else ("fine", (), ""))
     assert not found.gpus and (state.get("cpu_share") != 0.0 or "computes" not in found.line)
@@ -153,9 +151,7 @@ def test_a_line_after_a_time_without_looks_does_not_explain_the_wait(looks: int,
         (60, "runs", 25.0, "fine", ()),
     ],
 )
-def test_a_process_that_is_stopped_or_gone_stays_named(
-    calls: int, process: str, age: float, state: str, named: tuple[int, ...]
-) -> None:
+def test_a_process_that_is_stopped_or_gone_stays_named(calls, process, age, state, named):
     facts = waiting(for_seconds=20.0, phase="compute", calls=calls)
     mine = trace(2, *facts.traces[2].calls, *([call(61, at=NOW - 20, done=False)] if calls == 61 else []))
     states = {**facts.states, 2: replace(facts.states[2], written=NOW - age)}
@@ -618,9 +614,7 @@ def of_ends_and_paces() -> Iterator[Row]:
     ("what", "seen", "state", "ranks", "code", "words"),
     lambda: [row for rows in (of_calls, of_pipelines_and_links, of_logs, of_ends_and_paces) for row in rows()],
 )
-def test_who_is_named(
-    what: str, seen: RunFacts, state: str, ranks: tuple[int, ...], code: str, words: tuple[str, ...]
-) -> None:
+def test_who_is_named(what, seen, state, ranks, code, words):
     found = judge(seen)
     assert said(found) == (state, ranks, code), found.line
     assert [each for each in words if each not in text_of(found)] == []
@@ -697,9 +691,7 @@ ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10:
          ("stuck", (2,), "rank.data"), "lists outliers"),  # it does not overrule the calls
     ],
 )  # fmt: skip
-def test_what_ras_adds(
-    before: Verdict, report: ras.RasReport, earlier: ras.RasReport | None, gives: tuple[Any, ...], words: str
-) -> None:
+def test_what_ras_adds(before, report, earlier, gives, words):
     found = gathered.with_ras(before, report, earlier)
     assert said(found) == gives, found.line
     assert words in "\n".join((text_of(found), *found.disagree))
