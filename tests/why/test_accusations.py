@@ -115,18 +115,6 @@ def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(late, every, 
     assert not named or " 3.9 s of 9.6 s " in found.causes[0].evidence[0], found.causes[0].evidence
 
 
-def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
-    """NCCL's calls: rank 0 makes them ahead of its GPU and last of all; how long each took on the GPU, if measured."""
-    noise = random.Random(1)
-    first = {0: START + 0.1, 1: START + 40.0, 2: START + 80.0}
-    rows = {rank: [at + n * 0.2 for n in range(1, 101)] for rank, at in first.items()}
-    made = dumps(rows, is_ahead=True)
-    if seconds is None:
-        return made
-    return {rank: replace(one, calls=tuple(replace(call, seconds=noise.uniform(0.9, 1.1) * seconds[rank])
-                                           for call in one.calls)) for rank, one in made.items()}  # fmt: skip
-
-
 @each_row(
     ("seconds", "named", "words"),
     [
@@ -136,8 +124,15 @@ def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
     ],
 )  # fmt: skip
 def test_who_came_last_on_the_gpus_was_in_the_call_shortest(seconds, named, words):
+    """NCCL's calls: rank 0 makes them ahead of its GPU and last of all; how long each took on the GPU, if measured."""
+    noise = random.Random(1)
+    first = {0: START + 0.1, 1: START + 40.0, 2: START + 80.0}
+    traces = dumps({rank: [at + n * 0.2 for n in range(1, 101)] for rank, at in first.items()}, is_ahead=True)
+    if seconds is not None:
+        traces = {rank: replace(one, calls=tuple(replace(call, seconds=noise.uniform(0.9, 1.1) * seconds[rank])
+                                                 for call in one.calls)) for rank, one in traces.items()}  # fmt: skip
     states = {r: RankState(rank=r, host=f"h{r}", written=START + 60, calls=100) for r in range(3)}
-    found = judge(RunFacts(traces=on_gpus(seconds), states=states, world=3, now=START + 60))
+    found = judge(RunFacts(traces=traces, states=states, world=3, now=START + 60))
     assert found.ranks == named, found.line
     assert words in " ".join(row for cause in found.causes for row in cause.evidence)
 
@@ -425,35 +420,36 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
         assert ranks.processes({0: state}, tmp_path) == found, namespace
 
 
+def write_states(folder: Path, *states: RankState) -> list[Path]:
+    """The files of these ranks below the folder of a run, as their monitors write them."""
+    (folder / RANKS_FOLDER).mkdir(exist_ok=True)
+    paths = [folder / RANKS_FOLDER / NAME.format(rank=state.rank) for state in states]
+    for path, state in zip(paths, states, strict=True):
+        path.write_text(json.dumps(plain.write(state)))
+    return paths
+
+
 def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
-    path = tmp_path / NAME.format(rank=0)
-    path.write_text(json.dumps(plain.write(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000))))))
+    (path,) = write_states(tmp_path, RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000))))
     assert [mark.calls for mark in rank_files.read_state(path).marks] == list(range(936, 1000))
 
 
 def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
     """Files have the time of one clock; what the ranks wrote into them is each host's own."""
-    (tmp_path / RANKS_FOLDER).mkdir()
     for rank, ahead in enumerate((0.0, 40.0, -40.0)):
         state = RankState(rank=rank, world_size=3, host=f"h{rank}", written=time.time() + ahead, phase="compute")
-        (tmp_path / RANKS_FOLDER / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
+        write_states(tmp_path, state)
     assert judge(ranks.of_run(tmp_path)[0]).state == "fine"
 
 
 def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(tmp_path, monkeypatch):
     """Hosts that set the times of their files themselves: one is 50 s behind, or all are 200 s behind the reader."""
-    folder = tmp_path / RANKS_FOLDER
-    folder.mkdir()
 
     def write(behind: dict[int, float]) -> None:
         for rank, seconds in behind.items():
-            path, at = folder / NAME.format(rank=rank), time.time() - seconds
-            path.write_text(
-                json.dumps(
-                    plain.write(RankState(rank=rank, world_size=3, host=f"h{rank}", written=at, phase="compute"))
-                )
-            )
-            os.utime(path, (at, at))
+            state = RankState(rank=rank, world_size=3, host=f"h{rank}", written=time.time() - seconds, phase="compute")
+            (path,) = write_states(tmp_path, state)
+            os.utime(path, (state.written, state.written))
 
     for behind, mute in (
         ({0: 0.0, 1: 50.0, 2: 0.0}, set()),
@@ -472,9 +468,7 @@ def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(tmp_path, m
 def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     """Rank 0 of three starts. The earlier start had more ranks; rank 2 of this one has written."""
     folder = tmp_path / RANKS_FOLDER
-    folder.mkdir()
-    for rank in (0, 2, 7):
-        (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(RankState(rank=rank))))
+    write_states(tmp_path, *(RankState(rank=rank) for rank in (0, 2, 7)))
     (folder / rank_monitor.FIRST).write_text('{"signal": 15, "at": 1.0}')
     monitor = rank_monitor.RankMonitor(tmp_path, 0, 3)
     monitor.remove_own_files()
@@ -484,30 +478,28 @@ def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
 
 def test_an_upload_in_a_thread_that_the_main_thread_waits_for_is_one(tmp_path: Path) -> None:
     """The server answers only when the monitor has looked."""
+    monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
+
+    def upload() -> None:
+        with contextlib.suppress(http.client.HTTPException, OSError):
+            client.getresponse()
+
+    def look() -> None:
+        until = time.monotonic() + 30
+        while monitor.phase != "server" and time.monotonic() < until:
+            monitor.sample()
+            time.sleep(0.05)
+        server.accept()[0].close()
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = http.client.HTTPConnection(*server.getsockname())
         client.request("GET", "/")
-        worker = threading.Thread(target=upload, args=(client,))
+        worker, looker = threading.Thread(target=upload), threading.Thread(target=look)
         worker.start()
-        monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
-        looker = threading.Thread(target=look_until, args=(monitor, "server", server))
         looker.start()
         worker.join()
         looker.join()
     assert monitor.phase == "server"
-
-
-def upload(client: http.client.HTTPConnection) -> None:
-    with contextlib.suppress(http.client.HTTPException, OSError):
-        client.getresponse()
-
-
-def look_until(monitor: rank_monitor.RankMonitor, phase: str, server: socket.socket) -> None:
-    until = time.monotonic() + 30
-    while monitor.phase != phase and time.monotonic() < until:
-        monitor.sample()
-        time.sleep(0.05)
-    server.accept()[0].close()
 
 
 def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
@@ -619,13 +611,11 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
 
 def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     """The rank that failed first is named; the record's notes and why.json hold the same line."""
-    ranks = tmp_path / RANKS_FOLDER
-    ranks.mkdir()
     run_record.save(tmp_path / "run.json", RunRecord(status="failed", host="trainer-0"))
     for rank in range(3):
         error = "ValueError: bad row, password=hunter22" if rank == 2 else LOST
         state = RankState(rank=rank, world_size=3, written=time.time(), ended=True, error=error, host=f"trainer-{rank}")
-        (ranks / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
+        write_states(tmp_path, state)
     metrics = tmp_path / "why.prom"
     ended = topoflight("why", "--watch", "--run", tmp_path, "--metrics", metrics)
     assert ended.exit_code == 3, ended.output
@@ -644,14 +634,12 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
 
 
 def test_watch_continues_while_torchrun_may_restart_the_ranks(tmp_path: Path) -> None:
-    folder = tmp_path / RANKS_FOLDER
-    folder.mkdir()
 
     def write(**values: Any) -> None:
         for rank in range(2):
             error = values["error"] if rank == 1 else None
             state = RankState(**{**values, "rank": rank, "error": error}, world_size=2, written=time.time(), ended=True)
-            (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
+            write_states(tmp_path, state)
 
     reported: list[str] = []
     warned: list[str] = []
@@ -682,12 +670,9 @@ def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(tmp_path, mo
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("a file system cannot be mounted here")
     try:
-        folder = tmp_path / RANKS_FOLDER
-        folder.mkdir()
         for rank in range(2):
             state = RankState(rank=rank, world_size=2, host=f"host-{rank}", written=time.time() - 600, phase="compute")
-            path = folder / NAME.format(rank=rank)
-            path.write_text(json.dumps(plain.write(state)))
+            (path,) = write_states(tmp_path, state)
             os.utime(path, (time.time() - 600,) * 2)
         assert diagnosis.answer(diagnosis.WhySources(run=tmp_path)).state == "failed"
         with contextlib.suppress(OSError):

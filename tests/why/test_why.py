@@ -213,14 +213,6 @@ def odd(mine: Call) -> RunFacts:
     return of({rank: [*calls, mine if rank == 1 else call(5, done=False)] for rank, calls in history(4).items()})
 
 
-def in_order(of_rank: int) -> RunFacts:
-    """Three ranks that alternate two calls, of which one has swapped its last two."""
-    rows = {r: [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")] for r in range(3)}
-    for rank, calls in rows.items():
-        calls.append(call(5, "all_gather" if rank == of_rank else "all_reduce", done=False))
-    return of(rows, world=3)
-
-
 def circle(waits_in: str, *groups: tuple[int, ...], ago: float = 60.0, **state: Any) -> RunFacts:
     """Each rank waits in the first call of a group: rank 0 in that of the first letter. By default each group has all.
 
@@ -244,13 +236,6 @@ MESH = ((4, 0), (5, 1), (6, 2), (7, 3), (0, 1, 2, 3), (4, 5, 6, 7))  # groups a 
 SKIPPED = ("rank 1 did not come to all_reduce of [8], number 1 of group b, where ranks 0, 2 wait, but went on to",
            "left out there, or", "rank 1 waits in all_reduce of [8], number 1 of group a for ranks 0, 2, from",
            "for rank 1, from train.py:98 step")  # fmt: skip
-
-
-def not_begun() -> RunFacts:
-    """The last rank has enqueued the call that the others wait in; its GPU has not come to it."""
-    rows = {rank: trace(rank, call(1), replace(call(2, done=False), started=rank != 3), written=NOW + 600)
-            for rank in range(4)}  # fmt: skip
-    return RunFacts(traces=rows, world=4, now=NOW)
 
 
 def of_a_few(*more: int) -> RunFacts:
@@ -327,15 +312,8 @@ def marks(before: dict[str, int], since: dict[str, int], began: int = 8, pieces:
 def paced(**since: int) -> RunFacts:
     """Ranks whose looks were this way in the slower part of the run."""
     rows = marks({"compute": 6, "collective": 4}, since)
-    return RunFacts(
-        states={r: RankState(rank=r, host="a", written=NOW, marks=rows) for r in range(4)}, world=4, now=NOW
-    )
-
-
-def paused() -> RunFacts:
-    rows = history(60)
-    rows[2] = [replace(c, created=(c.created or 0) + (0.9 if n == 30 else 0)) for n, c in enumerate(rows[2])]
-    return of(rows)
+    states = {r: RankState(rank=r, host="a", written=NOW, marks=rows) for r in range(4)}
+    return RunFacts(states=states, world=4, now=NOW)
 
 
 TIMED_OUT = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
@@ -352,14 +330,6 @@ def gave_up(
     states = {r: RankState(rank=r, written=NOW, phase="collective", ended=True, error=error) for r in range(4)}
     states[2] = RankState(rank=2, written=NOW - killed_before, phase=phase, since=NOW - 140, calls=8)
     return of(rows, states=states, processes=GONE, **more)
-
-
-def ended_quietly() -> RunFacts:
-    """Rank 2 ended without an error, and the others lost it."""
-    lost = "RuntimeError: Read error [127.0.0.1]:41: Connection reset by peer"
-    states = {r: RankState(rank=r, written=NOW - (r == 2), ended=True, error=None if r == 2 else lost)
-              for r in range(4)}  # fmt: skip
-    return RunFacts(states=states, processes=GONE, world=4, now=NOW, first=1)
 
 
 def cut_short() -> RunFacts:
@@ -387,10 +357,6 @@ def test_the_advice_fits_the_error_of_the_rank(error: str | None, words: str) ->
     (cause,) = judge(RunFacts(states=states, world=4, now=NOW)).causes
     assert cause.ranks == (2,) and words in cause.action
     assert ("Xid" in cause.action) == (error is not None and "CUDA error" in error)
-
-
-def left_behind(mine: Call) -> RunFacts:
-    return of({rank: [mine if rank == 2 else call(45, done=False, at=NOW - 60)] for rank in range(4)})
 
 
 WAITS = {"started": True}
@@ -447,10 +413,16 @@ def of_calls() -> Iterator[Row]:
     yield "and stays in it with the others", came_late(20.0), "stuck", (), NETWORK, ()
     yield "a wait for a message names its sender", message(sent=False), "stuck", (2,), BEHIND, ()
     yield "but not one that has sent it", message(sent=True), "stuck", (), NETWORK, ()
-    yield "a GPU that has not come to the call is behind", not_begun(), "stuck", (3,), BEHIND, ()
+    begun = {rank: trace(rank, call(1), replace(call(2, done=False), started=rank != 3), written=NOW + 600)
+             for rank in range(4)}  # fmt: skip
+    yield ("a GPU that has not come to the call is behind, though it is enqueued",
+           RunFacts(traces=begun, world=4, now=NOW), "stuck", (3,), BEHIND, ())  # fmt: skip
     yield "another call", odd(call(5, "broadcast", done=False)), "stuck", (1,), "call.other", ()
     yield "another size", odd(call(5, done=False, size=4)), "stuck", (1,), "call.size", ()
-    yield "another order", in_order(1), "stuck", (1,), "call.other", ("where the others call all_reduce",)
+    before = [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")]
+    swapped = {r: [*before, call(5, "all_gather" if r == 1 else "all_reduce", done=False)] for r in range(3)}
+    yield ("of three that alternate two calls one has swapped its last two", of(swapped, world=3), "stuck", (1,),
+           "call.other", ("where the others call all_reduce",))  # fmt: skip
     yield "of two of four no majority is known", of(FIRST_OF_TWO), "stuck", (), "call.size", (
         "the calls of ranks 2, 3 are not known",)  # fmt: skip
     yield "two against two name no rank", of(TWO_AND_TWO), "stuck", (), "call.other", ("disagree",)
@@ -477,8 +449,9 @@ def of_calls() -> Iterator[Row]:
     yield "who is at other work is not certain to wait", seen, "stuck", (), "call.circle", ("no majority",)
     yield ("who has only called ahead may yet come", circle("b a b", phase="compute"), "fine", (), "",
            ("rank 1 computes", "a fault after 300 s"))  # fmt: skip
-    yield ("in a call that the others have left", left_behind(call(44, "all_gather", done=False, at=NOW - 60)),
-           "stuck", (2,), BEHIND, ("which the others have finished",))  # fmt: skip
+    left = {rank: [call(44, "all_gather", done=False, at=NOW - 60) if rank == 2 else call(45, done=False, at=NOW - 60)]
+            for rank in range(4)}  # fmt: skip
+    yield "in a call that the others have left", of(left), "stuck", (2,), BEHIND, ("which the others have finished",)
     yield "it has called ahead as well", ahead(), "stuck", (2,), BEHIND, ("which the others have finished",)
     yield ("it may have left since it dumped", ahead(taken=NOW - 30), "stuck", (),
            NETWORK, ())  # fmt: skip
@@ -553,7 +526,11 @@ def of_ends_and_paces() -> Iterator[Row]:
     for waited in (120.0, 40.0):
         yield "still loading data, though the launcher ended it", gave_up("data", waited=waited), "failed", (
             2,), "rank.data", ()  # fmt: skip
-    yield "who ended without an error is who the others lost", ended_quietly(), "failed", (2,), "rank.gone", ()
+    lost = "RuntimeError: Read error [127.0.0.1]:41: Connection reset by peer"
+    states = {r: RankState(rank=r, written=NOW - (r == 2), ended=True, error=None if r == 2 else lost)
+              for r in range(4)}  # fmt: skip
+    quiet = RunFacts(states=states, processes=GONE, world=4, now=NOW, first=1)
+    yield "who ended without an error is who the others lost", quiet, "failed", (2,), "rank.gone", ()
     yield "a size that gloo could not take", cut_short(), "failed", (), "call.size", ("which rank's size is the odd",)
     others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
     yield ("a size that gloo could not take, and all others alike", replace(cut_short(), traces=others, processes=GONE),
@@ -598,16 +575,11 @@ def of_ends_and_paces() -> Iterator[Row]:
     yield "a late rank that does nothing more", late(collective=60, compute=40), "fine", (), "", ()
     yield "a late rank that computes", late(collective=20, compute=80), "slow", (3,), "rank.compute", ()
     yield "all compute longer", paced(compute=9, collective=1), "slow", (), "all.compute", ()
-    yield (
-        "all wait longer",
-        paced(compute=2, collective=8),
-        "slow",
-        (),
-        "all.collective",
-        ("ranks are on one host",),
-    )
+    yield "all wait longer", paced(compute=2, collective=8), "slow", (), "all.collective", ("ranks are on one host",)
     yield "an evaluation", paced(evaluate=8, compute=1, collective=1), "fine", (), "", ()
-    yield "one long pause", paused(), "fine", (), "", ()
+    rows = history(60)
+    rows[2] = [replace(c, created=(c.created or 0) + (0.9 if n == 30 else 0)) for n, c in enumerate(rows[2])]
+    yield "one long pause", of(rows), "fine", (), "", ()
 
 
 @each_row(

@@ -90,13 +90,7 @@ def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(t
         ({}, {"answer": ""}, 70.0, "stuck", "a:1 could not be reached"),
         ({"ended": True, "error": "DistNetworkError: port: 1, name: EADDRINUSE"}, {}, 4.0, "failed", "port 1 of the"),
         ({"ended": True, "error": "ValueError: no backend"}, {}, 4.0, "failed", "rank 0 ended with ValueError"),
-        (
-            {"asked": "", "phase": "compute"},
-            {},
-            70.0,
-            "fine",
-            "no fault found",
-        ),  # the ranks have met: rank 1's file is old
+        ({"asked": "", "phase": "compute"}, {}, 70.0, "fine", "no fault found"),  # they have met: rank 1's file is old
     ],
 )
 def test_what_ranks_wrote_at_the_rendezvous(one, other, seconds, state, words):
