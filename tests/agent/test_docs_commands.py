@@ -147,17 +147,14 @@ def texts_of_the_product() -> Iterator[tuple[str, str]]:
                 yield f"{source.relative_to(ROOT)}:{number}", re.sub(r"\{\w+\}", "7", line.rstrip("'\""))
 
 
-def said_by_the_product() -> Iterator[tuple[str, str, list[str]]]:
-    """(Place, verb, words after it) of each command of ours in the texts of the code: remedies, notes, errors."""
-    for place, text in texts_of_the_product():
-        for found in re.finditer(r"\btopoflight ([a-z][a-z-]*)((?: [^\s`;()|]+)*)", text):
-            yield place, found[1], re.split(r"[,:]? ", re.split(r"[,:] ", found[2])[0])[1:]
-
-
 def test_a_command_that_the_product_names_can_be_typed() -> None:
+    """In the texts of the code: remedies, notes, errors."""
     wrong, seen = [], 0
-    for place, verb, words in said_by_the_product():
-        known = options(verb)
+    command = re.compile(r"\btopoflight ([a-z][a-z-]*)((?: [^\s`;()|]+)*)")
+    for place, verb, more in (
+        (place, *found) for place, text in texts_of_the_product() for found in command.findall(text)
+    ):
+        known, words = options(verb), re.split(r"[,:]? ", re.split(r"[,:] ", more)[0])[1:]
         for word, value in zip(words, [*words[1:], ""], strict=False):
             if not re.fullmatch(r"--[a-z-]+", word):
                 continue

@@ -46,10 +46,6 @@ def names_in(html: str) -> list[str]:
     return re.findall(r'<a href="cluster\?node=[^"]*">([^<]+)', table)
 
 
-def lines_in(html: str) -> int:
-    return html.split('<table class="nodes">')[1].split("</table>")[0].count("<tr>") - 1
-
-
 def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     """Order, first fault with its remedy, age; what a silent node said last does not count as its verdict."""
     silent = record_of(NAMES[0], "silent", scanned_at_seconds=time.time() - 7200)
@@ -90,7 +86,8 @@ def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
     held.replace(resources(nodes, sick=True))
     html, seen = page(held), shown(held)
     bad = seen.counts["fail"] + seen.counts["unknown"]
-    assert lines_in(html) <= bad + 1 and html.count("no finding") == 1
+    lines = html.split('<table class="nodes">')[1].split("</table>")[0].count("<tr>") - 1
+    assert lines <= bad + 1 and html.count("no finding") == 1
     first, last = names_in(html)[: seen.counts["fail"]], names_in(html)[-1]
     assert [row.word for row in seen.rows if row.name in first] == ["fail"] * seen.counts["fail"]
     assert f"<summary>{nodes - bad} equal nodes</summary>" in html and last not in first

@@ -36,14 +36,6 @@ PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")
 ASKED = re.compile(r"""(?:os\.environ|host\.environment\(\)|\bgetenv)(?:\.get|\.pop)?[(\[]\s*"([^"]+)\"""")
 
 
-def codes() -> dict[str, list[str]]:
-    return {"gate": sorted(ALL_CODES), "environment": sorted(ENV_CODES), "log": sorted(LOG_CODES)}
-
-
-def metric_names() -> dict[str, list[str]]:
-    return {family.exposed: list(family.labels) for family in metrics.CATALOGUE}
-
-
 def options(command: click.Command) -> list[str]:
     found: list[str] = []
     for parameter in command.params:
@@ -93,8 +85,8 @@ def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
     golden(
         "surface.json",
         {
-            "finding_codes": codes(),
-            "metrics": metric_names(),
+            "finding_codes": {"gate": sorted(ALL_CODES), "environment": sorted(ENV_CODES), "log": sorted(LOG_CODES)},
+            "metrics": {family.exposed: list(family.labels) for family in metrics.CATALOGUE},
             "verbs": verbs(),
             "environment_variables": variables(),
             "endpoints": endpoints(),

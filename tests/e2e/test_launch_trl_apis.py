@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +12,7 @@ from rigs.tables import each_row
 
 from agent.cli.launch import launch
 from contracts.job_config import read_config
-from contracts.job_plan import JobPlan, read
+from contracts.job_plan import read
 
 USERS = Path(__file__).parents[1] / "finetune" / "jobs" / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
 
@@ -23,11 +22,6 @@ ROWS = yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())
 def launched(kind: str, *more: str, config: Path = USERS, host: tuple[str, ...] = ("--host", str(path_of()))) -> Result:
     words = [*host, "--nodes", "2", "--image", "registry.example/f:1", "--claim", "shared", "--config", str(config)]
     return CliRunner().invoke(launch, [*words, "--api", kind, "--name", "sft", *more])
-
-
-def planned(folder: Path, files: dict[str, Any]) -> JobPlan:
-    (folder / "plan.json").write_text(files["data"]["plan.json"])
-    return read(folder / "plan.json")
 
 
 @pytest.mark.parametrize(("kind", "created"), [("trainjob", "TrainJob"), ("pytorchjob", "PyTorchJob"), ("job", "Job")])
@@ -42,7 +36,8 @@ def test_the_user_s_file_is_launched_as_it_stands(kubeconfig, tmp_path, kind, cr
     printed = {each["kind"]: each for each in json.loads(dry.stdout)["items"]}
     assert printed["ConfigMap"]["data"]["plan.json"] == files["data"]["plan.json"]
     assert "--config" not in str(job) and "/etc/config/plan.json" in str(printed)
-    plan, (config, _, notes) = planned(tmp_path, files), read_config(USERS)
+    (tmp_path / "plan.json").write_text(files["data"]["plan.json"])
+    plan, (config, _, notes) = read(tmp_path / "plan.json"), read_config(USERS)
     assert plan.config == config  # every setting, and nothing beside it
     assert plan.notes == tuple(notes) and all(f"note: {text}" in done.stderr for text in notes)
     layout = plan.layout

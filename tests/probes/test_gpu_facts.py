@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache, reduce
+from functools import reduce
 from operator import getitem
 from typing import Any
 
 from gpu_machines import GB200, H100, changed, facts_of, recorded
-from rigs.recorded import findings, with_facts
+from rigs.recorded import findings, snapshot, with_facts
 from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
@@ -24,7 +24,6 @@ from probes.scanner import Scanner
 from topology.build import build
 from topology.check import departures
 from topology.derive import reference_of
-from topology.graph import NodeTopology
 
 rows = rows_of(__file__)
 
@@ -207,15 +206,10 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     assert RdmaDevice(name="x", kind="hca", ports=(RdmaPort(port=1),)).bus_id is None
 
 
-@cache
-def _whole_node() -> NodeTopology:
-    return build(scan(RecordedHost(recorded(H100))))
-
-
 @each_row(("model", "gpus", "sku"), rows("boards"))
 def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str | None) -> None:
     """GB200 is no B200, and GH200 no H200."""
-    node = _whole_node()
+    node = build(snapshot())
     renamed = dataclasses.replace(
         node, product=None, gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])
     )

@@ -44,14 +44,8 @@ class Network:
             link["flags"] |= 0x8
         if "kind" in more:
             link["IFLA_LINKINFO"] = {"IFLA_INFO_KIND": more["kind"]}
-        for key, attribute in (
-            ("mtu", "IFLA_MTU"),
-            ("master", "IFLA_MASTER"),
-            ("link", "IFLA_LINK"),
-            ("netnsid", "IFLA_LINK_NETNSID"),
-        ):
-            if key in more:
-                link[attribute] = more[key]
+        attributes = {"mtu": "IFLA_MTU", "master": "IFLA_MASTER", "link": "IFLA_LINK", "netnsid": "IFLA_LINK_NETNSID"}
+        link |= {attribute: more[key] for key, attribute in attributes.items() if key in more}
         if address:
             self.addresses.append({"index": index, "IFA_LOCAL": address, "IFA_ADDRESS": address, "prefixlen": 24})
         if more.get("default"):
@@ -191,14 +185,6 @@ def saved(*found: bytes) -> bytes:
     return b"".join(len(each).to_bytes(8, "little") + each for each in found)
 
 
-def wired(content: bytes, **more: object) -> str | None:
-    """What the interface of index 1 has for a neighbour."""
-    network = Network().add("ens1", "10.0.0.5", pci="0000:1a:00.0", speed=100000)
-    host = network.host(files={f"{lldp.LLDP_FOLDER}/1": content, **more})
-    (interface,) = read_interfaces(host).interfaces
-    return interface.neighbour
-
-
 @each_row(
     ("content", "neighbour"),
     [
@@ -214,7 +200,9 @@ def wired(content: bytes, **more: object) -> str | None:
 )
 def test_switch_and_port_of_a_wire(content: bytes, neighbour: str | None) -> None:
     """What names no one switch is left out."""
-    assert wired(content) == neighbour
+    network = Network().add("ens1", "10.0.0.5", pci="0000:1a:00.0", speed=100000)
+    (interface,) = read_interfaces(network.host(files={f"{lldp.LLDP_FOLDER}/1": content})).interfaces
+    assert interface.neighbour == neighbour
 
 
 def test_file_of_another_interface_is_not_taken() -> None:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,20 +19,17 @@ print(json.dumps({what: host.netlink(what) for what in ("links", "addresses", "r
 """
 
 
-def _run(command: list[str]) -> Any:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.netns
 def test_links_of_every_kind_as_recordings_hold_them(tmp_path: Path) -> None:
     """What a probe reads, under pyroute2's names, and nothing else: a recording must not grow by statistics."""
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs root, unshare and ip")
     (tmp_path / "ask.py").write_text(ASK)
-    found = _run(["unshare", "-n", "sh", "-c", f"ip -force -batch {LINKS}; {sys.executable} {tmp_path}/ask.py"])
+    command = ["unshare", "-n", "sh", "-c", f"ip -force -batch {LINKS}; {sys.executable} {tmp_path}/ask.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     links = {link["IFLA_IFNAME"]: link for link in found["links"]}
     index = {name: link["index"] for name, link in links.items()}
     assert links["v0"].keys() == {
