@@ -187,11 +187,7 @@ def with_fault(snapshot: Snapshot, name: str, fault: str) -> Snapshot:
     rdma, links, pci = (recorded.facts(kind, snapshot) for kind in (RdmaFacts, InterfacesFacts, PciFacts))
     (device,) = (each for each in rdma.devices if each.name == name)
     netdevs = {port.netdev for port in device.ports}
-    changed = {
-        "down": {"running": False, "speed_bytes_per_second": None},
-        "slow": {},
-        "mtu": {"mtu_bytes": 1500},
-    }
+    changed = {"down": {"running": False, "speed_bytes_per_second": None}, "slow": {}, "mtu": {"mtu_bytes": 1500}}
     if fault == "gone":
         devices = tuple(each for each in rdma.devices if each is not device)
         interfaces = tuple(each for each in links.interfaces if each.name not in netdevs)

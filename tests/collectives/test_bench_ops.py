@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 from rigs.tables import each_row
 
-from collectives.bench.ops import (
-    GRAIN_BYTES,
-    OPS,
-    UNKNOWN_SOURCE,
-    allocate,
-    fill,
-    matches,
-    moved_bytes,
-    write_pattern,
-)
+from collectives.bench.ops import GRAIN_BYTES, OPS, UNKNOWN_SOURCE, allocate, fill, matches, moved_bytes, write_pattern
 
 pytestmark = pytest.mark.long  # it imports torch
 

@@ -107,11 +107,7 @@ def test_the_definition_bounds_every_field() -> None:
 def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, node: str) -> None:
     """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
     finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
-    largest = replace(
-        record_of(H100, node),
-        findings=(finding,) * MOST_FINDINGS,
-        facts="f" * MOST_FACTS_LETTERS,
-    )
+    largest = replace(record_of(H100, node), findings=(finding,) * MOST_FINDINGS, facts="f" * MOST_FACTS_LETTERS)
     publisher = Publisher(client, lambda: largest)
     publisher.write(largest)
     assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings

@@ -183,10 +183,7 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     """deploy/network holds what is printed for a recorded node; TOPOFLIGHT_UPDATE_GOLDEN=1 writes it anew."""
     path = ROOT / "deploy" / "network" / "roce-shared-device.yaml"
     found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
-    documents = (
-        *network_manifests.network(network_manifests.from_snapshots(found)),
-        *SHARED_CLAIM,
-    )
+    documents = (*network_manifests.network(network_manifests.from_snapshots(found)), *SHARED_CLAIM)
     head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
         path.write_text(head + manifests.render(documents))

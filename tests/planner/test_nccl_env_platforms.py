@@ -78,10 +78,7 @@ def test_every_machine_and_every_platform_is_covered() -> None:
     """A row without its machine says so by having none; a machine without its expectation is none."""
     assert set(EXPECTED) == set(built.MACHINES)
     assert {row.machine for row in platforms() if row.machine} <= set(EXPECTED)
-    assert [row.name for row in platforms() if row.machine is None] == [
-        "Azure NC RTX PRO 6000 v6",
-        "Azure ND40rs v2",
-    ]
+    assert [row.name for row in platforms() if row.machine is None] == ["Azure NC RTX PRO 6000 v6", "Azure ND40rs v2"]
 
 
 @each_row("machine", ["gcp-a3-high", "gcp-a3-mega", "gcp-a3-ultra", "gcp-a4", "gcp-a4x"])
