@@ -2,14 +2,12 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import grimp
 import pytest
 from rigs.command import python
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
-ROOT = Path(__file__).parent.parent.parent
 PACKAGES = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 )

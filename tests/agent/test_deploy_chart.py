@@ -12,13 +12,12 @@ import jsonschema
 import kubernetes_validate
 import yaml
 from kustomization import LOADER, helm, render
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from test_deploy_manifests import CUSTOM, OVERLAYS
 
 from agent.checks.expect import KEYS, read_file
 from agent.checks.verdict import GateError
 
-ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "deploy/chart"
 Document = dict[str, Any]
 CHANGED_BY_VALUES = ("ConfigMap", "DaemonSet", "NetworkPolicy", "PodMonitor")

@@ -18,14 +18,12 @@ import yaml
 from rigs.command import parse as parse_command
 from rigs.command import topoflight
 from rigs.recorded import path_of
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from test_tutorials import PAGES as TUTORIALS
 
 from agent.checks.expect import parse
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, cli
-
-ROOT = Path(__file__).parent.parent.parent
 
 FOLLOWED = {ROOT / "docs" / page for page in (*TUTORIALS, "ko/openshift.md", "ko/eks.md")}
 PAGES = sorted(
@@ -151,9 +149,8 @@ def test_a_command_that_the_product_names_can_be_typed() -> None:
     """In the texts of the code: remedies, notes, errors."""
     wrong, seen = [], 0
     command = re.compile(r"\btopoflight ([a-z][a-z-]*)((?: [^\s`;()|]+)*)")
-    for place, verb, more in (
-        (place, *found) for place, text in texts_of_the_product() for found in command.findall(text)
-    ):
+    named = ((place, *found) for place, text in texts_of_the_product() for found in command.findall(text))
+    for place, verb, more in named:
         known, words = options(verb), re.split(r"[,:]? ", re.split(r"[,:] ", more)[0])[1:]
         for word, value in zip(words, [*words[1:], ""], strict=False):
             if not re.fullmatch(r"--[a-z-]+", word):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from alerts import ALERTS, DOCS
 from click.testing import CliRunner
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.checks.findings import PAGES, sections
 from agent.checks.history import AT_ONCE
@@ -18,8 +18,6 @@ from agent.cli.main import VERBS, explain
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.values import CODES as ENV_CODES
 from planner.lint.values import texts
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,13 @@ import pytest
 from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.command import process, topoflight
 from rigs.recorded import path_of
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.cli.main import VERBS, cli
 from agent.jobs.networks import DEFAULT_NETWORKS
 from planner.kubernetes.manifests import DEVICE_CLASSES, RESTARTS
 from planner.lint.sources import KINDS
 
-ROOT = Path(__file__).parent.parent.parent
 TABLE = tomllib.loads(Path(__file__).with_name("exit_codes.toml").read_text(encoding="utf-8"))
 CASES = {(row["verb"], row["code"]): row for row in TABLE["cases"]}
 MACHINES = {"SOUND": path_of(), "SICK": path_of("sick-h100-dead-hca"), "L40S": path_of("l40s-4x-pcie"),

@@ -13,7 +13,7 @@ from kustomization import render
 from rigs.command import topoflight
 from rigs.fleet import fleet_of, record_of
 from rigs.recorded import H100, changed, facts, of_code, path_of, snapshot, statuses, with_outcomes, with_ports
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.checks.expect import KEYS, expectation, parse, read_file
 from agent.checks.host_checks import EXPECT_CODES
@@ -27,7 +27,6 @@ from contracts.finding import Finding
 from probes.api import Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 
-ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load(Path(__file__).with_name("expectations.yaml").read_text(encoding="utf-8"))
 ALL_OF_IT = "gpus=8,gpu=H100,nvlink=NV18,hcas=8,rate=200,gdr=on,interface=eno1,driver=550"
 

@@ -13,7 +13,7 @@ from rigs.agents import agent, bearer
 from rigs.agents import tokens as tokens_in
 from rigs.pods import templates
 from rigs.results import RUN
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from starlette.testclient import TestClient
 
 from agent.base import result_store
@@ -24,7 +24,6 @@ from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import manifests
 
-ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"
 HEADERS = bearer()
 AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")

@@ -9,7 +9,7 @@ from typing import Any
 from rigs.agents import agent
 from rigs.fleet import record_of, resource_of, resources
 from rigs.recorded import snapshot, view
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.base import units
 from agent.base.options import distinct_names
@@ -22,7 +22,6 @@ from agent.jobs.preflight import Report
 from agent.pages import report_page
 from contracts.finding import Interval
 
-ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hgx-h100-8xH100-8hca", "sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal")
 
 

@@ -2,11 +2,10 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rigs.recorded import NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_facts, with_ports
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 from agent.checks.findings import sections
 from agent.checks.measured import ALL_CODES
@@ -18,7 +17,6 @@ from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 
-ROOT = Path(__file__).parents[2]
 README_CASE = "r760xa-2xA40-bf3"
 
 

@@ -9,12 +9,11 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import click
 from rigs.recorded import H100, NAMES, view
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent import metrics
 from agent.advice.advise import for_view
@@ -28,7 +27,6 @@ from agent.http.state import State
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.values import CODES as ENV_CODES
 
-ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import resources
 from rigs.recorded import NAMES, snapshot
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.advice.advise import for_view
 from agent.advice.request import Request
@@ -36,7 +36,6 @@ from contracts import plain
 
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).parent.parent.parent
 MEASURED = Path(__file__).parent / "measured"  # real results of our own tools; nccl.log is written by hand
 SCREEN = 800  # pixels of a small laptop: what is seen without scrolling
 SICK = {fault.machine: fault for fault in FAULTS}  # what a newcomer has to read first

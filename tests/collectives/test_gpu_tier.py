@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from rigs.command import topoflight
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from bench.gpu import RUNS, config_file
 
-ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "bench" / "gpu.py")]
 
 

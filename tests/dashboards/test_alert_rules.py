@@ -8,13 +8,12 @@ import generate
 import pytest
 import yaml
 from alerts import ALERTS, DOCS
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.checks.findings import sections
 from agent.checks.measured import ALL_CODES
 from agent.metrics import CATALOGUE
 
-ROOT = Path(__file__).parent.parent.parent
 RULES = ROOT / "dashboards" / "rules.yaml"
 RUNBOOK = ROOT / "docs/reference/alerts.md"
 

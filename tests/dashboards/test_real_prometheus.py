@@ -26,7 +26,7 @@ from rigs.faults import FAULTS, Fault
 from rigs.recorded import path_of
 from rigs.results import benchmark, measurement
 from rigs.serving import START_SECONDS, port_of, serving
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from rigs.waiting import eventually
 
 from collectives.bench.results import Bar, BenchResult, Straggler
@@ -36,7 +36,6 @@ from contracts.run_record import RunRecord, dumps, record_of
 
 pytestmark = pytest.mark.prometheus
 
-ROOT = Path(__file__).parent.parent.parent
 HEALTHY, PCIE, ROCE = "hgx-h100-8xH100-8hca", "l40s-4x-pcie", "r760xa-2xA40-bf3"
 HOT, NO_PEERMEM = "sick-h100-thermal", "sick-h100-no-peermem"
 SICK = sorted({machine for _, panel in boards.panels() for machine in panel.shows})

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from finetune import channels
 from finetune.channels import planned_channels, read_log, record
 
-ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 INFO = "node-a:4711:4720 [0] NCCL INFO "
 

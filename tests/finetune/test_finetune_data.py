@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rigs.hub import Hub
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import rows as row_reader
@@ -23,7 +23,6 @@ from finetune.rows import IGNORED, encode, load_tokenizer
 rows = rows_of(__file__)
 
 pytestmark = pytest.mark.long
-ROOT = Path(__file__).parents[2]
 SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
 TALK = [{"role": "user", "content": "Née?"}, {"role": "assistant", "content": "Oui."}]
 SHAPES = {

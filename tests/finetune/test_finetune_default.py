@@ -4,10 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from rigs.tables import ROOT
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,7 +15,6 @@ from contracts.job_config import read_config
 from finetune import data
 from finetune.rows import IGNORED, load_tokenizer
 
-ROOT = Path(__file__).parents[2]
 ROWS = "dataset_rows=320"  # 20 steps of 16
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]

@@ -13,7 +13,7 @@ import pytest
 import resident
 import torch
 from rigs.serving import answering
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
@@ -22,7 +22,6 @@ from finetune.recorder import Recorder
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parent.parent.parent
 MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
 TOKEN = "hunter2-hunter2-hunter2-hunter2"  # noqa: S105 - of this test
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fuzz_targets import targets
 from rigs.command import process, python
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.advice.request import Request, model_of
 from agent.base.options import InputError, RequestError, read_input
@@ -42,7 +42,6 @@ from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
 
-ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
 DEEP = b"[" * 100_000
 JUST_TOO_DEEP = b"[" * 900 + b"]" * 900  # which Python's own reader still takes

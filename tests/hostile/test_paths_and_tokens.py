@@ -29,7 +29,6 @@ from planner.nccl_env.situation import Reason, Setting
 from probes.host import sysfs
 from probes.host.recording import RecordedHost
 
-ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"
 EVIL = '<script>alert(1)</script>"\n# HELP x y\nx{a="b"} 1\n---\nkind: Evil\n'
 

@@ -7,14 +7,13 @@ what they do not know, is held here.
 import ast
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
+from rigs.tables import ROOT
 
 from contracts.yaml_text import YamlTextError, _Loader, _Texts, load_all
 
-ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("agent", "planner", "collectives", "topology", "probes", "finetune", "contracts", "hardware")
 SOURCES = {str(path.relative_to(ROOT)): path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))}
 # exec, mktemp, pickle and its kin, eval, YAML's loaders, shells, contexts without certificates

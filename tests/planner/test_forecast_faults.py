@@ -3,12 +3,11 @@
 import re
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 from rigs.recorded import H100, changed
 from rigs.recorded import snapshot as host
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -27,8 +26,6 @@ from topology.build import build
 from topology.cluster import join
 
 rows = rows_of(__file__)
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def ask(snapshot: Snapshot, **options: object) -> Recommendation:

@@ -5,11 +5,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from contracts.layout import Layout
 from planner.forecast.engine import share_of
@@ -19,7 +18,6 @@ from planner.recommend import forecast_layout, plan
 from planner.stacks import TOPOFLIGHT, engine_named
 from topology.graph import ClusterTopology, NodeTopology
 
-ROOT = Path(__file__).resolve().parents[2]
 # Five times the embedded model.
 SHAPE = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4,

@@ -1,23 +1,20 @@
 """An environment against the machine it is for."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from nccl_env_hosts import host, interface, port, v2_gid
+from rigs.recorded import snapshot
 from rigs.tables import each_row, rows_of
-from scanned import scan
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
 from planner.lint.machine import machine_of
 from planner.lint.values import CODES, NameList
 from probes.api import Snapshot
-from probes.host.recording import load
 from probes.rdma.facts import Gid
 
 rows = rows_of(__file__)
 
-MACHINES = Path(__file__).parents[1] / "machines"
 ETH0 = interface("eth0", "pod-default")
 NET1 = interface("net1", "secondary", "192.168.2.5/24")
 DOCKER0 = interface("docker0", "docker", "172.17.0.1/16")
@@ -29,11 +26,6 @@ def found(environment: dict[str, str], machine: Snapshot, version: tuple[int, ..
     findings = lint(environment, nccl_version=version, machine=machine_of(machine))
     assert {finding.code for finding in findings} <= set(CODES)
     return list(findings)
-
-
-def replay(name: str) -> Snapshot:
-    """A recorded machine."""
-    return scan(load(MACHINES / f"{name}.json"))
 
 
 def codes(environment: dict[str, str], machine: Snapshot) -> list[str]:
@@ -94,8 +86,8 @@ def test_words_on_a_machine(machine: Snapshot, environment: dict[str, str], word
 
 def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> None:
     """PXN sends through another GPU, over NVLink; of a machine that nobody probed the cost is told as it may be."""
-    (joined,) = found({"NCCL_PXN_DISABLE": "1"}, replay("polaris-4xA100-nv4"))
-    (apart,) = found({"NCCL_PXN_DISABLE": "1"}, replay("l40s-4x-pcie"))
+    (joined,) = found({"NCCL_PXN_DISABLE": "1"}, snapshot("polaris-4xA100-nv4"))
+    (apart,) = found({"NCCL_PXN_DISABLE": "1"}, snapshot("l40s-4x-pcie"))
     (unknown,) = lint({"NCCL_PXN_DISABLE": "1"}, nccl_version=(2, 27, 7))
     assert {f.code for f in (joined, apart, unknown)} == {"env.debug.leftover"}
     assert [f.status for f in (joined, apart, unknown)] == [Status.WARN, Status.INFO, Status.WARN]

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.checks.findings import grouped
 from agent.cli.lint_env import lint_text
 from planner.lint.environment import lint
 from planner.lint.sources import Reading, read_text
-
-ROOT = Path(__file__).parents[2]
 
 
 def settings(found: Reading) -> dict[str, str | None]:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from rigs.crds import strict, validate, without_required
 from rigs.pods import templates
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.base.options import snapshots
 from planner.kubernetes import manifests
@@ -21,7 +21,6 @@ from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.manifests import JobError, JobSpec
 from probes.registry import ALL
 
-ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load(Path(__file__).with_name("manifest_values.yaml").read_text(encoding="utf-8"))
 SPEC = JobSpec(
     name="sft-roce", namespace="training", image="registry.example/finetune:1", nodes=2, processes_per_node=2,

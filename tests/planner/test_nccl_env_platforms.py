@@ -14,7 +14,7 @@ import platform_machines as built
 import yaml
 from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.advice.advise import of_cluster
 from agent.advice.request import Request, cluster_of
@@ -29,7 +29,6 @@ from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
 
-ROOT = Path(__file__).parents[2]
 WHY = read_table(f"{ROOT}/planner/nccl_env/__init__.py", "data/platforms.toml")["why"]  # why our value differs
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
 

@@ -4,13 +4,12 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import unified_diff
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from rigs.pods import templates
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 from contracts.job_config import parse_config
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
@@ -31,7 +30,7 @@ ADDED = Additions(
     resources={"rdma/rdma_shared_device_eth": "1"}, gate_image="registry.example/topoflight:1", log=True,
     annotations={"forecast-step": "step 1 s"},
 )  # fmt: skip
-FILE = Path(__file__).parents[1] / "golden" / "wrap.yaml"
+FILE = ROOT / "tests/golden/wrap.yaml"
 
 
 class Dumper(yaml.SafeDumper):

@@ -3,18 +3,16 @@
 import ast
 import dataclasses
 import importlib
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from contracts.finding import Status
 from contracts.tables import read_table
 from probes.gpu.health import WORDS
 from probes.registry import ALL
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = [*(f"probes/{probe.name}" for probe in ALL), "topology"]
 BETWEEN_SCANS = ROOT / "probes" / "increases.py"
 

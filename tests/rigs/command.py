@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 from click.testing import CliRunner, Result
+from rigs.tables import ROOT
 
 from agent.cli.main import _run, cli
 
-ROOT = Path(__file__).parents[2]
 MODULE = (sys.executable, "-m", "agent.cli")
 
 

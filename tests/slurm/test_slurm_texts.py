@@ -18,7 +18,7 @@ from cattrs import structure
 from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
 from rigs.results import search_result
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 from agent.checks.verdict import judge
 from agent.jobs.preflight import Report, slurm_reasons
@@ -38,7 +38,6 @@ from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import Placement, placement_of, topology_conf
 
-ROOT = Path(__file__).parent.parent.parent
 rows = rows_of(__file__)
 
 
