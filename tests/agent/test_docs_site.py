@@ -1,14 +1,13 @@
 """The reference pages and the site: one full entry for every code and alert, no warning, nothing from another host."""
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from alerts import ALERTS, DOCS
 from click.testing import CliRunner
+from rigs.command import interpreter
 from rigs.tables import ROOT, each_row
 
 from agent.checks.findings import PAGES, sections
@@ -25,8 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built as `make docs` builds it."""
     made = tmp_path_factory.mktemp("site")
     (recipe,) = re.findall(r"^docs: \$\(READY\)\n\t\$\(BIN\)/mkdocs (.+)$", (ROOT / "Makefile").read_text(), re.M)
-    command = [sys.executable, "-m", "mkdocs", *recipe.split(), "--site-dir", str(made)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = interpreter("-m", "mkdocs", *recipe.split(), "--site-dir", made)
     assert done.returncode == 0, done.stdout + done.stderr
     return made
 

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from rigs.tables import ROOT, each_row
+from rigs.command import TORCHRUN, interpreter, python
+from rigs.tables import each_row
 
 from finetune import channels
 from finetune.channels import planned_channels, read_log, record
@@ -168,8 +168,7 @@ def test_the_log_s_name_is_spelled_as_nccl_does(named, path):
 
 def test_the_reader_of_the_log_brings_no_torch():
     """docs/decisions/0007."""
-    text = "import sys; import finetune.channels; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=False).returncode == 0
+    python("import sys; import finetune.channels; sys.exit('torch' in sys.modules)")
 
 
 RANK = """
@@ -200,9 +199,8 @@ def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
     for rank, network in enumerate(("IB", "Socket")):
         written(tmp_path, "2.27", network, gdr=False).rename(tmp_path / f"rank{rank}.log")
     (tmp_path / "rank.py").write_text(RANK)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*argv, str(tmp_path / "rank.py"), str(tmp_path)], env=env, check=True, timeout=500)
+    done = interpreter(*TORCHRUN, "--nproc_per_node=2", tmp_path / "rank.py", tmp_path, seconds=500)
+    assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(2))
     assert first[1] == second[1]
     (text,) = first[1]
@@ -245,10 +243,8 @@ def test_two_ranks_that_nccl_takes_for_two_hosts_are_held_to_the_plan(tmp_path, 
         f'{sys.executable} -m finetune.train --plan "{tmp_path}/plan.json" '
         f'"output_dir={tmp_path}/out" model_name_or_path=random:micro-llama max_steps=3 profile_steps=0\n'
     )
-    given = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
-    env = {**given, "PYTHONPATH": str(ROOT), "NCCL_IB_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
-    subprocess.run([*argv, "sh", str(tmp_path / "rank.sh")], env=env, check=False, timeout=280)
+    interpreter(*TORCHRUN, "--nproc_per_node=2", "--no-python", "sh", tmp_path / "rank.sh", seconds=280,
+                without=("NCCL_",), NCCL_IB_DISABLE="1")  # fmt: skip
     record = json.loads((tmp_path / "out/run.json").read_text())
     assert record["exit_code"] == code, record["reason"]
     assert record["nccl"]["hosts"] == 2

@@ -3,12 +3,11 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from rigs.tables import ROOT, each_row
+from rigs.command import TORCHRUN, interpreter
+from rigs.tables import each_row
 
 from contracts.layout import Layout
 from planner.forecast.engine import share_of
@@ -105,11 +104,8 @@ def test_a_run_of_a_larger_model_needs_what_was_forecast(tmp_path, method, degre
         "dataset_rows=64", "profile_steps=0", "eval_strategy=no", "save_strategy=no", "lora_r=8",
         "lora_modules_to_save=[]", f"use_peft={'true' if method == 'lora' else 'false'}",
     ]  # fmt: skip
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.world_size}",
-            "-m", "finetune.train", "--plan", str(tmp_path / "plan.json"), *settings]  # fmt: skip
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    argv = [f"--nproc-per-node={layout.world_size}", "-m", "finetune.train", "--plan", tmp_path / "plan.json"]
+    done = interpreter(*TORCHRUN, *argv, *settings, seconds=800, without=("MALLOC_", "GLIBC_TUNABLES"))
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads((tmp_path / "out" / "run.json").read_text())["measured"]
     assert said.memory_bytes.low < measured["memory_bytes"] < said.memory_bytes.high

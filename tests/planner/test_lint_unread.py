@@ -1,13 +1,12 @@
 """Settings that are easily lost, lines that cannot be understood, and what the verb answers then."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rigs.tables import ROOT, each_row
+from rigs.command import process
+from rigs.tables import each_row
 
 from agent.checks.findings import grouped
 from agent.cli.lint_env import lint_text
@@ -93,9 +92,7 @@ def test_secrets_are_not_repeated() -> None:
     ],
 )
 def test_the_first_line_and_the_exit_code(text: str, first: str, code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "agent.cli", "lint-env", "-"], input=text, capture_output=True, text=True, cwd=ROOT
-    )
+    done = process("lint-env", "-", given=text)
     assert (done.returncode, (done.stdout or done.stderr).startswith(first)) == (code, True), done
 
 

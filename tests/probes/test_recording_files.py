@@ -3,13 +3,12 @@
 import errno
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from rigs.recorded import FOLDER, path_of
+from rigs.command import interpreter
+from rigs.recorded import path_of
 from rigs.tables import each_row
 from scanned import scan
 
@@ -35,9 +34,7 @@ def outcomes_of(found: Snapshot) -> dict[str, Any]:
 @pytest.mark.long
 def test_the_built_recordings_are_what_the_builder_writes() -> None:
     """Edit the builder, not the files."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "build.py"), "--check"], capture_output=True, text=True, check=False
-    )
+    done = interpreter("tests/machines/build.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,12 +1,10 @@
 """What the rank monitor costs the rank that it is in, with its default settings (docs/measurements/why.md)."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rigs.command import ROOT, TORCHRUN, interpreter
 
 from agent.jobs.script import monitored
 
@@ -43,9 +41,9 @@ dist.destroy_process_group()
 def test_the_monitor_costs_less_than_half_a_percent(tmp_path: Path) -> None:
     """Two ranks under DDP for a minute. The time of the monitor's own thread is more exact than two runs by turns."""
     (tmp_path / "train.py").write_text(TRAINS)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", str(tmp_path)]
-    environment = monitored({**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "run")
-    subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, check=True, timeout=300)
+    environment = monitored({"PYTHONPATH": str(ROOT)}, tmp_path / "run")
+    done = interpreter(*TORCHRUN, "--nproc-per-node=2", "train.py", tmp_path, seconds=300, cwd=tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         share = found["monitor"] / found["all"]
