@@ -42,10 +42,6 @@ def written(folder, version, net, gdr=True, selected=None):
     return path
 
 
-def differs(path, environment=None, transport=None, hosts=2):
-    return read_log(path, planned_channels(environment or {}, transport or {}), hosts=hosts).wrong
-
-
 @each_row("version", FORMS)
 @each_row(("network", "gdr", "environment", "transport", "wrong"), ROWS["channels"])
 def test_channels_are_held_against_the_plan(tmp_path, version, network, gdr, environment, transport, wrong):
@@ -70,7 +66,7 @@ def test_sending_without_gpudirect_is_what_older_gpus_do(tmp_path):
     path = tmp_path / "log"
     send, receive = (form.format(net="IB", tag=tag) for form, tag in zip(FORMS["2.14"], ("", "/GDRDMA"), strict=True))
     path.write_text(log(send, receive))
-    assert differs(path, {"NCCL_NET_GDR_LEVEL": "SYS"}) == ()
+    assert read_log(path, planned_channels({"NCCL_NET_GDR_LEVEL": "SYS"}, {}), hosts=2).wrong == ()
 
 
 @each_row("text", [None, "", "epoch 1\n", log(*start("2.21.5"), "Using network Socket"), log(*LOCAL)])

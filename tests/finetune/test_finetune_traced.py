@@ -42,14 +42,10 @@ LENGTH, RANK = 2048, 16
 NORMS = 2e-4
 
 
-def training_of(method, world):
-    """A run on machines of eight H100s."""
-    return TrainSpec(method=method, sequence_length=LENGTH, global_batch=max(64, 2 * world), engine="topoflight")
-
-
 def planned(model, method, world):
-    """The planner's numbers."""
-    return plan(machines.cluster("p5.48xlarge", world // 8), (), model, training_of(method, world))
+    """The planner's numbers of a run on machines of eight H100s."""
+    train = TrainSpec(method=method, sequence_length=LENGTH, global_batch=max(64, 2 * world), engine="topoflight")
+    return plan(machines.cluster("p5.48xlarge", world // 8), (), model, train)
 
 
 def kind_of(layout):

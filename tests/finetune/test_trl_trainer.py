@@ -214,13 +214,9 @@ def test_every_default_that_differs_from_trls_is_in_the_table() -> None:
     kinds = (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
     theirs = {action.dest: action.default for action in trl.TrlParser(kinds)._actions}
     same = ((), None), ("sdpa", None), (None, -1), ((), "none")  # ours and theirs, which mean the same
-    wrong = {name for name, value in plain_defaults().items()
+    ours = {one.name: getattr(JobConfig(), one.name) for one in fields(JobConfig)}
+    wrong = {name for name, value in ours.items()
              if name in theirs and value != theirs[name] and (value, theirs[name]) not in same}  # fmt: skip
     page = (ROOT / "docs" / "reference" / "finetune-job.md").read_text(encoding="utf-8")
     rows = page.partition("## What a file leaves out")[2].partition("## Two trainers")[0].splitlines()
     assert {row.split("`")[1] for row in rows if row.startswith("| `")} == wrong
-
-
-def plain_defaults() -> dict[str, Any]:
-    """The settings of the built-in trainer where a file says nothing."""
-    return {one.name: getattr(JobConfig(), one.name) for one in fields(JobConfig)}

@@ -37,10 +37,6 @@ def seconds(advice: Recommendation) -> float:
     return advice.chosen.forecast.step_seconds.mid
 
 
-def network(advice: Recommendation) -> str:
-    return " ".join(advice.chosen.forecast.inputs)
-
-
 @cache
 def advise_healthy() -> Recommendation:
     """Return the advice for nodes without faults."""
@@ -221,4 +217,4 @@ def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
     usual, fewer = board(700.0), board(500.0)
     assert fewer.healthy is None and fewer.slowed == ()
     assert 1.1 < seconds(fewer) / seconds(usual) < (700 / 500) ** 0.5 + 1e-6
-    assert "a board of 500 W, the data sheet's has 700: 85% of its rate" in network(fewer)
+    assert "a board of 500 W, the data sheet's has 700: 85% of its rate" in " ".join(fewer.chosen.forecast.inputs)

@@ -48,11 +48,6 @@ def rails(count: int) -> list[RdmaDevice]:
     return [port(f"mlx5_{i}", netdev=f"rail{i}", gids=[v2_gid(3, f"10.1.{i}.5")], **ROCE) for i in range(count)]
 
 
-def rail_nets(count: int) -> list[Interface]:
-    """Their interfaces, each in a subnet of its own."""
-    return [interface(f"rail{i}", "host", f"10.1.{i}.5/24") for i in range(count)]
-
-
 def counted(rows: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """The members that rows stand for: of a `count` so many alike, with their numbers in their texts."""
 
@@ -196,13 +191,13 @@ def test_only_system_configuration_names_are_advised() -> None:
 def test_twin_that_a_file_system_is_mounted_through_is_left_out() -> None:
     """A server's address in its subnet, and every GPU keeps a port as near."""
     twin, near = port("mlx5_4", netdev="stor0", gids=[v2_gid(3, "10.200.0.5")], **ROCE), tuple(FOUR.split(","))
-    links = [*rail_nets(4), interface("stor0", "host", "10.200.0.5/16")]
+    links = [interface(f"rail{i}", "host", f"10.1.{i}.5/24") for i in range(4)]
+    links += [interface("stor0", "host", "10.200.0.5/16")]
     mounted = host(gpus=4, rdma=[*rails(4), twin], interfaces=links, storage_servers=("10.200.7.9",))
     crowded = cluster(mounted, nearest=near, crowded={3: ("mlx5_3", "mlx5_4")})
     assert values(settings([mounted], crowded))[HCA] == FOUR
-    only = host(
-        gpus=4, rdma=rails(4), interfaces=links, storage_servers=("10.1.2.200",)
-    )  # the rail carries storage too
+    # the rail carries storage too
+    only = host(gpus=4, rdma=rails(4), interfaces=links, storage_servers=("10.1.2.200",))
     assert HCA not in values(settings([only], cluster(only, nearest=near)))
 
 
