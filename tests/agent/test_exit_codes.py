@@ -42,19 +42,13 @@ def filled(row: dict[str, Any], **places: Path) -> tuple[list[str], str]:
     return words, TABLE.get(given, given)
 
 
-def documented() -> set[tuple[str, int]]:
-    """Return the codes that the page lists for each verb, and code 2 of every verb."""
-    cells: set[tuple[str, int]] = set()
+def test_the_page_names_every_verb_and_each_cell_has_its_proof() -> None:
+    """A verb or a code that is added without its line and its case is found here."""
+    cells: set[tuple[str, int]] = set()  # of each verb those that the page lists, and 2
     for line in (ROOT / "docs/reference/exit-codes.md").read_text().splitlines():
         if found := re.match(r"\| `([a-z-]+)` \| (.*) \|$", line):
             cells |= {(found[1], int(code)) for code in re.findall(r"\*\*(\d+)\*\* \w", found[2])}
             cells.add((found[1], 2))
-    return cells
-
-
-def test_the_page_names_every_verb_and_each_cell_has_its_proof() -> None:
-    """A verb or a code that is added without its line and its case is found here."""
-    cells = documented()
     assert {verb for verb, _ in cells} == set(VERBS)
     assert cells == {*CASES, *RANKS, *ELSEWHERE}
     for place in ELSEWHERE.values():

@@ -11,17 +11,7 @@ from rigs.tables import each_row
 from agent.checks.findings import grouped
 from agent.cli.lint_env import lint_text
 from planner.lint.environment import lint
-from planner.lint.sources import Reading, read_text
-
-
-def settings(found: Reading) -> dict[str, str | None]:
-    """Every variable found; None where only its name is known."""
-    return {
-        name: value
-        for each in found.environments
-        for name, value in ({**each.unresolved, **each.environment} | dict.fromkeys(each.unresolved)).items()
-    }
-
+from planner.lint.sources import read_text
 
 POD = "kind: Pod\nspec:\n  containers:\n  - name: t\n    env:\n"
 ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(encoding="utf-8"))
@@ -31,7 +21,12 @@ ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(enc
 def test_what_is_set_and_what_is_not_understood(row: dict[str, Any]) -> None:
     """The settings of a text, the lines that are named as not understood, and settings that no program gets."""
     found = read_text(row["text"], None, row.get("file", ""))
-    assert settings(found) == row["sets"]
+    settings = {
+        name: value  # None where only the name is known
+        for each in found.environments
+        for name, value in ({**each.unresolved, **each.environment} | dict.fromkeys(each.unresolved)).items()
+    }
+    assert settings == row["sets"]
     assert [each.line for each in found.unread] == row.get("unread", [])
     if "unreached" in row:
         assert {each.name: each.line for each in found.unreached} == row["unreached"]

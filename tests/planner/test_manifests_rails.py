@@ -279,13 +279,6 @@ def roce(*links: Interface, netdev: str, bond: str | None = None) -> Snapshot:
     return host("n", rdma=[RdmaDevice(name="mlx5_0", kind="hca", bond=bond, ports=(port,))], interfaces=links)
 
 
-def selected(documents: tuple[dict[str, Any], ...]) -> tuple[list[str], str]:
-    """What the device plugin looks for, and on what the macvlan stands."""
-    kinds = {document["kind"]: document["spec"] for document in documents}
-    config = json.loads(kinds["NicClusterPolicy"]["rdmaSharedDevicePlugin"]["config"])
-    return config["configList"][0]["selectors"]["ifNames"], kinds["MacvlanNetwork"]["master"]
-
-
 MEMBERS = (
     Interface(name="bond0", role="host", kind="bond", mtu_bytes=4200),
     Interface(name="ens8f1np1", role="host", master="bond0"),
@@ -310,7 +303,9 @@ VLAN = (
 def test_the_device_plugin_looks_for_pci_netdevs(found, ports, master, mtu_bytes):
     """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan stands on those."""
     documents = network_manifests.network(network_manifests.from_snapshots([found]))
-    assert selected(documents) == (ports, master)
+    kinds = {document["kind"]: document["spec"] for document in documents}
+    config = json.loads(kinds["NicClusterPolicy"]["rdmaSharedDevicePlugin"]["config"])
+    assert (config["configList"][0]["selectors"]["ifNames"], kinds["MacvlanNetwork"]["master"]) == (ports, master)
     assert network_manifests.seen_from_a_pod([found]) == ()
     assert network_manifests.from_snapshots([found]).mtu_bytes == mtu_bytes, "a bond's own, not its member's"
 
