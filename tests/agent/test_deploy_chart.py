@@ -4,7 +4,6 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def test_the_chart_renders_what_the_overlay_renders(overlay: str) -> None:
         assert made[key] == document, key
 
 
-def test_golden_values_that_no_overlay_sets_arrive_and_are_valid(golden: Callable[..., None]) -> None:
+def test_golden_values_that_no_overlay_sets_arrive_and_are_valid(golden):
     """Every other value, in a namespace of another name: the golden is what chart_values.yaml changes."""
     values = Path(__file__).with_name("chart_values.yaml")
     documents = template("--values", str(values), "--namespace", "elsewhere")

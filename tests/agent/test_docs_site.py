@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 from alerts import ALERTS, DOCS
@@ -20,7 +19,7 @@ from planner.lint.values import texts
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """Built as `make docs` builds it."""
     made = tmp_path_factory.mktemp("site")
     (recipe,) = re.findall(r"^docs: \$\(READY\)\n\t\$\(BIN\)/mkdocs (.+)$", (ROOT / "Makefile").read_text(), re.M)
@@ -29,7 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_every_page_shows_the_version_and_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_every_page_shows_the_version_and_loads_nothing_from_elsewhere(site):
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 30
@@ -46,7 +45,7 @@ def test_every_page_shows_the_version_and_loads_nothing_from_elsewhere(site: Pat
         assert not re.findall(r"url\([\"']?https?:", sheet.read_text(encoding="utf-8")), sheet
 
 
-def test_what_others_link_to_is_there(site: Path) -> None:
+def test_what_others_link_to_is_there(site):
     """Each alert's runbook_url, a heading for each code that `explain` knows, and a section for each command."""
     texts = {page: page.read_text(encoding="utf-8") for page in sorted((site / "reference").rglob("*.html"))}
     for alert in ALERTS:
@@ -58,7 +57,7 @@ def test_what_others_link_to_is_there(site: Path) -> None:
 
 
 @each_row("page", sorted((ROOT / "docs" / "how-to").glob("*.md")))
-def test_a_how_to_guide_has_goal_prerequisites_commands_verify_and_undo(page: Path) -> None:
+def test_a_how_to_guide_has_goal_prerequisites_commands_verify_and_undo(page):
     text = page.read_text(encoding="utf-8")
     parts = (
         r"\*\*Goal:\*\* ",

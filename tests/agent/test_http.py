@@ -9,7 +9,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -153,7 +152,7 @@ def connects(port: int) -> bool:
     return True
 
 
-def test_who_asks_while_the_agent_is_loading_waits_and_is_answered(tmp_path: Path) -> None:
+def test_who_asks_while_the_agent_is_loading_waits_and_is_answered(tmp_path):
     """On a slow disk the libraries take seconds: the kubelet's first question is not refused meanwhile."""
     (tmp_path / "sitecustomize.py").write_text(HELD)
     opened, port = tmp_path / "open", free_port()

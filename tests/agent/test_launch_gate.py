@@ -1,7 +1,6 @@
 """A job on this host: the gate before it, its plan, and the record that stays of one which failed or was killed."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,7 +199,7 @@ FATE = "rank 1 was ended by SIGKILL; run the same command again to resume from t
 
 
 @pytest.fixture
-def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
+def posted(monkeypatch):
     """What an agent is sent."""
     with answering((201, {}, b"{}")) as (url, found):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)

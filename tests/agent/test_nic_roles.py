@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import platform_machines
@@ -174,7 +173,7 @@ def test_what_serves_storage_costs_no_step() -> None:
 
 
 @pytest.mark.corpus
-def test_shared_recordings_of_healthy_nodes_pass(corpus: Path) -> None:
+def test_shared_recordings_of_healthy_nodes_pass(corpus):
     for name in ("lom_real", "dualport_onecable", "oci_h100"):
         assert not bad(scan(load(corpus / "defects" / "machines" / f"{name}.json.gz"))), name
 

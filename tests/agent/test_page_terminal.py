@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,7 +121,7 @@ def test_every_verb_is_plain_and_fits_a_pipe(words: str, folder: None) -> None:
     assert printed(words)
 
 
-def test_golden_texts(folder: None, golden: Callable[..., None]) -> None:
+def test_golden_texts(folder, golden):
     """The verdict comes first; ten times the same is said once; a line of a log is quoted to the letter."""
     texts = [f"$ topoflight {words}\n{printed(words)}" for words in rows_of(__file__)("golden")()]
     golden("terminal.txt", "\n".join(texts))

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from rigs.recorded import NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_facts, with_ports
 from rigs.tables import ROOT, each_row, rows_of
@@ -98,7 +97,7 @@ def test_settings_that_no_environment_was_read_for_change_nothing() -> None:
 
 
 @each_row(("changes", "code", "wanted"), rows_of(__file__)("slow_gpu"))
-def test_what_slows_one_gpu_costs_every_rank(changes: dict[str, Any], code: str, wanted: str) -> None:
+def test_what_slows_one_gpu_costs_every_rank(changes, code, wanted):
     """By its clock where that is known, by NVML's factor of two where hardware slows it."""
     first, *others = facts(GpuFacts).gpus
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import generate
 import pytest
@@ -97,7 +96,7 @@ def test_links_lead_where_the_operator_says() -> None:
 
 
 @pytest.mark.prometheus
-def test_promtool_sees_the_page_of_the_node_by_its_name(programs: dict[str, str], tmp_path: Path) -> None:
+def test_promtool_sees_the_page_of_the_node_by_its_name(programs, tmp_path):
     """With an address from outside the link names the node, and without a node's name it leads to the fleet."""
     made = generate.made(page="https://p.test/fleet/")
     whole = yaml.safe_load(made["dashboards/rules_test.yaml"])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from api_server import ApiServer
 from click.testing import CliRunner, Result
 from rigs.recorded import path_of
 from rigs.tables import each_row
@@ -73,7 +72,7 @@ def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(tmp_path, mon
     assert memory == sorted(set(memory)) and memory[-1] < 48e9, memory
 
 
-def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer, tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig, tmp_path):
     """On 48 GB cards 32 rows of 4096 tokens do not fit: the largest batch that does is named, with accumulation."""
     there = (*A40, "--lengths", "4096:7473")
     done = launched("job", host=there)

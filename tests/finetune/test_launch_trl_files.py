@@ -1,7 +1,6 @@
 """A user's own file of TRL's through `launch` on this host: as it stands, with the stand-in hub's tiny weights."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def hub(tmp_path_factory):
     """Tiny weights under the name that the file has, and sums in GSM8K's form."""
     folder = tmp_path_factory.mktemp("hub")
     made = Hub()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ EXAMPLES = int(os.environ.get("TOPOFLIGHT_DOORS_EXAMPLES", "12"))
 
 
 @pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def agents(tmp_path_factory):
     """Addresses of two agents, each with a folder to keep runs in: with open reads, and closed without a token."""
     with contextlib.ExitStack() as running:
         found = {}

@@ -8,7 +8,6 @@ import ast
 import json
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
@@ -95,7 +94,7 @@ def test_no_file_names_a_registry_or_a_place_to_fetch_code_from() -> None:
 
 
 @pytest.mark.long  # imports torch
-def test_weights_are_never_unpickled(tmp_path: Path) -> None:
+def test_weights_are_never_unpickled(tmp_path):
     """pytorch_model.bin is a pickle: a folder that holds nothing else holds no weights.
 
     That code of a model is not run: tests/finetune/test_finetune_hub.py and _config.py.

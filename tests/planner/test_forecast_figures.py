@@ -1,7 +1,6 @@
 """The figures that documents cite are those of `make forecast`; the widths that ship are learned from its errors."""
 
 import re
-from pathlib import Path
 
 import pytest
 from rigs.command import ROOT, interpreter
@@ -64,7 +63,7 @@ def test_the_page_has_the_widths_that_ship() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.corpus
-def test_the_page_is_what_the_command_prints(corpus: Path) -> None:
+def test_the_page_is_what_the_command_prints(corpus):
     """Percentages within 1.5 points, counts and widths within what that allows: a term that moved is written again."""
     if not (corpus / "layouts" / "published3.csv").is_file():
         pytest.skip(f"no published rows in {corpus}")

@@ -1,7 +1,6 @@
 """Settings that are easily lost, lines that cannot be understood, and what the verb answers then."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +17,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(enc
 
 
 @each_row("row", [row for rows in ROWS.values() for row in rows])
-def test_what_is_set_and_what_is_not_understood(row: dict[str, Any]) -> None:
+def test_what_is_set_and_what_is_not_understood(row):
     """The settings of a text, the lines that are named as not understood, and settings that no program gets."""
     found = read_text(row["text"], None, row.get("file", ""))
     settings = {

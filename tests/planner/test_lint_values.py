@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rigs.tables import each_row, rows_of
@@ -91,7 +90,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("lint_values.yaml").read_text(enc
 
 
 @each_row("row", [row for rows in ROWS["environments"].values() for row in rows])
-def test_codes_of_an_environment(row: dict[str, Any]) -> None:
+def test_codes_of_an_environment(row):
     """Names by release, settings by where they stand, and pairs of them; what is said of them, with its severity."""
     version = tuple(map(int, row["nccl"].split("."))) if "nccl" in row else None
     findings = found(row["sets"], version, row.get("in", ""))

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,7 +292,7 @@ def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
     assert made(None, host_mofed=True) == ({"enabled": True, "useHostMofed": True}, {})
 
 
-def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
+def test_a_launch_asks_who_brings_the_nics_driver(tmp_path):
     """A record without nvidia_peermem; the options answer."""
     words = ("--host", path_of("sick-h100-no-peermem"), "--network", "--claim", "c", "--model",
              "Qwen/Qwen2.5-0.5B", "--no-preflight")  # fmt: skip

@@ -5,7 +5,6 @@ And the advice on every recorded machine, as an expert would read it.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -277,7 +276,7 @@ def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> Non
 
 
 @each_row("name", NAMES)
-def test_golden_advice_on_machine(name: str, golden: Callable[[str, Any], None]) -> None:
+def test_golden_advice_on_machine(name, golden):
     """The whole advice, reasons included, stays what was read and approved."""
     found = settings([snapshot(name)], join([build(snapshot(name))]))
     told = {part: [asdict(each) for each in getattr(found, part)] for part in ("settings", "notes", "needs")}

@@ -1,7 +1,6 @@
 """The user's own manifests, wrapped: what is added stands as lines of its own, and all else stays where it was."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from difflib import unified_diff
 from typing import Any
@@ -73,7 +72,7 @@ def described(row: dict[str, Any], made: str, notes: list[str], usual: set[str])
     return row | {"jobs": jobs, "others": others_in(found), "changes": "\n".join(lines), "notes": notes}
 
 
-def test_golden_wraps(golden: Callable[..., None]) -> None:
+def test_golden_wraps(golden):
     """The lines of the user stay, but for additions in brackets; wrapping again changes nothing; names are unique."""
     head, rows = FILE.read_text(encoding="utf-8").partition("- what")[0], yaml.safe_load(FILE.read_text("utf-8"))
     results = [wrapped(row["text"], additions(row)) for row in rows]

@@ -1,7 +1,6 @@
 """Facts of a GPU as NVML encodes them: the fabric's health, Xids, ECC, events, and what other probes see beside it."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -20,7 +19,6 @@ from probes.gpu.read import xid_of_line
 from probes.host.recording import RecordedHost
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-from probes.scanner import Scanner
 from topology.build import build
 from topology.check import departures
 from topology.derive import reference_of
@@ -84,7 +82,7 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     assert "gpu.device.missing" not in {f.code for f in gone}
 
 
-def test_events_pass_through_the_driver_library_and_are_kept(scanner_of: Callable[..., Scanner]) -> None:
+def test_events_pass_through_the_driver_library_and_are_kept(scanner_of):
     """Taken out of the driver's queue once, told in every scan after; a GPU that cannot be watched is unknown."""
     queue = {"nvmlEventSetWait": {"8": {"watched": [*range(8)], "xids": [[3, 79], [5, 31]]}}}
     with scanner_of(H100, inject="nvmlDeviceRegisterEvents@gpu6=not_supported", nvml=queue) as scanner:

@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import nvml_profile
 import pytest
@@ -282,9 +281,9 @@ TOLD = (
 
 @each_row(("says", "record", "more", "code", "wanted", "absent"), rows("requeued"))
 def test_a_job_that_saved_and_was_queued_again_has_not_failed(
-    says: str, record: dict[str, Any] | None, more: str, code: int, wanted: str, absent: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    says, record, more, code, wanted, absent, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     """Slurm writes "CANCELLED" of each job that it signals; run.json and the controller say what became of it."""
     log = tmp_path / "slurm-7.log"
     log.write_text(f"{TOLD}{more}\n" if "COMPLETED" not in says else "")
@@ -402,7 +401,7 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted,
     assert is_noted or "--rendezvous HOST:PORT" in finding.message
 
 
-def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path, monkeypatch):
     """scontrol of Slurm 22.05 prints these words in one line among others."""
     answer = 'echo "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=10.0.0.11 NodeHostName=$3"'
     assert resolvable_address("nowhere.invalid:29407") == "nowhere.invalid:29407"
