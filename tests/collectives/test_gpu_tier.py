@@ -47,6 +47,6 @@ def test_no_page_of_a_gpu_is_written_without_one(tmp_path):
     done = interpreter("bench/gpu.py", "--page", page)
     assert done.returncode == 2 and "no NVIDIA GPU" in done.stderr and not page.exists()
     done = interpreter("bench/gpu.py", "--cpu")
-    assert done.returncode == 2 and "--cpu needs --page" in done.stderr
+    assert done.returncode == 2 and "--cpu requires --page" in done.stderr
     done = interpreter("bench/gpu.py", "--cpu", "--page", page, "--seconds", 0)
     assert done.returncode == 1 and "## Not reached\n\n- Links against nvidia-smi" in page.read_text()

@@ -29,6 +29,9 @@ def test_what_is_set_and_what_is_not_understood(row):
     assert [each.line for each in found.unread] == row.get("unread", [])
     if "unreached" in row:
         assert {each.name: each.line for each in found.unreached} == row["unreached"]
+    lines = {name: line for each in found.environments for name, line in each.lines.items()}
+    assert lines == row.get("lines", lines)
+    assert list(found.files) == row.get("files", list(found.files))
     if not any(row["sets"].values()):  # of an unknown value only the name is judged
         assert not [each for named in found.environments for each in lint({}, unresolved=named.unresolved)]
 

@@ -194,18 +194,20 @@ def compared(row: Platform) -> list[tuple[str, str, str, str]]:
 
 
 def pages() -> dict[str, str]:
-    """What is published for each platform and what of it is advised; why the rest is not set."""
+    """What is published for each platform and what of it is advised, as a table; why the rest is not set."""
     sources: dict[str, str] = {}
     why: dict[str, list[str]] = {}
     shown: dict[str, dict[str, list[str]]] = {}
-    lines = []
+    columns = ("advised", "not set", "ours")
+    lines = [
+        "| platform | recognised by | advised as published | published, but not set | set by Topoflight itself |",
+        "|---|---|---|---|---|",
+    ]
     for row in platforms():
         named = {recipe.source.name: recipe.source.date for recipe in row.recipes}
         named |= {source.name: source.date for recipe in row.recipes for source in recipe.more}
         sources |= named
         numbers = "".join(f" [{list(sources).index(name) + 1}]" for name in named)
-        parts = [f"- **{row.name}**{numbers} ({_facts(row)})"]
-        parts += [f"vendor's script `{row.script[0]}`"] if row.script else []
         outcomes: dict[str, list[str]] = {}
         for name, value, mine, reason in compared(row) if row.machine else ():
             kind = "advised" if mine == value else "not set" if mine == "not set" else "ours"
@@ -214,15 +216,17 @@ def pages() -> dict[str, str]:
                 known = why.setdefault(reason, [])
                 known += [f"`{name}`"] if f"`{name}`" not in known else []
         if not row.machine:
-            outcomes["published"] = [f"`{name}={value}`" for name, (value, _) in row.values().items()]
+            listed = [f"`{name}={value}`" for name, (value, _) in row.values().items()]
+            outcomes["not set"] = ["not compared, because no test has such a machine:", *listed] if listed else []
         if row.plugin:  # long lists, of which nothing is for a user to decide
             outcomes["not set"] = [f"{len(outcomes['not set'])} variables of the vendor's script or manifest"]
-        parts += ["RCCL is not supported yet"] if row.amd else []
-        alike = next((name for name, each in shown.items() if each == outcomes), None)
+        alike = next((name for name, each in shown.items() if each == outcomes and any(each.values())), None)
         shown[row.name] = outcomes
-        settings_of = [f"{kind}: {' '.join(each)}" for kind, each in outcomes.items() if each]
-        parts += [f"as {alike}"] if alike and settings_of else settings_of
-        lines.append("; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing to set")
+        cells = [f"the same as {alike}", "", ""] if alike else [" ".join(outcomes.get(kind, ())) for kind in columns]
+        cells[0] = f"run the vendor's script `{row.script[0]}`" if row.script and not alike else cells[0]
+        cells[0] = "none: RCCL is not supported yet" if row.amd else cells[0]
+        cells[0] = cells[0] if any(cells) else "nothing to set"
+        lines.append(f"| {' | '.join((f'**{row.name}**{numbers}', _facts(row), *cells))} |")
     listed = [f"{number}. {name}, {date}" for number, (name, date) in enumerate(sources.items(), 1)]
     reasons = [f"- {reason}: {', '.join(names)}" for reason, names in why.items()]
     return {
@@ -236,12 +240,12 @@ def _facts(row: Platform) -> str:
         return "not recognised"
     clouds = {"aws": "Amazon EC2", "azure": "Azure", "gcp": "Google", "oci": "Oracle"}
     parts = [clouds[row.cloud]] if row.cloud else []
-    parts += [f"`{row.product}`"] if row.product else []
-    parts += [f"`{row.gpu}`"] if row.gpu else []
+    for name, pattern in (("product", row.product), ("GPU", row.gpu)):
+        parts += [f"{name} <code>{pattern.replace('|', '&#124;')}</code>"] if pattern else []
     parts += ["AMD GPUs"] if row.amd else []
     fabric = {
         "cxi": "Cassini NICs",
-        "ethernet": "Ethernet alone",
+        "ethernet": "only Ethernet",
         "roce": "RoCE ports",
         "efa": "EFA devices",
         "infiniband": "InfiniBand ports",
@@ -255,7 +259,7 @@ def test_page_of_platforms_is_drawn_from_the_data() -> None:
     """docs/reference/platforms.md, and its reasons in docs/decisions; what stands above the list people write."""
     for name, text in pages().items():
         path = ROOT / "docs" / name
-        head, mark, _ = path.read_text(encoding="utf-8").partition("\n- ")
+        head, mark, _ = path.read_text(encoding="utf-8").partition(f"\n{text[:2]}")
         if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
             path.write_text(f"{head}\n{text}", encoding="utf-8")
         assert mark and path.read_text(encoding="utf-8") == f"{head}\n{text}"
