@@ -15,8 +15,7 @@ import click
 import kubernetes_validate
 import pytest
 import yaml
-from rigs.command import parse as parse_command
-from rigs.command import topoflight
+from rigs.command import parse as parse_command, topoflight
 from rigs.recorded import path_of
 from rigs.tables import ROOT, each_row
 from test_tutorials import PAGES as TUTORIALS

@@ -14,8 +14,7 @@ from agent.checks.history import AT_ONCE
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, explain
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.values import CODES as ENV_CODES
-from planner.lint.values import texts
+from planner.lint.values import CODES as ENV_CODES, texts
 
 
 @pytest.fixture(scope="module")

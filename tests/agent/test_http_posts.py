@@ -9,8 +9,7 @@ import click
 import pytest
 import yaml
 from kustomization import render
-from rigs.agents import agent, bearer
-from rigs.agents import tokens as tokens_in
+from rigs.agents import agent, bearer, tokens as tokens_in
 from rigs.pods import templates
 from rigs.results import RUN
 from rigs.tables import ROOT, each_row

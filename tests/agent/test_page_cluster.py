@@ -14,8 +14,7 @@ from rigs.tables import ROOT, each_row
 from agent.base import units
 from agent.base.options import distinct_names
 from agent.checks.verdict import judge
-from agent.cluster.nodes import Fleet, NodeRecord
-from agent.cluster.nodes import checks_of as gate_of_nodes
+from agent.cluster.nodes import Fleet, NodeRecord, checks_of as gate_of_nodes
 from agent.http import pages
 from agent.http.state import nodes_document
 from agent.jobs.preflight import Report

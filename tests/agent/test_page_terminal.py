@@ -19,9 +19,7 @@ from agent.advice.request import Request
 from agent.checks.findings import grouped
 from agent.cli.bench import show_networks
 from agent.jobs.networks import Bar, NetworkBars
-from agent.terminal import advice as advice_view
-from agent.terminal import findings as findings_view
-from agent.terminal import hosts, topology
+from agent.terminal import advice as advice_view, findings as findings_view, hosts, topology
 from agent.terminal.measured import bench
 from contracts.finding import Finding, Status
 

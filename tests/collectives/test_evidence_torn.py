@@ -8,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from evidence_rows import dressed, rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rigs.logs import read
 from rigs.tables import each_row
 

@@ -19,17 +19,14 @@ from agent.checks.measured import read_baseline
 from agent.checks.verdict import GateError
 from agent.cli.bundle import BundleError, unpack_bundle
 from collectives.bench.results import MOST_RESULT_BYTES, read_result
-from collectives.traces.rank_files import RankFileError, read_state
-from collectives.traces.rank_files import read as read_trace
-from collectives.traces.ras import RasError
-from collectives.traces.ras import read as read_ras
+from collectives.traces.rank_files import RankFileError, read as read_trace, read_state
+from collectives.traces.ras import RasError, read as read_ras
 from contracts import bounded, run_record
 from contracts.bounded import ArchiveError, TooLargeError, open_regular, zip_files
 from contracts.host_list import HostListError, expand_host_list
 from contracts.job_config import ConfigError, read_mapping
 from contracts.job_plan import read as read_plan
-from contracts.plain import PlainError
-from contracts.plain import loads as plain
+from contracts.plain import PlainError, loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.script import EnvironmentTextError

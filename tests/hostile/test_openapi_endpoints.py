@@ -12,8 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from rigs.agents import TOKEN, agent, bearer, tokens
 from rigs.serving import serving
 from rigs.tables import each_row

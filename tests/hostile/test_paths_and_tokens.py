@@ -11,8 +11,7 @@ import pytest
 import resident
 import urllib3
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rigs.agents import TOKEN, agent, bearer, token_file
 from rigs.recorded import path_of
 from rigs.tables import each_row

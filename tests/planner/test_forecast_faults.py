@@ -5,8 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from rigs.recorded import H100, changed
-from rigs.recorded import snapshot as host
+from rigs.recorded import H100, changed, snapshot as host
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice import advise

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from rigs.recorded import changed
-from rigs.recorded import snapshot as host
+from rigs.recorded import changed, snapshot as host
 from rigs.tables import each_row
 
 from hardware.machines import catalogue

@@ -17,8 +17,7 @@ from agent.advice.request import Request
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
 from finetune import pod
-from planner.kubernetes import manifests
-from planner.kubernetes import networks as network_manifests
+from planner.kubernetes import manifests, networks as network_manifests
 from planner.kubernetes.manifests import JobError, JobSpec
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts

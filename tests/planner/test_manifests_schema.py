@@ -16,8 +16,7 @@ from rigs.pods import templates
 from rigs.tables import ROOT, each_row
 
 from agent.base.options import snapshots
-from planner.kubernetes import manifests
-from planner.kubernetes import networks as network_manifests
+from planner.kubernetes import manifests, networks as network_manifests
 from planner.kubernetes.manifests import JobError, JobSpec
 from probes.registry import ALL
 

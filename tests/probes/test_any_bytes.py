@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from dicthost import Content, DictHost
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from probes.api import UnavailableError
 from probes.hostinfo import probe as hostinfo

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu_machines import H100, facts_of, gpu_with, recorded
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rigs.recorded import with_facts
 from rigs.tables import each_row, rows_of
 from scanned import scan

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 from dicthost import Content, DictHost
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rigs.tables import each_row, rows_of
 
 from contracts.finding import Status
 from probes.api import UnavailableError
-from probes.interfaces import probe as interfaces
-from probes.interfaces import read as lldp
+from probes.interfaces import probe as interfaces, read as lldp
 from probes.interfaces.facts import Interface, nccl_choice
 from probes.interfaces.read import read as read_interfaces
 

@@ -12,8 +12,7 @@ from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.pci import probe as pci
 from probes.pci.probe import peer_ports
-from probes.pci.read import parse_config
-from probes.pci.read import read as read_pci
+from probes.pci.read import parse_config, read as read_pci
 
 rows = rows_of(__file__)
 

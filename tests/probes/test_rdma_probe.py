@@ -18,8 +18,7 @@ from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of
 from probes.rdma.probe import nccl_gid_index, rocev2_gid_index
-from probes.rdma.read import parse_rate, roce_mtu
-from probes.rdma.read import read as read_rdma
+from probes.rdma.read import parse_rate, read as read_rdma, roce_mtu
 
 rows = rows_of(__file__)
 

@@ -20,8 +20,7 @@ from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from contracts.finding import Status
-from probes import registry
-from probes import scanner as scanning
+from probes import registry, scanner as scanning
 from probes.api import Absent, Failed, Ok, Snapshot, UnavailableError
 from probes.host.live import LiveHost
 from probes.host.protocol import Host

@@ -9,8 +9,7 @@ from rigs.tables import each_row, golden_rows
 
 from probes.api import UnavailableError
 from probes.hostinfo import probe as hostinfo
-from probes.hostinfo.read import container, of_agent
-from probes.hostinfo.read import read as read_hostinfo
+from probes.hostinfo.read import container, of_agent, read as read_hostinfo
 from probes.limits import probe as limits
 from probes.limits.read import read as read_limits
 from probes.registry import BY_NAME

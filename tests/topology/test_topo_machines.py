@@ -18,8 +18,7 @@ from topology.derive import complete
 from topology.formats.text import parse
 from topology.graph import COLOURS, GpuNode, NicNode, NodeTopology, Pair, Pairs, PathClass
 from topology.paths import with_expectations
-from topology.render import json_document
-from topology.render import render_matrix as matrix
+from topology.render import json_document, render_matrix as matrix
 from topology.svg import svg
 
 FLAT = "azure-nd-a100-flat-vm"
