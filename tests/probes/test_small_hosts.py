@@ -9,8 +9,7 @@ from rigs.tables import each_row, golden_rows
 
 from probes.api import UnavailableError
 from probes.hostinfo import probe as hostinfo
-from probes.hostinfo.read import container, of_agent
-from probes.hostinfo.read import read as read_hostinfo
+from probes.hostinfo.read import container, of_agent, read as read_hostinfo
 from probes.limits import probe as limits
 from probes.limits.read import read as read_limits
 from probes.registry import BY_NAME
@@ -50,9 +49,7 @@ def test_hypervisor(grace: bool, flag: str, vendor: str, product: str, name: str
 
 
 @each_row(("kind", "files", "environment"), ROWS["kinds"])
-def test_container_is_known_by_its_engines_traces(
-    kind: str | None, files: dict[str, str], environment: dict[str, str]
-) -> None:
+def test_container_is_known_by_its_engines_traces(kind, files, environment):
     """One trace is enough; a pod's stands above its engine's."""
     assert container(DictHost(dict(files), environment=environment)) == kind
 
@@ -81,9 +78,7 @@ def host(
 
 
 @each_row(("machine", "code", "severity", "words"), TABLES["wrong"])
-def test_what_is_wrong_with_the_limits(
-    machine: dict[str, Any] | str, code: str, severity: str | None, words: str
-) -> None:
+def test_what_is_wrong_with_the_limits(machine, code, severity, words):
     read = read_limits(DictHost() if machine == "bare" else host(**machine))
     found = next((finding for finding in limits.check(read) if finding.code == f"limits.{code}"), None)
     assert (found.status if found else None) == severity
