@@ -39,8 +39,7 @@ from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.explain import over_unknown_network, sigmas_of_rates
-from planner.forecast.calibration import FILE as INTERVALS
-from planner.forecast.calibration import Widths, interval, key_of, kinds_of, widths
+from planner.forecast.calibration import FILE as INTERVALS, Widths, interval, key_of, kinds_of, widths
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
 from planner.forecast.memory import FRAGMENTATION, memory_parts
 from planner.forecast.specs import weights

@@ -290,5 +290,5 @@ def ask_trainer(module: str, *words: str, text: str = "") -> str:
         raise InputError(done.stderr.strip()[-600:])
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     if done.returncode or not lines:
-        raise LookupError(lines[-1][:300] if lines else f"exit code {done.returncode}")
+        raise LookupError(lines[-1][:800] if lines else f"exit code {done.returncode}")
     return lines[-1]

@@ -18,8 +18,7 @@ from agent.advice.advise import advise, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
-from agent.base.options import InputError
-from agent.base.options import snapshots as read_snapshots
+from agent.base.options import InputError, snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured
 from agent.checks.findings import worst_first

@@ -22,8 +22,7 @@ from planner.advice import Recommendation
 from planner.kubernetes.manifests import Document, JobError, check_form, from_template
 from planner.nccl_env.devices import PortChoice, choose_ports, exact_if_needed
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.situation import NodeView, PortView, Reason, Setting
-from planner.nccl_env.situation import networks as subnets
+from planner.nccl_env.situation import NodeView, PortView, Reason, Setting, networks as subnets
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.pci.facts import PciFacts

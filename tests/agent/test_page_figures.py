@@ -15,8 +15,7 @@ from agent.checks.verdict import build_view
 from agent.http import pages
 from agent.http.questions import read_form
 from agent.jobs.preflight import Report
-from agent.pages import environment, report_page
-from agent.pages import picture as picture_of
+from agent.pages import environment, picture as picture_of, report_page
 from agent.terminal.findings import findings
 from agent.terminal.measured import transport_of
 from contracts.finding import Interval
@@ -161,9 +160,7 @@ GLOO = {"layout": {"effective": {"backend": "gloo"}}}
 
 
 @each_row(("taken", "more", "shown"), rows("taken"))
-def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(
-    taken: list[str], more: dict[str, object], shown: str
-) -> None:
+def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(taken, more, shown):
     asked = {"NCCL_SOCKET_IFNAME": "net1", "GLOO_SOCKET_IFNAME": "net1"}
     assert transport_of(record_of(record(taken, **asked) | more)) == shown
 

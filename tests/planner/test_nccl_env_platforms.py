@@ -5,7 +5,6 @@ And the advice on every recorded machine, as an expert would read it.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import platform_machines as built
 import yaml
 from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.advice.advise import of_cluster
 from agent.advice.request import Request, cluster_of
@@ -29,7 +28,6 @@ from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
 
-ROOT = Path(__file__).parents[2]
 WHY = read_table(f"{ROOT}/planner/nccl_env/__init__.py", "data/platforms.toml")["why"]  # why our value differs
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
 
@@ -78,10 +76,7 @@ def test_every_machine_and_every_platform_is_covered() -> None:
     """A row without its machine says so by having none; a machine without its expectation is none."""
     assert set(EXPECTED) == set(built.MACHINES)
     assert {row.machine for row in platforms() if row.machine} <= set(EXPECTED)
-    assert [row.name for row in platforms() if row.machine is None] == [
-        "Azure NC RTX PRO 6000 v6",
-        "Azure ND40rs v2",
-    ]
+    assert [row.name for row in platforms() if row.machine is None] == ["Azure NC RTX PRO 6000 v6", "Azure ND40rs v2"]
 
 
 @each_row("machine", ["gcp-a3-high", "gcp-a3-mega", "gcp-a3-ultra", "gcp-a4", "gcp-a4x"])
@@ -285,7 +280,7 @@ def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> Non
 
 
 @each_row("name", NAMES)
-def test_golden_advice_on_machine(name: str, golden: Callable[[str, Any], None]) -> None:
+def test_golden_advice_on_machine(name, golden):
     """The whole advice, reasons included, stays what was read and approved."""
     found = settings([snapshot(name)], join([build(snapshot(name))]))
     told = {part: [asdict(each) for each in getattr(found, part)] for part in ("settings", "notes", "needs")}
