@@ -14,7 +14,7 @@ from planner.forecast.memory import NCCL_BYTES, RESERVED_RANKS_BYTES, memory_par
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.forecast.step_time import Job
-from planner.rules import list_broken
+from planner.search import list_broken
 from planner.stacks import engine_named
 
 MODEL = model_named("Llama-3.1-8B")  # 32 layers, h 4096, q 4096, kv 1024, f 14336

@@ -16,8 +16,7 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.forecast.step_time import Job
 from planner.recommend import plan, recommend
-from planner.rules import first_broken, list_broken
-from planner.search import search
+from planner.search import first_broken, list_broken, search
 from planner.stacks import ENGINES, engine_named
 
 rows = rows_of(__file__)

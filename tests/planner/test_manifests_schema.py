@@ -43,7 +43,7 @@ def documents() -> list[dict[str, Any]]:
     made = [d for api in manifests.APIS.values() for d in api(SPEC)]
     made += list(network_manifests.network(NETWORK))
     made += SHARED_CLAIM
-    made += [manifests.config_map(SPEC, {"config.yaml": "a: 1\n"})]
+    made += manifests.from_template("config_map", spec=SPEC, files={"config.yaml": "a: 1\n"})
     return list(yaml.safe_load_all(manifests.render(made)))
 
 
