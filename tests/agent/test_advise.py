@@ -237,9 +237,8 @@ def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Pa
 
 
 def test_tokens_beyond_a_models_positions_are_said() -> None:
-    assert any(
-        "beyond Llama-3.1-8B's 131072 positions" in line for line in ask(nodes=2, sequence_length=200_000).unknowns
-    )
+    beyond = ask(nodes=2, sequence_length=200_000).unknowns
+    assert any("beyond Llama-3.1-8B's 131072 positions" in line for line in beyond)
     assert not any("positions" in line for line in ask(nodes=2, sequence_length=131_072).unknowns)
 
 
@@ -339,8 +338,7 @@ def test_no_network_is_offered_that_nobody_sells() -> None:
 def test_auto_takes_trl_s_trainer_where_only_split_sequences_fit(tmp_path: Path, model: str, words: list[str]) -> None:
     """Long rows on two GPUs: TRL's trainer has context parallelism, and the built-in one has not."""
     file = tmp_path / "job.yaml"
-    file.write_text(
-        f"{{model_name_or_path: {model}, dataset_name: own/x, use_peft: true, max_length: 131072, max_steps: 10}}"
-    )
+    job = {"dataset_name": "own/x", "use_peft": True, "max_length": 131072, "max_steps": 10}
+    file.write_text(json.dumps({"model_name_or_path": model, **job}))
     done = topoflight("recommend", "--config", str(file), "--lengths", "131072:64", "--machine", "2xa40-roce")
     assert [word for word in words if word not in done.stdout + done.stderr] == []

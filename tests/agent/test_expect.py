@@ -66,9 +66,8 @@ def test_what_could_not_be_read_is_unknown_and_required() -> None:
         (check,) = of_code(view, EXPECT_CODES[0])
         assert (check.status, check.required) == ("unknown", True), words
         assert "no answer after 30.0 s" in check.message and view.verdict.exit_code == 5, words
-    off = build_view(
-        (snapshot("sick-h100-rdma-off"),), expected=parse(["hcas=8"])
-    )  # the bus has ten HCAs, none was read
+    # the bus has ten HCAs, none was read
+    off = build_view((snapshot("sick-h100-rdma-off"),), expected=parse(["hcas=8"]))
     assert [(check.status, check.required) for check in of_code(off, EXPECT_CODES[0])] == [("unknown", True)]
 
 

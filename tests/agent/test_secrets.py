@@ -128,9 +128,8 @@ def outputs(tmp_path, caplog):
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()
     (state_folder / result_store.RUNS_FOLDER).mkdir()
-    (state_folder / result_store.RUNS_FOLDER / "20261101T100000-0.json").write_text(
-        json.dumps(RECORD)
-    )  # of another writer
+    of_another_writer = state_folder / result_store.RUNS_FOLDER / "20261101T100000-0.json"
+    of_another_writer.write_text(json.dumps(RECORD))
     snapshot = scan(host)
     found = {"record as read": run_record.dumps(run_record.record_of(RECORD)), "last error": run_record.raised(LOG)}
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=state_folder)

@@ -64,8 +64,7 @@ def test_without_a_compiler_the_job_is_refused(tmp_path):
     argv, record = job(tmp_path, True)
     done = interpreter("-m", "finetune.train", *argv, seconds=900, without=("CXX",), PATH=str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "finetune: refused: compile=true: torch.compile needs a C++ compiler"
-    )
+    said = "finetune: refused: compile=true: torch.compile needs a C++ compiler"
+    assert done.stderr.splitlines()[-1].startswith(said)
     assert "Traceback" not in done.stderr
     assert json.loads(record.read_text())["status"] == "refused"

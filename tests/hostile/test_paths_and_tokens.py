@@ -43,9 +43,8 @@ def test_a_report_replaces_a_link_and_never_follows_it(tmp_path):
 
 def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path):
     """The agent's state folder: names are made here, from time and process id only."""
-    kept = result_store.store_run(
-        record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}), tmp_path
-    )
+    record = record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"})
+    kept = result_store.store_run(record, tmp_path)
     assert kept is not None and kept.parent == tmp_path / result_store.RUNS_FOLDER
     assert re.fullmatch(r"[\w.-]+\.json", kept.name)
 

@@ -212,9 +212,8 @@ def test_a_named_layout_that_does_not_fit_has_the_options_of_one_that_does() -> 
 def test_what_a_question_says_in_vain_is_said_back() -> None:
     """Rows that are cut, and a release of NCCL that nobody knows."""
     train = TrainSpec(sequence_length=2048, length_histogram=((100, 10), (9000, 5)))
-    answer = recommend(
-        machines.cluster("p5.48xlarge"), (), model_named("Llama-3.1-8B"), train, nccl_version=(99, 99, 0)
-    )
+    model, later = model_named("Llama-3.1-8B"), (99, 99, 0)
+    answer = recommend(machines.cluster("p5.48xlarge"), (), model, train, nccl_version=later)
     words = " ".join(answer.unknowns)
     assert "5 of 15 rows are longer than the sequence length of 2048 tokens" in words
     assert "NCCL 99.99.0 is newer than" in words

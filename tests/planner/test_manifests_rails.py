@@ -53,9 +53,8 @@ def test_one_interface_is_as_it_always_was() -> None:
     assert one.rails() == (one,)
     documents = network_manifests.network(one)
     assert [document["metadata"]["name"] for document in documents[3:]] == ["rdmashared-net", "rdmashared-net"]
-    assert json.loads(documents[3]["spec"]["ipam"]) == {
-        "type": "whereabouts", "range": "8.8.8.0/24", "gateway": "1.1.1.1",
-    }  # fmt: skip
+    ipam = {"type": "whereabouts", "range": "8.8.8.0/24", "gateway": "1.1.1.1"}
+    assert json.loads(documents[3]["spec"]["ipam"]) == ipam
     assert network_manifests.NetworkSpec(interfaces=(), infiniband=True).rails() == ()
 
 
@@ -177,9 +176,8 @@ def test_a_job_for_several_rails_is_told_what_its_pods_would_have_said(rails: in
     found = network_manifests.from_snapshots(nodes)
     names = [f"{rail.namespace}/{rail.name}" for rail in found.rails()]
     by_number = sorted(found.interfaces, key=lambda name: (len(name), name))  # ens2 before ens10
-    given = network_manifests.attached(
-        advice(*nodes), nodes, networks=names, interfaces=by_number, resource="rdma/rdma_shared_device_eth"
-    )
+    device = "rdma/rdma_shared_device_eth"
+    given = network_manifests.attached(advice(*nodes), nodes, networks=names, interfaces=by_number, resource=device)
     seen = advice(pod("a", rails), pod("b", rails))
     assert environment(given) == environment(seen)
     assert environment(given)["NCCL_SOCKET_IFNAME"] == ("=net1" if rails > 9 else "net1"), "net1 begins net10 as well"

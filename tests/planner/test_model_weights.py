@@ -164,9 +164,8 @@ def test_megatron_is_told_the_same_shape_or_refuses() -> None:
     ):  # fmt: skip
         with pytest.raises(ExportError, match=why):
             export("megatron", ExportRequest(layout=layout, model=odd, train=train))
-    assert "--add-qkv-bias" in export(
-        "megatron", ExportRequest(layout=layout, model=model_named("Qwen2.5-7B"), train=train)
-    )
+    biased = ExportRequest(layout=layout, model=model_named("Qwen2.5-7B"), train=train)
+    assert "--add-qkv-bias" in export("megatron", biased)
 
 
 @each_row("named", ["0", [0.5], [True], {"0": 1}, [None]])

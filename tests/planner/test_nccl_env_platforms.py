@@ -63,9 +63,8 @@ def test_settings_of_the_built_machine(machine: str) -> None:
     assert (row.name if row else None) == expected.get("platform")
     assert transport(found) == expected.get("sets", {})
     assert not [each for each in found.settings if each.name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")]
-    alone = advice(
-        machine, multi_node=False
-    )  # nothing of HCAs, interfaces, classes or plugins: nothing leaves the node
+    # nothing of HCAs, interfaces, classes or plugins: nothing leaves the node
+    alone = advice(machine, multi_node=False)
     assert not transport(alone).keys() - {"NCCL_TOPO_FILE"}
     told = {each.topic for each in alone.notes}
     assert not [name for name in told if name.startswith(("NCCL_IB_", "NCCL_NET", "NCCL_SOCKET", "NCCL_CROSS", "FI_"))]

@@ -117,9 +117,8 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     assert "preflight -q -o reason || {" in text and "The job is not started: $reason" in text
     again = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
     assert again.exit_code == 0 and path.read_text().splitlines() == made and "wrapped before" in again.output
-    path.write_text(
-        script.replace("  srun --label", "  srun -l /opt/bin/topoflight preflight -q || exit\n    srun --label")
-    )
+    gate = "  srun -l /opt/bin/topoflight preflight -q || exit\n    srun --label"
+    path.write_text(script.replace("  srun --label", gate))
     own = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "no second check of the nodes" in own.stderr and "+srun" not in own.stdout and "+export" in own.stdout
     for option, gpus in (("--gres=gpu:1", 2), ("--gres=gpu:h100:4,tmpdisk:9", 8), ("--gpus-per-node=2", 4),
@@ -467,9 +466,8 @@ def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: 
     environment = commands(tmp_path, logger=f'echo "$@" >> {tmp_path}/log', sinfo="echo 'idle|none'")
     environment["SLURM_JOB_UID"] = str(os.getuid())
     for script in ("prolog", "health-check", "epilog"):
-        done = subprocess.run(
-            [tmp_path / f"{script}.sh"], env=environment, capture_output=True, timeout=60, check=False
-        )
+        command = [tmp_path / f"{script}.sh"]
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
         if script == "epilog" and "not checked (" in logged:  # it makes no check
             assert done.returncode == 0
             continue
