@@ -14,8 +14,8 @@ import torch
 import yaml
 from click.testing import CliRunner
 from rigs.command import ROOT, interpreter
-from rigs.hub import Hub
-from test_finetune_hub import model_at, parquet
+from rigs.hub import Hub, parquet
+from test_finetune_hub import model_at
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from agent.cli.launch import launch

@@ -186,14 +186,8 @@ def test_what_ranks_hold_as_the_model_comes_in_bounds_the_layout() -> None:
     assert engine_named("topoflight").host_load(size, three, 8) == 0.0
     node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
     links = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
-    small = Job(
-        model=MODEL,
-        train=FULL,
-        links=links,
-        engine=engine_named("deepspeed"),
-        host_memory_bytes=128.0 * GIB,
-        rates=cpu_rates(8.0, None),
-    )
+    small = Job(model=MODEL, train=FULL, links=links, engine=engine_named("deepspeed"), rates=cpu_rates(8.0, None),
+                host_memory_bytes=128.0 * GIB)  # fmt: skip
     assert "loading needs 120 GiB" in (host_memory_holds(small, two) or "")
     assert host_memory_holds(small, three) is None
     assert host_memory_holds(replace(small, host_memory_bytes=None), two) is None

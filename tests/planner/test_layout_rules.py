@@ -36,12 +36,9 @@ def job(
     return Job(
         model=replace(named, quantised=quantised or named.quantised, sliding_window=window or named.sliding_window),
         train=TrainSpec(**{"method": "full", "sequence_length": 8192, "engine": engine, **train}),
-        links=LINKS,
-        engine=engine_named(engine),
-        rates=cpu_rates(8.0, None),
-        has_gpu=has_gpu,
+        links=LINKS, engine=engine_named(engine), rates=cpu_rates(8.0, None), has_gpu=has_gpu,
         compute_capability=tuple(capability),
-    )
+    )  # fmt: skip
 
 
 @each_row(("rule", "engine", "settings", "layout", "says"), rows("forbids"))

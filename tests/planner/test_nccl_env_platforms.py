@@ -242,13 +242,8 @@ def _facts(row: Platform) -> str:
     for name, pattern in (("product", row.product), ("GPU", row.gpu)):
         parts += [f"{name} <code>{pattern.replace('|', '&#124;')}</code>"] if pattern else []
     parts += ["AMD GPUs"] if row.amd else []
-    fabric = {
-        "cxi": "Cassini NICs",
-        "ethernet": "only Ethernet",
-        "roce": "RoCE ports",
-        "efa": "EFA devices",
-        "infiniband": "InfiniBand ports",
-    }
+    fabric = {"cxi": "Cassini NICs", "ethernet": "only Ethernet", "roce": "RoCE ports", "efa": "EFA devices",
+              "infiniband": "InfiniBand ports"}  # fmt: skip
     if row.fabric:
         parts.append(fabric[row.fabric] + (f", at least {row.nics}" if row.nics else ""))
     return "; ".join(parts)
