@@ -5,7 +5,6 @@ import math
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -23,7 +22,7 @@ from planner.forecast.specs import TrainSpec, mean_length
 from topology.build import build
 
 
-def ask(**more: Any) -> Recommendation:
+def ask(**more) -> Recommendation:
     given = {"machine": "p5.48xlarge", "model": "Llama-3.1-8B", "method": "full", "global_batch": 64}
     return advise(Request.of(**{**given, **more}), ())
 
@@ -34,11 +33,11 @@ def chosen_of(advice: Recommendation) -> RankedLayout:
     return advice.chosen
 
 
-def step(**more: Any) -> float:
+def step(**more) -> float:
     return chosen_of(ask(**more)).forecast.step_seconds.mid
 
 
-def shown(*words: object) -> tuple[Any, str]:
+def shown(*words: object) -> tuple:
     """The document that `recommend` prints as JSON, and what it says beside it."""
     done = topoflight("recommend", *words, "-o", "json")
     assert done.exit_code == 0, done.output
@@ -181,7 +180,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def of_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more: Any) -> Request:
+def of_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more) -> Request:
     """A request with what is known of a data set's rows."""
     found = {"dataset_name": str(data), **({"tokenizer_name": str(tokenizer)} if tokenizer else {})}
     return with_rows(Request.of(model=model, **more), found)
@@ -285,7 +284,7 @@ def test_launch_plans_with_the_rows_of_the_jobs_own_data(rows: Path, tmp_path: P
     assert step < 0.5 * full
 
 
-def run(words: str) -> tuple[int, dict[str, Any]]:
+def run(words: str) -> tuple[int, dict]:
     """Exit code and document of the verb."""
     result = topoflight("recommend", *shlex.split(words), "-o", "json")
     return result.exit_code, json.JSONDecoder().raw_decode(result.stdout)[0]

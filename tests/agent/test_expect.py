@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -171,7 +170,7 @@ def test_the_daemonset_reads_the_administrators_config_map(tmp_path: Path) -> No
     documents = render(ROOT / "deploy/daemonset/base")
     assert not [d for d in documents if d["kind"] == "ConfigMap"]
     (daemonset,) = [d for d in documents if d["kind"] == "DaemonSet"]
-    pod: dict[str, Any] = daemonset["spec"]["template"]["spec"]
+    pod: dict = daemonset["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     page = (ROOT / "docs/how-to/deploy-kubernetes.md").read_text(encoding="utf-8")
     (name, file), *more = re.findall(r"create configmap (\S+) --from-file=(\S+)", page)

@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes, with_ports
@@ -213,7 +212,7 @@ def test_a_fault_of_boot_that_stays_is_named_when_the_host_has_settled(tray: Sna
 HEALTHY = {"replay": 3, "recovery": 0, "crc_flit": 900}
 
 
-def scan_at(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | None = None, **other: Any) -> Snapshot:
+def scan_at(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | None = None, **other) -> Snapshot:
     port = RdmaPort(port=1, counters=None if link_downed is None else {"link_downed": link_downed})
     rdma = RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),))
     link = NvLink(link=7, active=True, errors=HEALTHY if errors is None else errors)
@@ -251,14 +250,14 @@ def test_what_cannot_be_compared_gives_no_finding(later: Snapshot) -> None:
     assert rising(scan_at(0), later) == ()
 
 
-def gpus(**changes: Any) -> Snapshot:
+def gpus(**changes) -> Snapshot:
     gpu = Gpu(index=2, bus_id="0000:1b:00.0", uuid="GPU-a", **changes.pop("gpu", {}))
     facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(gpu,))
     return scan_at(changes.pop("at", 0.0), outcomes={"gpu": Ok(facts=facts)}, **changes)
 
 
 @each_row(("before", "after", "expected"), rows("rises"))
-def test_what_rises_on_a_gpu(before: dict[str, Any], after: dict[str, Any], expected: list[str] | None) -> None:
+def test_what_rises_on_a_gpu(before: dict, after: dict, expected: list[str] | None) -> None:
     """PCIe replays by DCGM's limit, memory errors and Xids at once; what was not read gives no verdict."""
     found = rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
     assert [[f.code, f.status] for f in found] == ([expected] if expected else [])

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -45,7 +44,7 @@ def result(
     """What a run on this machine would have left, with these bus bandwidths in GB/s."""
     found = (snapshot(machine),)
     links = json.loads(json.dumps(job_benchmark.links_of(found, ranks)))
-    row: dict[str, Any] = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
+    row: dict = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
     hello = [{**row, "host": name} for name in hosts for _ in range(ranks)]
     expect = job_benchmark.expected(found)
     made = [

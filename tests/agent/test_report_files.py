@@ -5,7 +5,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -99,7 +98,7 @@ def test_junit_and_github_name_the_node_of_every_finding(nodes: Path) -> None:
     failures = [(suite, case) for suite in root for case in suite if case.find("failure") is not None]
     assert failures
     for suite, case in failures:
-        failure: Any = case.find("failure")
+        failure = case.find("failure")
         assert suite.get("hostname") == suite.get("name")
         assert failure.get("message").startswith(f"{suite.get('name')}: ")
     lines = preflight(nodes, "-o", "github").splitlines()
@@ -125,7 +124,7 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 @pytest.fixture
 def recording(tmp_path: Path) -> str:
     """A sick machine whose names and words are hostile: hostname, product, board, driver and the kernel's log."""
-    content: dict[str, Any] = json.loads(path_of("sick-h100-gpu-lost").read_text(encoding="utf-8"))
+    content: dict = json.loads(path_of("sick-h100-gpu-lost").read_text(encoding="utf-8"))
     answers = content["answers"]
     content["hostname"] = answers["identity"][""]["hostname"] = f"node{STEERING}"
     for path in answers["read_text"]:

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -109,7 +108,7 @@ def machine() -> RecordedHost:
     return RecordedHost(content)
 
 
-RECORD: dict[str, Any] = {
+RECORD: dict = {
     **RUN, "status": "failed", "exit_code": 1, "reason": f"died: {PLANTED}", "notes": [PLANTED, "a note"],
     "environment": {"HF_TOKEN": S, "X": PLANTED},
 }  # fmt: skip

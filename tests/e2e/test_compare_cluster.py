@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -37,7 +36,7 @@ def cluster(tmp_path, monkeypatch):
         yield server
 
 
-def compare(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+def compare(folder: Path, *words: str) -> tuple[int, dict, str]:
     done = CliRunner().invoke(compare_networks, [*WORDS, "--report", str(folder), "-o", "json", *words])
     return done.exit_code, json.loads(done.stdout) if done.stdout.startswith("{") else {}, done.output
 

@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -69,10 +68,10 @@ LONG = {
 }  # fmt: skip
 
 
-def rows(table: str) -> Callable[[], list[tuple[bytes, Any]]]:
+def rows(table: str) -> Callable[[], list[tuple]]:
     """Requests of a table, and what is expected of each."""
 
-    def read_table() -> list[tuple[bytes, Any]]:
+    def read_table() -> list[tuple]:
         found = []
         for text, wanted in rows_of(__file__)(table)().values():
             for word, meant in LONG.items():

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import build
 import pytest
@@ -24,7 +23,7 @@ rows = rows_of(__file__)
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
-def spec(count: int, **more: Any) -> network_manifests.NetworkSpec:
+def spec(count: int, **more) -> network_manifests.NetworkSpec:
     """Of as many interfaces."""
     names = tuple(f"ens{i}f0np0" for i in range(count))
     return network_manifests.NetworkSpec(**{"interfaces": names, "mtu_bytes": 9000, **more})
@@ -34,9 +33,7 @@ def of_kind(documents: Sequence[Document], kind: str) -> list[Document]:
     return [document for document in documents if document["kind"] == kind]
 
 
-def node(
-    name: str = "a", *, rails: int = 8, links: Sequence[Interface] = (), devices: Sequence[RdmaDevice] = ()
-) -> Any:
+def node(name: str = "a", *, rails: int = 8, links: Sequence[Interface] = (), devices: Sequence[RdmaDevice] = ()):
     """A node on its host network: a RoCE port for each rail, and Ethernet besides."""
     names = [f"ens{i}f0np0" for i in range(rails)]
     roce = [port(f"mlx5_{i}", layer="Ethernet", netdev=each, netdev_mtu_bytes=9000) for i, each in enumerate(names)]

@@ -7,7 +7,6 @@ And the advice on every recorded machine, as an expert would read it.
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import platform_machines as built
 import yaml
@@ -32,7 +31,7 @@ WHY = read_table(f"{ROOT}/planner/nccl_env/__init__.py", "data/platforms.toml")[
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
 
 
-def seen(machine: str, **changes: Any) -> Snapshot:
+def seen(machine: str, **changes) -> Snapshot:
     """A built machine as the probes see it, or another one with what it changes."""
     if not changes:
         return built.snapshot(machine)
@@ -106,7 +105,7 @@ def test_machines_own_file_is_not_overwritten() -> None:
         ({"nics": (built.Nics(kind="ib", count=8),)}, None),  # no RoCE: another fabric than the recipe's
     ],
 )
-def test_platform_is_told_by_facts_not_by_one_name(change: dict[str, Any], expected: str | None) -> None:
+def test_platform_is_told_by_facts_not_by_one_name(change: dict, expected: str | None) -> None:
     """Without the fact there is no class of OCI's on another's switches."""
     machine = seen("oci-h200", **change)
     row = row_of(machine)

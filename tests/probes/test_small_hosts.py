@@ -1,7 +1,6 @@
 """The hostinfo and limits probes on small hosts; whole hosts of every probe are lines of tests/golden/probes.jsonl."""
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 from dicthost import DictHost
@@ -16,7 +15,7 @@ from probes.registry import BY_NAME
 from probes.worker import reader
 
 
-def said(row: dict[str, Any]) -> Any:
+def said(row: dict):
     """The facts, the findings, and the codes that these facts cannot decide."""
     probe = BY_NAME[row["probe"]]
     try:
@@ -67,9 +66,7 @@ UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"
 TABLES = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(encoding="utf-8"))
 
 
-def host(
-    status: str = UNPRIVILEGED, memlock: Any = (65536, 65536), files: Any = None, rdma: bool = True, **more: Any
-) -> DictHost:
+def host(status: str = UNPRIVILEGED, memlock=(65536, 65536), files=None, rdma: bool = True, **more) -> DictHost:
     """A pod with an RDMA device and Docker's defaults."""
     device = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA"} if rdma else {}
     bounds = {"MEMLOCK": memlock, "NOFILE": (1024, 524288), "NPROC": (None, None)}

@@ -15,7 +15,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rigs.command import topoflight
@@ -37,7 +36,7 @@ rows = rows_of(__file__)
 START = 1_000_000.0
 
 
-def dumps(rows: dict[int, list[float]], **more: Any) -> dict[int, RankTrace]:
+def dumps(rows: dict[int, list[float]], **more) -> dict[int, RankTrace]:
     """Ranks that have made calls at these times, which are over."""
     return {
         rank: RankTrace(rank=rank, enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
@@ -249,7 +248,7 @@ def test_the_time_until_a_late_rank_is_distinguishable_is_that_of_the_looks_that
     assert judge(RunFacts(states=restarted, world=3, now=START + 200)).state == "fine", "counts that begin again"
 
 
-def state_of(rank: int, row: dict[str, Any]) -> RankState:
+def state_of(rank: int, row: dict) -> RankState:
     """A rank at work, or one that has ended; `ago` and `of`: seconds since it wrote, and in its phase until then."""
     over = row.get("ended")
     usual = {"ago": 70.0, "of": None} if over else {"ago": 3.0, "of": 60.0, "phase": "compute"}
@@ -284,10 +283,10 @@ def test_ends_and_silences_accuse_only_whom_others_wait_for(states, more, state,
 )
 def test_torchrun_leaves_how_the_job_ended(tmp_path, error, first, stopped):
     class EndOfJobError(Exception):
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str):
             return getattr(error, name)
 
-    def launch(_config: Any) -> None:
+    def launch(_config) -> None:
         raise EndOfJobError
 
     (tmp_path / RANKS_FOLDER).mkdir()
@@ -404,7 +403,7 @@ def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
     assert state.ended and end in state.ends
 
 
-def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: Path, monkeypatch) -> None:
     """A build for CUDA keeps NCCL's calls apart (torch 2.11 on an H100): gloo's recorder is then empty.
 
     While a call runs on the GPU, a thread that polls runs, and one that sleeps in the user's own code does not wait.
@@ -524,7 +523,7 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
 
 def test_watch_continues_while_torchrun_may_restart_the_ranks(tmp_path: Path) -> None:
 
-    def write(**values: Any) -> None:
+    def write(**values) -> None:
         for rank in range(2):
             error = values["error"] if rank == 1 else None
             state = RankState(**{**values, "rank": rank, "error": error}, world_size=2, written=time.time(), ended=True)
