@@ -23,20 +23,12 @@ class DictHost(RecordedHost):
     """
 
     def __init__(
-        self,
-        files: dict[str, Content] | None = None,
-        links: dict[str, str] | None = None,
-        *,
-        netlink: dict[str, list[dict]] | None = None,
-        port_links: dict[str, dict] | None = None,
-        limits: dict[str, tuple[int | None, int | None]] | None = None,
-        environment: dict[str, str] | None = None,
-        identity: dict | None = None,
-        cpu: dict | None = None,
-        register_limit_bytes: int | None = None,
-        shm: tuple[int, int] | None = None,
-        unusable: tuple[str, ...] = (),
-    ) -> None:
+        self, files: dict[str, Content] | None = None, links: dict[str, str] | None = None, *,
+        netlink: dict[str, list[dict]] | None = None, port_links: dict[str, dict] | None = None,
+        limits: dict[str, tuple[int | None, int | None]] | None = None, environment: dict[str, str] | None = None,
+        identity: dict | None = None, cpu: dict | None = None, register_limit_bytes: int | None = None,
+        shm: tuple[int, int] | None = None, unusable: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         who = {"hostname": "h", "pid": 7, "uid": 1000, "kernel": "6.1.0", "architecture": "x86_64", "home": "/root"}
         refused = {"$errno": "EPROTONOSUPPORT"}
         answers = {

@@ -280,9 +280,8 @@ TOLD = (
 
 @each_row(("says", "record", "more", "code", "wanted", "absent"), rows("requeued"))
 def test_a_job_that_saved_and_was_queued_again_has_not_failed(
-    says, record, more, code, wanted, absent, tmp_path,
-    monkeypatch,
-):  # fmt: skip
+    says, record, more, code, wanted, absent, tmp_path, monkeypatch
+):
     """Slurm writes "CANCELLED" of each job that it signals; run.json and the controller say what became of it."""
     log = tmp_path / "slurm-7.log"
     log.write_text(f"{TOLD}{more}\n" if "COMPLETED" not in says else "")
