@@ -101,7 +101,8 @@ def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
             most = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
             seen = (*_format_pairs(mine[:2]), *warnings[:2])
-            yield finding(TEXTS, "topology.nvlink.asymmetric", None, gpu.name, seen, most=most, full=full)
+            status = by_loss(1.0 - most / full)
+            yield finding(TEXTS, "topology.nvlink.asymmetric", status, gpu.name, seen, most=most, full=full)
 
 
 def _check_bridges(linked: list[Pair]) -> Iterator[Finding]:

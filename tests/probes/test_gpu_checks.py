@@ -117,10 +117,11 @@ def test_no_link_at_all_is_a_fault_only_where_links_are_soldered_on(name: str, i
 
 
 @each_row(("name", "active", "listed", "kind", "severities"), rows("links"))
-def test_links_that_all_gpus_lack_count_by_their_share(
-    name: str, active: int, listed: int, kind: str | None, severities: list[str]
+def test_missing_links_count_by_their_share(
+    name: str, active: int | list[int], listed: int, kind: str | None, severities: list[str]
 ) -> None:
-    found = check(*[Gpu(index=0, bus_id=None, name=name, **links(active, listed, kind))] * 4)
+    counts = [active] * 4 if isinstance(active, int) else active
+    found = check(*(Gpu(index=0, bus_id=None, name=name, **links(count, listed, kind)) for count in counts))
     assert [f.status for f in found] == severities
     assert not {f.code for f in found} - {"gpu.nvlink.missing"}
 

@@ -197,6 +197,21 @@ def test_no_rdma_device_is_never_said_beside_one() -> None:
     assert {f.status for f in unknown} == {Status.UNKNOWN}
 
 
+@each_row(("bond", "codes"), [("bond0", []), (None, ["pci.nic.no_rdma"])])
+def test_one_rdma_device_serves_both_functions_of_a_bonded_card(bond: str | None, codes: list[str]) -> None:
+    """RoCE LAG: mlx5_bond_0 on the first function replaces the RDMA device of the second."""
+    snapshot = scan(RecordedHost(recorded(H100)))
+    rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
+    (first,) = (device for device in pci.devices if device.bus_id == rdma.devices[0].bus_id)
+    second = dataclasses.replace(first, bus_id=f"{first.bus_id[:-1]}1", rdma=False, class_code=0x020000)
+    bonded = dataclasses.replace(rdma.devices[0], bond=bond)
+    seen = with_facts(
+        snapshot, rdma=dataclasses.replace(rdma, devices=(bonded, *rdma.devices[1:])),
+        pci=dataclasses.replace(pci, devices=(*pci.devices, second)),
+    )  # fmt: skip
+    assert [f.code for f in findings(seen) if f.code == "pci.nic.no_rdma"] == codes
+
+
 def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     """hca_type MT4129 is a ConnectX-7 on any bus."""
     content = changed(H100)
