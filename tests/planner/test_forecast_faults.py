@@ -11,7 +11,7 @@ from rigs.recorded import snapshot as host
 from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
-from agent.advice.request import Request
+from agent.advice.advise import Request
 from agent.checks.verdict import build_view
 from contracts.finding import Finding, Status
 from planner.advice import Recommendation

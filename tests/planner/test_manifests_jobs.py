@@ -12,9 +12,8 @@ from rigs.pods import launched, templates
 from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
 
-from agent.advice.advise import advise, in_pods
+from agent.advice.advise import Request, advise, in_pods
 from agent.advice.job_settings import job_plan
-from agent.advice.request import Request
 from agent.base.options import snapshots
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
@@ -213,7 +212,7 @@ def test_nccl_says_what_it_does() -> None:
     advice = advise(Request.of(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path], ALL))
     assert cluster_job.spec_of(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
     path = MACHINES / "cpu-only-vm.json"
-    advice = advise(Request.of(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path], ALL), ranks=1)
+    advice = advise(Request.of(hosts=(path,), model="tiny-llama", nodes=2, ranks_per_node=1), snapshots([path], ALL))
     assert "NCCL_DEBUG" not in cluster_job.spec_of(advice, GIVEN).environment
 
 

@@ -16,8 +16,7 @@ from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
 from rigs.tables import each_row
 
-from agent.advice.advise import of_cluster
-from agent.advice.request import Request, cluster_of
+from agent.advice.advise import Request, of_cluster
 from agent.checks.host_checks import checks_of_snapshot, covered
 from agent.checks.verdict import judge
 from contracts.tables import read_table
@@ -277,7 +276,7 @@ def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> Non
     assert "AMD GPUs were found" in said.message
     checks = covered(snapshot, checks_of_snapshot(snapshot))
     assert judge([one for one in checks if one.code.startswith("gpu.")]).word == "unknown"
-    found = of_cluster(Request.of(model="tiny-llama"), cluster_of(Request(), [snapshot]), [snapshot])
+    found = of_cluster(Request.of(model="tiny-llama"), Request().cluster([snapshot]), [snapshot])
     assert found.backend == "rccl"
     assert found.chosen is None
     assert not found.runners_up
