@@ -23,8 +23,7 @@ from agent.base import units
 from agent.base.lines import GLYPHS
 from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, is_problem, reasons, section
 from agent.cluster.nodes import NodeRecord, seconds_of
-from agent.terminal import advice as plan_words
-from agent.terminal import measured
+from agent.terminal import advice as plan_words, measured
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult, Measurement

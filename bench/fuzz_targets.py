@@ -35,9 +35,7 @@ from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
 from collectives.traces import rank_files, ras, watchdog
-from contracts import job_plan as plans
-from contracts import plain
-from contracts import run_record as records
+from contracts import job_plan as plans, plain, run_record as records
 from contracts.job_config import ConfigError, read_config
 from contracts.layout import Layout, LayoutError, values_of
 from planner import why

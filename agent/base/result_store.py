@@ -17,8 +17,7 @@ from typing import Any
 from agent.base.output import write_atomic
 from collectives.bench.results import BenchResult, read_result
 from contracts import plain
-from contracts.run_record import RecordError, RunRecord
-from contracts.run_record import read as read_record
+from contracts.run_record import RecordError, RunRecord, read as read_record
 
 log = logging.getLogger(__name__)
 

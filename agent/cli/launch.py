@@ -88,8 +88,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     from agent.advice.advise import in_pods
     from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
-    from planner.kubernetes.manifests import SAVE_SECONDS, storage_rate
-    from planner.kubernetes.manifests import render as render_documents
+    from planner.kubernetes.manifests import SAVE_SECONDS, render as render_documents, storage_rate
 
     cluster_job.refuse_what_cannot_train(advice, options)
     # without --host this machine was scanned: a pod of the node, or the administrator's machine

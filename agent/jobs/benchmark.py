@@ -38,11 +38,9 @@ from probes.rdma.probe import nccl_gid_index
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
-from topology.expected import Expected, Paths
-from topology.expected import expected as bandwidth
+from topology.expected import Expected, Paths, expected as bandwidth
 from topology.graph import NicNode
-from topology.paths import Bar as BarName
-from topology.paths import Due, host_links, joined
+from topology.paths import Bar as BarName, Due, host_links, joined
 
 
 @contextlib.contextmanager

@@ -38,8 +38,7 @@ from agent.cluster.client import Client, connect
 from agent.jobs import benchmark, cluster_job
 from agent.jobs.namespaces import HOSTS, NamespaceError, Rig, hosts, missing
 from collectives.bench import processes, watch
-from collectives.bench.plan import BenchSpec, Case
-from collectives.bench.plan import write as write_plan
+from collectives.bench.plan import BenchSpec, Case, write as write_plan
 from collectives.bench.results import BenchResult, Measurement
 from collectives.bench.run import assemble
 from contracts import run_record
@@ -52,8 +51,7 @@ from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from planner.forecast.machines import network_bytes_per_second
-from planner.kubernetes.manifests import Document, JobError
-from planner.kubernetes.manifests import render as render_documents
+from planner.kubernetes.manifests import Document, JobError, render as render_documents
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot

@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 from agent.advice.advise import Request, advise, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.base import EXIT_PASS, result_store, units, version
-from agent.base.options import InputError
-from agent.base.options import snapshots as read_snapshots
+from agent.base.options import InputError, snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
-from agent.checks import measured
-from agent.checks import verdict as gate
+from agent.checks import measured, verdict as gate
 from agent.checks.findings import worst_first
 from agent.checks.measured import ALL_CODES, Baseline, read_baseline, regressions
 from agent.checks.verdict import GateError, Verdict, View, build_view, judge, select

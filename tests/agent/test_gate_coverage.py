@@ -2,7 +2,6 @@
 
 import time
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from probes.scanner import Scanner
 
 
 @pytest.fixture
-def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
+def hung(tmp_path, monkeypatch):
     """An agent's state over a recorded machine's files and a driver whose start hangs."""
     root, environment = resident.restore(tmp_path)
     for name, value in {**environment, "FAKE_NVML_INJECT": "nvmlInit=hang"}.items():

@@ -15,8 +15,7 @@ from agent.checks.verdict import build_view
 from agent.http import pages
 from agent.http.worker import read_form
 from agent.jobs.preflight import Report
-from agent.pages import environment, report_page
-from agent.pages import picture as picture_of
+from agent.pages import environment, picture as picture_of, report_page
 from agent.terminal.findings import findings
 from contracts.finding import Interval
 

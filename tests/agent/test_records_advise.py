@@ -67,17 +67,14 @@ def moved(node: Snapshot) -> Snapshot:
     return replace(made, hostname="another", taken_at_seconds=9.0)
 
 
-def later(record: NodeRecord) -> str:
-    """As a later agent may write: a field that is needed here has another name."""
-    other = {"status": "ok", "facts": {"interfaces": [{"called": "eth0"}]}}
-    return packed(json.dumps({**json.loads(unpacked(record)), "interfaces": other}))
-
-
 def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
     """Without facts that this release reads, the probes are failed, with the node's name; there is no graph."""
     for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
         new = record_of(machine, "n1")
-        of_later = through_the_api(replace(new, name="n2", facts=later(new)))
+        # a later agent may write a field that is needed here with another name
+        other = {"status": "ok", "facts": {"interfaces": [{"called": "eth0"}]}}
+        facts = packed(json.dumps({**json.loads(unpacked(new)), "interfaces": other}))
+        of_later = through_the_api(replace(new, name="n2", facts=facts))
         outcomes = fleet_of(new, of_later).snapshot(of_later).outcomes.values()
         assert all(isinstance(one, Failed) and "n2" in one.error for one in outcomes)
         assert fleet_of(of_later).topology(of_later) is None

@@ -108,11 +108,7 @@ def test_the_definition_bounds_every_field() -> None:
 def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, node: str) -> None:
     """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
     finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
-    largest = replace(
-        record_of(H100, node),
-        findings=(finding,) * MOST_FINDINGS,
-        facts="f" * MOST_FACTS_LETTERS,
-    )
+    largest = replace(record_of(H100, node), findings=(finding,) * MOST_FINDINGS, facts="f" * MOST_FACTS_LETTERS)
     publisher = Publisher(client, lambda: largest)
     publisher.write(largest)
     assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
@@ -277,9 +273,7 @@ def test_any_agent_answers_for_the_cluster(api: ApiServer, tmp_path: Path, monke
     assert http.get("/cluster?node=n9").status_code == 404
 
 
-def test_a_server_that_refuses_connections_is_said(
-    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_refuses_connections_is_said(api, tmp_path, monkeypatch):
     http = agent(api, tmp_path, monkeypatch)
     api.down()
     for path in ("/nodes", "/cluster"):
@@ -288,9 +282,7 @@ def test_a_server_that_refuses_connections_is_said(
         assert answer.headers["Retry-After"]
 
 
-def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(
-    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(api, tmp_path, monkeypatch):
     """Unchanged records are the same objects; where the server is away, the records of the last list stay."""
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
     for name in ("n1", "n2"):

@@ -5,16 +5,17 @@ what they do not know, is held here.
 """
 
 import ast
+import json
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
+from rigs.tables import ROOT
 
+from contracts.job_config import ConfigError, JobConfig
 from contracts.yaml_text import YamlTextError, _Loader, _Texts, load_all
 
-ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("agent", "planner", "collectives", "topology", "probes", "finetune", "contracts", "hardware")
 SOURCES = {str(path.relative_to(ROOT)): path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))}
 # exec, mktemp, pickle and its kin, eval, YAML's loaders, shells, contexts without certificates
@@ -91,3 +92,20 @@ def test_no_file_names_a_registry_or_a_place_to_fetch_code_from() -> None:
     for path in (*names, *(path for path in (ROOT / "locks").iterdir() if path.is_file())):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"index-url|find-links|trusted-host|https?://|git\+", text), path
+
+
+@pytest.mark.long  # imports torch
+def test_weights_are_never_unpickled(tmp_path):
+    """pytorch_model.bin is a pickle: a folder that holds nothing else holds no weights.
+
+    That code of a model is not run: tests/finetune/test_finetune_hub.py and _config.py.
+    """
+    from finetune.weights import source_of
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        source_of(JobConfig(model_name_or_path=str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
+    with pytest.raises(ConfigError, match=r"/model\.safetensors: "):
+        source_of(JobConfig(model_name_or_path=str(tmp_path)))

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -64,7 +63,7 @@ CHEAP = "/recommendations?model=Llama-3.1-8B&nodes={}"
 
 
 @pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def agent(tmp_path_factory):
     port, log = resident.free_port(), tmp_path_factory.mktemp("agent") / "log"
     with resident.process([sys.executable, "-c", AGENT, str(port), str(H100)], log=log) as one:
         resident.wait(port, "/readyz", one)
