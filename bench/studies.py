@@ -16,8 +16,7 @@ from unittest.mock import patch
 
 from stacks import STACKS
 
-from agent.advice.advise import of_cluster
-from agent.advice.request import Request, cluster_of
+from agent.advice.advise import Request, of_cluster
 from contracts.tables import read_table
 from planner.advice import Forecast
 from planner.stacks import ENGINES
@@ -44,12 +43,12 @@ def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
     if "micro_batch" in row:
         ranks = layout["dp_shard"]
         request = request.changed(global_batch=layout["micro_batch"] * layout["gradient_accumulation"] * ranks)
-    cluster = cluster_of(request, (), request.ranks_per_node)
+    cluster = request.cluster(())
     if unknown:
         nodes = tuple(replace(node, nics=(), nearest_nic=()) for node in cluster.nodes)
         cluster = replace(cluster, nodes=nodes, inter_node_bytes_per_second=None, inter_node_transport="tcp")
     with patch.dict(ENGINES, _OLDER):
-        advice = of_cluster(request, cluster, (), ranks=request.ranks_per_node)
+        advice = of_cluster(request, cluster, ())
     return advice.chosen.forecast if advice.chosen else advice.rejected[0].reason
 
 

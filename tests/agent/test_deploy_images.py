@@ -15,11 +15,10 @@ import man_page
 import pytest
 import yaml
 from hatchling.builders.wheel import WheelBuilder
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.checks.findings import PAGES
 
-ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "deploy/images"
 
 

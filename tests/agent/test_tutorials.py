@@ -22,12 +22,11 @@ from click.testing import CliRunner
 from kustomization import helm, render
 from networks_cluster import Networks
 from rigs import crds
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.cli.hosts import DEMO
 from agent.cli.main import cli
 
-ROOT = Path(__file__).parents[2]
 DOCS, MACHINES = ROOT / "docs", ROOT / "tests" / "machines"
 TABLES = yaml.safe_load(Path(__file__).with_name("tutorials.yaml").read_text(encoding="utf-8"))
 PAGES = tuple(TABLES["pages"])

@@ -22,9 +22,7 @@ def folder_with_modules(folder: Path) -> Path:
     return folder
 
 
-def test_a_process_tree_does_not_import_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_tree_does_not_import_from_the_current_folder(tmp_path, monkeypatch):
     """Neither the Python that is started nor the one that it starts; the same Python without the tree does."""
     folder = folder_with_modules(tmp_path / "here")
     monkeypatch.chdir(folder)

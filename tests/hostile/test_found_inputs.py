@@ -8,8 +8,7 @@ from typing import Any
 import fuzz_targets
 import yaml
 from click.testing import CliRunner
-from fuzz_targets import _dumps as dumped
-from fuzz_targets import check, targets
+from fuzz_targets import _dumps as dumped, check, targets
 from rigs.tables import each_row
 
 from agent.cli.main import cli

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from rigs.tables import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 RUNS = 3_000  # some 40 s of CPU
 
 

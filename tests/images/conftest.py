@@ -1,13 +1,11 @@
 """The engine and the agent's image, once for the session."""
 
-from collections.abc import Iterator
-
 import containers
 import pytest
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[None]:
+def engine():
     """Podman, buildah and the base image."""
     containers.ready()
     containers.clear()

@@ -5,7 +5,6 @@ import http.client
 import json
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ class Agent:
 
 
 @pytest.fixture(scope="module")
-def agent(agent_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+def agent(agent_image, tmp_path_factory):
     """The base's pod, which publishes to the stand-in API server."""
     with ApiServer() as api:
         yield Agent(ROOT / "deploy/daemonset/base", agent_image, api, tmp_path_factory.mktemp("pod"))

@@ -18,8 +18,7 @@ from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of
 from probes.rdma.probe import nccl_gid_index, rocev2_gid_index
-from probes.rdma.read import parse_rate, roce_mtu
-from probes.rdma.read import read as read_rdma
+from probes.rdma.read import parse_rate, read as read_rdma, roce_mtu
 
 rows = rows_of(__file__)
 
@@ -112,9 +111,7 @@ def answering(
 
 
 @each_row(("devices", "answers", "expected", "words"), ROWS)
-def test_what_is_wrong_with_devices_and_ports(
-    devices: list[dict[str, Any]], answers: dict[str, Any], expected: list[list[str]], words: str
-) -> None:
+def test_what_is_wrong_with_devices_and_ports(devices, answers, expected, words):
     fabric = Fabric()
     for number, device in enumerate(devices):
         gids = [(GIDS[gid], VERSIONS[version]) for gid, version in device.get("gids", ())]

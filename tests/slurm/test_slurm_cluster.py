@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory):
     """Three nodes, with the scripts of deploy/slurm as prolog, epilog and health check."""
     folder = tmp_path_factory.mktemp("slurm")
     shutil.copytree(SCRIPTS, folder / "scripts")

@@ -12,8 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rigs.packages import CACHE as OF_ALL
-from rigs.packages import apt_dependency, apt_installed, apt_unpacked, debian_root, one_installs
+from rigs.packages import CACHE as OF_ALL, apt_dependency, apt_installed, apt_unpacked, debian_root, one_installs
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
