@@ -41,7 +41,8 @@ from hardware.gpus import Gpu
 from planner.explain import over_unknown_network, sigmas_of_rates
 from planner.forecast.calibration import FILE as INTERVALS, Widths, interval, key_of, kinds_of, widths
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
-from planner.forecast.memory import FRAGMENTATION, memory_parts
+from planner.forecast.engine import share_of
+from planner.forecast.memory import FRAGMENTATION, MemoryParts, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.search import TIGHT_SHARE, Candidate, Planned, degrees_of, search, simplest
@@ -134,8 +135,20 @@ def _heavier(row: Row, layout: Layout) -> list[Layout]:
     return [replace(layout, checkpointing=kind) for kind in more if kind in row.stack.engine.checkpointing] or [layout]
 
 
+def _memory(row: Row, layout: Layout, *, first_stage: bool = False) -> MemoryParts:
+    """The forecast of the fullest rank, or of one that loads the model if its stack then holds more."""
+    made = memory_parts(row.model, row.train, layout, row.stack.engine, first_stage=first_stage)
+    share = share_of(row.model, row.train, layout)
+    loaded = made.weights + (2.0 * share.local if row.stack.loads_whole and share.sharded else 0.0)
+    if loaded + made.gathered <= sum(made[:6]):
+        return made
+    fragmentation = (loaded + made.gathered) * (FRAGMENTATION - 1.0)
+    return MemoryParts(weights=loaded, gathered=made.gathered, fragmentation=fragmentation, reserved=made.reserved,
+                       context=made.context)  # fmt: skip
+
+
 def _needed(row: Row, layout: Layout) -> float:
-    return memory_parts(row.model, row.train, layout, row.stack.engine).total
+    return _memory(row, layout).total
 
 
 def _ways(row: Row, layout: Layout) -> list[float]:
@@ -155,7 +168,7 @@ def _ways(row: Row, layout: Layout) -> list[float]:
 def _loading(row: Row, layout: Layout) -> float:
     """Return the bytes while each rank holds the whole model to load its shard, as FSDP without meta tensors does."""
     model = 2.0 * weights(row.model).total / (layout.tp * layout.pp)
-    return model + memory_parts(row.model, row.train, layout, row.stack.engine).weights
+    return model + _memory(row, layout).weights
 
 
 def _saved_by_few_bits(row: Row, layout: Layout) -> float:
@@ -165,7 +178,7 @@ def _saved_by_few_bits(row: Row, layout: Layout) -> float:
     """
     if row.train.method != "lora" or not (row.four_bits or set(EIGHT_BITS) & set(row.precisions)):
         return 0.0
-    frozen = memory_parts(row.model, row.train, layout, row.stack.engine).weights
+    frozen = _memory(row, layout).weights
     stored = (0.5 + 1.0 / 16.0) / 2.0 if row.four_bits else 0.5
     return FRAGMENTATION * frozen * (1.0 - stored)
 
@@ -240,9 +253,8 @@ def left_open(found: Sequence[Reading]) -> tuple[float, float]:
 
 def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     """Forecast one row."""
-    engine = row.stack.engine
     seconds, readings = seconds_of(row, layout, constants)
-    printed = memory_parts(row.model, row.train, layout, engine, first_stage=row.first_stage)
+    printed = _memory(row, layout, first_stage=row.first_stage)
     memory = printed.tensors if row.memory_kind == "tensors" else printed.total
     if row.train.method == "lora" and not row.stack.known and layout.dp_shard > 1 and layout.sharding == "zero3":
         loading = _loading(row, layout)

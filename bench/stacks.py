@@ -19,14 +19,6 @@ from planner.forecast.specs import TrainSpec
 from planner.stacks import ENGINES, make_engine
 
 
-class LitGpt(Engine):
-    """Everything in half precision. While a sharded model is loaded, every rank holds all weights on its GPU."""
-
-    def load(self, share: Share) -> float:
-        """Bytes of the whole model in half precision."""
-        return 2.0 * share.local if share.sharded else 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """A training stack of published tables."""
@@ -37,6 +29,7 @@ class Stack:
     default_checkpointing: Checkpointing = "none"
     sequence_parallel: bool = True  # used with TP unless the row states otherwise
     known: bool = True  # False: no pattern matched its name
+    loads_whole: bool = False  # every rank holds all weights on its GPU while a sharded model is loaded
     before_hopper: bool = False  # only for rows on Ampere and older; newer rows of this name have another engine
     lora_targets: tuple[str, ...] = TrainSpec().lora_targets  # the default of the stack
 
@@ -55,7 +48,7 @@ def _stack(row: dict[str, Any]) -> Stack:
     engine, traits = row["engine"], dict(row.get("traits", {}))
     if isinstance(states := traits.get("states"), str):
         traits["states"] = ENGINES[states].states
-    kinds = {kind.__name__: kind for kind in (Engine, Fsdp, LitGpt, MegatronDeepSpeed)}
+    kinds = {kind.__name__: kind for kind in (Engine, Fsdp, MegatronDeepSpeed)}
     built = make_engine(kinds[engine](name=engine) if engine in kinds else ENGINES[engine], traits)
     rest = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
     return Stack(**rest | {"engine": built})

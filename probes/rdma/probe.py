@@ -120,7 +120,7 @@ def _check_active(facts: RdmaFacts) -> Iterator[Finding]:
 def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     if port.state is None:
         yield _report_port("rdma.port.unknown", device, port)
-    elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
+    elif port.state != "ACTIVE":
         state = f"{port.state} ({port.physical_state or 'physical state unknown'})"
         if not _is_needed(facts, device, port):
             yield _report_port("rdma.port.down unused", device, port, state=state)

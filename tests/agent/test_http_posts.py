@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from agent.base import result_store
 from agent.cli.launch import launch
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.answers import MOST_VALUES, PostedRecord
+from agent.http.server import MOST_VALUES, PostedRecord
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import manifests
@@ -29,6 +29,7 @@ STEPS = PostedRecord.model_json_schema()["properties"]["step_seconds"]["maxItems
 RECORD: dict = {
     **RUN, "model": {"name": "a-model-of-ours"}, "measured": {"step_seconds": 0.25}, "step_seconds": [0.25] * 20,
     "layout": {"family": "FSDP", "effective": {"world_size": 2, "placements": {"dp_shard:S(0)": 97}}},
+    "transports": ["NET/Socket/0"], "nccl": {"interfaces": ["net1"]},
 }  # fmt: skip
 
 
@@ -64,7 +65,8 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
-    assert "a-model-of-ours" in http.get("/").text
+    page = http.get("/").text
+    assert "a-model-of-ours" in page and "NET/Socket/0, net1" in page
     assert len(stored_runs(folder)) == 1
 
 

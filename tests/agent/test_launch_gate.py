@@ -11,14 +11,13 @@ from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import advise
+from agent.advice.advise import Request, advise
 from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
-from agent.advice.request import Request
 from agent.base.options import RequestError
 from agent.checks.measured import Baseline
 from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
-from agent.http.answers import read_record
+from agent.http.server import read_record
 from agent.jobs.launch import Launched, record_of
 from agent.jobs.preflight import stopping
 from contracts import run_record

@@ -15,8 +15,7 @@ from rigs.recorded import H100, NAMES, view
 from rigs.tables import ROOT, each_row
 
 from agent import metrics
-from agent.advice.advise import for_view
-from agent.advice.request import Request
+from agent.advice.advise import Request, for_view
 from agent.base.options import _rows
 from agent.base.output import document
 from agent.checks.measured import ALL_CODES

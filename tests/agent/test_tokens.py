@@ -18,8 +18,7 @@ from starlette.testclient import TestClient
 
 from agent.cluster.client import Client
 from agent.http.access import Tokens, grant
-from agent.http.answers import MOST_RECORD_BYTES
-from agent.http.server import MOST_BODY_BYTES
+from agent.http.server import MOST_BODY_BYTES, MOST_RECORD_BYTES
 
 USER = "system:serviceaccount:ci:gate"
 

@@ -200,8 +200,7 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig):
     assert [line.partition("says: ")[2] for line in warned] == kubeconfig.warnings
 
 
-@each_row(("status", "ended", "words"), rows("pods"))
-def test_the_state_of_a_pod_in_words(status: dict, ended: bool, words: str) -> None:
-    """Why it waits, or which container ended and why."""
-    pod = {"metadata": {"name": "sft-0"}, "status": status}
-    assert (cluster_job.how_failed(pod) if ended else cluster_job.why_waiting(pod)) == words
+@each_row(("status", "words"), rows("pods"))
+def test_the_state_of_a_pod_in_words(status: dict, words: str) -> None:
+    """Which container ended and why."""
+    assert cluster_job.how_failed({"metadata": {"name": "sft-0"}, "status": status}) == words

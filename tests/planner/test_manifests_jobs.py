@@ -10,9 +10,8 @@ from rigs.pods import launched, templates
 from rigs.recorded import changed, path_of, snapshot
 from rigs.tables import each_row
 
-from agent.advice.advise import advise, in_pods
+from agent.advice.advise import Request, advise, in_pods
 from agent.advice.job_settings import job_plan
-from agent.advice.request import Request
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
 from finetune import pod
@@ -206,8 +205,8 @@ def test_nccl_says_what_it_does() -> None:
     request = Request.of(hosts=(path_of("r760xa-2xA40-bf3"),), model="Qwen/Qwen2.5-0.5B", nodes=2)
     advice = advise(request, (snapshot("r760xa-2xA40-bf3"),))
     assert cluster_job.spec_of(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
-    request = Request.of(hosts=(path_of("cpu-only-vm"),), model="tiny-llama", nodes=2)
-    advice = advise(request, (snapshot("cpu-only-vm"),), ranks=1)
+    request = Request.of(hosts=(path_of("cpu-only-vm"),), model="tiny-llama", nodes=2, ranks_per_node=1)
+    advice = advise(request, (snapshot("cpu-only-vm"),))
     assert "NCCL_DEBUG" not in cluster_job.spec_of(advice, GIVEN).environment
 
 
