@@ -1,10 +1,7 @@
 """What the PCI bus shows must have been measured: a driver that hangs or crashes is no pass, on any surface."""
 
-from __future__ import annotations
-
 import time
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ from probes.scanner import Scanner
 
 
 @pytest.fixture
-def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
+def hung(tmp_path, monkeypatch):
     """An agent's state over a recorded machine's files and a driver whose start hangs."""
     root, environment = resident.restore(tmp_path)
     for name, value in {**environment, "FAKE_NVML_INJECT": "nvmlInit=hang"}.items():
@@ -126,6 +123,14 @@ def test_sysfs_that_is_not_mounted_is_no_machine_without_a_bus(tmp_path: Path) -
     assert isinstance(scan(LiveHost(str(tmp_path))).outcomes["pci"], Failed)
     (tmp_path / "sys/bus/virtio/devices").mkdir(parents=True)
     assert isinstance(scan(LiveHost(str(tmp_path))).outcomes["pci"], Absent)
+
+
+def test_a_gpu_with_an_address_is_on_a_bus_that_a_sandbox_hides() -> None:
+    """gVisor passes the GPUs through and shows /sys/bus without pci: ACS, IOMMU and NICs were not seen."""
+    hidden = with_outcomes(snapshot(), pci=Absent(why="no PCI bus is visible here"))
+    assert build_view((hidden,)).verdict.exit_code == 5
+    unplaced = changed(hidden, GpuFacts, gpus=each(facts(GpuFacts).gpus, bus_id=None))
+    assert {c.code for c in build_view((unplaced,)).checks if c.required} <= GPU_CODES
 
 
 @each_row("events", [None, ()])

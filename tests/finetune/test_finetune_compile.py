@@ -1,14 +1,12 @@
 """torch.compile, each layer by itself, and without a compiler; under DDP and FSDP: layouts.yaml, nightly."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from rigs.command import interpreter
 from rigs.packages import apt_installed
-from test_finetune_equivalence import ROOT, SHAPE
+from test_finetune_equivalence import SHAPE
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
@@ -64,10 +62,7 @@ def test_the_job_alone_compiles(kernels, tmp_path):
 def test_without_a_compiler_the_job_is_refused(tmp_path):
     """Before the first step, in one line that says what to install or to set."""
     argv, record = job(tmp_path, True)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tmp_path)}
-    env.pop("CXX", None)
-    command = [sys.executable, "-m", "finetune.train", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=900)
+    done = interpreter("-m", "finetune.train", *argv, seconds=900, without=("CXX",), PATH=str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         "finetune: refused: compile=true: torch.compile needs a C++ compiler"
