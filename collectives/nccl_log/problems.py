@@ -241,7 +241,7 @@ class _Findings:
         if not self.has_failure("remote_failed") and not self.facts.finished:
             for code in self.problems.keys() & codes_with("alone"):
                 words = self._words(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
-                self.problems[code] = replace(self.problems[code], severity="fail", **words)
+                self.problems[code] = replace(self.problems[code], severity="fail", action=words["action"])
         for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)
