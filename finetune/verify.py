@@ -45,7 +45,6 @@ def observe(engine: Engine) -> EffectiveLayout:
         stage_layers=[len(chunk.layers) for chunk in engine.chunks],
         precision=_observe_precision(engine),
         checkpointed_layers=sum("forward" in vars(layer) for layer in layers),
-        compiled_layers=sum(layer._compiled_call_impl is not None for layer in layers),
     )
 
 
@@ -119,7 +118,6 @@ def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, s
         for name in ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "precision")
     }
     pairs["checkpointed_layers"] = layers if requested.checkpointing != "none" else 0, got.checkpointed_layers
-    pairs["compiled_layers"] = layers if requested.compile else 0, got.compiled_layers
     if requested.sharding != "ddp" and requested.dp_shard * requested.cp > 1:
         reshards = requested.reshard_after_forward and requested.sharding == "zero3"
         pairs["wrapper"] = "FSDP", got.wrapper

@@ -109,8 +109,8 @@ def on(capability: tuple[int, int], engine: str = "megatron") -> Job:
         (on((9, 0)), MXFP8, ("10.0",)),
         (on((12, 0)), MXFP8, ("10.0 or 10.3",)),
         (on((10, 0), "torchtitan"), replace(MXFP8, sharding="zero3"), ("support mxfp8",)),
-        # windows are attended to without a mask of the whole sequence; eager attention builds one
-        (SLIDING, SEQUENCE_PARALLEL, ()),
+        (SLIDING, DDP, ("engine-runs", "sliding window")),
+        (replace(SLIDING, train=replace(SLIDING.train, sequence_length=4096)), SEQUENCE_PARALLEL, ()),
         (replace(SLIDING, train=replace(SLIDING.train, attention="eager")), SEQUENCE_PARALLEL, ("engine-runs",)),
         (job("deepspeed"), Layout(world_size=8, dp_shard=8, checkpointing="full", offload="all"),
          ("host-memory-holds", "the memory of the nodes is unknown")),
