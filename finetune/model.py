@@ -45,17 +45,6 @@ RANDOM = {
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entropy
 
 
-def load_libraries(config: JobConfig) -> None:
-    """Import what `build_model` needs, so that memory measured from here on holds no code of libraries.
-
-    How much code PEFT brings depends on what else is installed: 61 MiB where bitsandbytes is, which it then imports.
-    """
-    names = ("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
-    data = () if config.dataset_name.startswith("synthetic:") else ("datasets",)
-    for name in (*names, *data, *(("peft",) if config.use_peft else ())):
-        importlib.import_module(name)
-
-
 def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
     """The causal language model without values: parameters on meta (`weights.fill`), with LoRA if configured."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped, unused-ignore]

@@ -40,6 +40,7 @@ from finetune.model import Chunk, causal_lm, cut
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 Fill = Callable[..., None]  # gives values to the parameters of a chunk, or of a module of it: weights.fill
 
 
@@ -109,10 +110,6 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     return [text for text, holds in why.items() if holds]
 
 
-def keep_values(*_chunk_device_module: Any) -> None:
-    """Leave parameters as they are."""
-
-
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
     """First and one-past-last layer of each pipeline stage; where even is impossible the first stages take one more."""
     stages = layout.pp * layout.virtual_stages
@@ -128,7 +125,7 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def parallelize(
-    chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device, fill: Fill = keep_values
+    chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device, fill: Fill = lambda *_: None
 ) -> nn.Module:
     """One chunk under the layout: TP, activation checkpointing, then FSDP2/HSDP or DDP.
 
@@ -238,7 +235,12 @@ class Engine:
     """The model under its layout; runs one global batch at a time, forward and backward."""
 
     def __init__(
-        self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, fill: Fill = keep_values
+        self,
+        model: Any,
+        layout: Layout,
+        device: torch.device,
+        mesh: DeviceMesh | None,
+        fill: Fill = lambda *_: None,
     ) -> None:
         self.layout, self.device = layout, device
         self.adapters = hasattr(model, "get_base_model")
@@ -277,9 +279,8 @@ class Engine:
             "loss_fn": lambda out, _: out.sum() * self.scale,
             "scale_grads": False,
         }
-        if len(stages) > 1 or self.layout.schedule == "interleaved":
-            return ScheduleInterleaved1F1B(stages, **options)
-        return (ScheduleGPipe if self.layout.schedule == "gpipe" else Schedule1F1B)(stages[0], **options)
+        kind = SCHEDULES[self.layout.schedule]
+        return kind(stages if kind is ScheduleInterleaved1F1B else stages[0], **options)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters under the names that they have in the whole model."""

@@ -39,12 +39,6 @@ EXACT_BYTES, FAST_BYTES = 128 << 10, 32 << 20
 MAX_STEPS = 4096  # steps whose times are kept
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak by its data sheet, FLOP/s; None where it is not known, or has no bf16."""
-    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return gpu.peak_bf16 if gpu and gpu.bf16 else None
-
-
 def flops_per_token(parameters: int, trainable: int, shape: Any, length: float) -> float:
     """Model FLOPs of one token, forward and backward, causal attention.
 
@@ -308,7 +302,8 @@ class Recorder:
             else f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
         )  # fmt: skip
         rate = self.tokens / len(self.losses) / typical if typical else None
-        peak = peak_flops(self.device)
+        gpu = gpu_named(torch.cuda.get_device_name(self.device)) if on_gpu else None
+        peak = gpu.peak_bf16 if gpu and gpu.bf16 else None  # dense, by its data sheet, FLOP/s
         mfu = rate * self.flops / (peak * self.ranks) if rate and self.flops and peak else None
         return Measured(
             step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu,

@@ -65,6 +65,7 @@ def _make_trainer(
     options = {"revision": config.model_revision, "trust_remote_code": args.trust_remote_code,
                "attn_implementation": model.attn_implementation, "dtype": model.dtype,
                "quantization_config": trl.get_quantization_config(model), **(args.model_init_kwargs or {})}  # fmt: skip
+    made.baseline_rss = recorder.rss_bytes()  # with libraries and rows, without weights
     with hub.asking("model_name_or_path", model.model_name_or_path, config.model_revision):
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None

@@ -27,7 +27,6 @@ from contracts.job_config import ConfigError, EndedError
 from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import Trainer
-from finetune.model import load_libraries
 from finetune.parallel import settle_layout
 from finetune.recorder import MemoryRanOutError, Recorder, ran_out
 
@@ -59,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
         plan = dataclasses.replace(plan, layout=layout)
-        load_libraries(config)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = dataclasses.replace(config, **checkpoint.on_rank_zero(partial(hub.commits_of, config)))
         recorder.store_plan(dataclasses.replace(plan, config=config))

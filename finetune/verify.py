@@ -24,9 +24,7 @@ from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, RunRecord
 from finetune import channels
-from finetune.parallel import COLUMN, ROW, Engine
-
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+from finetune.parallel import COLUMN, ROW, SCHEDULES, Engine
 
 
 class MismatchError(EndedError):
@@ -127,7 +125,7 @@ def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, s
         split, projections = got.split_projections
         pairs["projections split over tp"] = projections, split
     if requested.pp > 1:
-        pairs["schedule"] = SCHEDULES[requested.schedule], got.schedule
+        pairs["schedule"] = SCHEDULES[requested.schedule].__name__, got.schedule
     if got.backend != "none":
         pairs["backend"] = "nccl" if str(got.device).startswith("cuda") else "gloo", got.backend
     pairs |= {f"environment variable {name}": (value, os.environ.get(name)) for name, value in environment.items()}

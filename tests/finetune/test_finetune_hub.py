@@ -47,9 +47,8 @@ JOB = {
 # than the training itself. It runs the jobs of each line of standard input in forks, one fork for each rank.
 DRIVER = """
 import json, os, sys, traceback
-from contracts.job_config import JobConfig
+import accelerate, peft, transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
 from finetune import train
-train.load_libraries(JobConfig(use_peft=True))
 
 def run(jobs, log):
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
