@@ -213,7 +213,7 @@ class Trainer:
         """Do what follows a step: print a line, write a checkpoint, evaluate, or end."""
         config, step = self.config, place.step
         if len(self.recorder.losses) == 1:  # all connections for a step exist now
-            verify.require_transports(self.recorder.record, self.plan)
+            verify.require_equal(verify.record_transports(self.recorder.record, self.plan))
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {

@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -191,7 +191,7 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
     ) -> torch.Tensor:
         """Tokens or hidden states in; hidden states, or the summed loss as one number in a row, out."""
         lm = causal_lm(self.net)
-        documents = Documents.of(positions) if packed else None
+        documents = find_documents(positions) if packed else None
         # Without autocast's cache, which would keep a copy of every fp32 weight until the forward pass has ended; no
         # weight is used twice in it.
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
@@ -242,18 +242,15 @@ def _shallow(model: Any) -> Any:
 # and `scaled_dot_product_attention` document by document elsewhere.
 
 
-class Documents(NamedTuple):
-    """The documents of a batch, its rows laid end to end."""
+# Of a batch, its rows laid end to end: where each begins and the last one ends, int32 [documents + 1]; tokens of each.
+Documents = tuple[torch.Tensor, list[int]]
 
-    bounds: torch.Tensor  # int32, [documents + 1]: where each begins, and where the last one ends
-    lengths: list[int]  # [documents], tokens
 
-    @classmethod
-    def of(cls, positions: torch.Tensor) -> Documents:
-        """Find the documents of rows, [rows, tokens]: each begins at position 0. Waits for the GPU."""
-        starts = (positions.flatten() == 0).nonzero().flatten()
-        bounds = functional.pad(starts, (0, 1), value=positions.numel()).int()
-        return cls(bounds, bounds.diff().tolist())
+def find_documents(positions: torch.Tensor) -> Documents:
+    """Find the documents of rows, [rows, tokens]: each begins at position 0. Waits for the GPU."""
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    bounds = functional.pad(starts, (0, 1), value=positions.numel()).int()
+    return bounds, bounds.diff().tolist()
 
 
 def attend(
@@ -270,15 +267,15 @@ def attend(
     if documents is None:
         return causal(query, key, value).transpose(1, 2), None
     rows, _, length, _ = query.shape
+    bounds, lengths = documents
     if not dropout and _varlen_takes(query):
         flat = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
-        bounds = documents.bounds
         packed: torch.Tensor = varlen_attn(
             *flat, bounds, bounds, length, length, scale=scaling, window_size=(-1, 0), enable_gqa=True
         )
         return packed.unflatten(0, (rows, length)), None
     # split, whose gradient is one concatenation: slices would each add a gradient of the whole
-    each = [one.transpose(0, 1).flatten(1, 2)[None].split(documents.lengths, dim=2) for one in (query, key, value)]
+    each = [one.transpose(0, 1).flatten(1, 2)[None].split(lengths, dim=2) for one in (query, key, value)]
     whole = torch.cat([causal(*parts) for parts in zip(*each, strict=True)], dim=2)[0].unflatten(1, (rows, length))
     return whole.permute(1, 2, 0, 3), None
 

@@ -141,19 +141,14 @@ def check(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
     if got.backend == "gloo":  # the ranks have just exchanged a message, so their connections are up
         got.transports = channels.gloo_transports(_gather(channels.read_gloo_connections()))
-    _require_equal(wrong)
+    require_equal(wrong)
     return got
 
 
-def _require_equal(wrong: Sequence[str]) -> None:
+def require_equal(wrong: Sequence[str]) -> None:
     """Raise MismatchError with the first few differences in one line, if there are any."""
     if wrong:
         raise MismatchError("; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
-
-
-def require_transports(record: RunRecord, plan: JobPlan) -> None:
-    """Record the transports as `record_transports` does. Raises MismatchError if they differ from the plan."""
-    _require_equal(record_transports(record, plan))
 
 
 def _gather(value: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from rigs.tables import each_row
 
 from contracts.job_config import JobConfig
 from finetune.data import collate, pack, prepare
-from finetune.model import Documents, attend, cut
+from finetune.model import attend, cut, find_documents
 from finetune.rows import load_tokenizer
 
 pytestmark = pytest.mark.long
@@ -39,7 +39,7 @@ def test_documents_equal_a_dense_mask(name):
     shapes = ((2, 8, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 16))
     given = [torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes]
     at = None if rows is None else torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    documents = None if at is None else Documents.of(at)
+    documents = None if at is None else find_documents(at)
     got, _ = attend(None, *given, None, documents=documents)
     wanted = torch.nn.functional.scaled_dot_product_attention(
         *given, attn_mask=dense(rows)[:, None], enable_gqa=True
@@ -75,12 +75,12 @@ def test_a_packed_row_trains_as_under_the_mask_of_transformers():
 LONG = 128 * 1024
 SCRIPT = f"""
 import resource, torch
-from finetune.model import Documents, attend
+from finetune.model import attend, find_documents
 torch.set_num_threads(1)
 positions = torch.arange({LONG})[None] % 1024
 q, k, v = (torch.randn(1, heads, {LONG}, 16, requires_grad=True) for heads in (4, 2, 2))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-attend(None, q, k, v, None, documents=Documents.of(positions))[0].sum().backward()
+attend(None, q, k, v, None, documents=find_documents(positions))[0].sum().backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
