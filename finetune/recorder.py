@@ -299,7 +299,7 @@ class Recorder:
         typical = statistics.median(counted or self.seconds) if self.seconds else None
         counts = (
             "reserved by CUDA's allocator after the warm-up, and other memory in use on the device" if on_gpu
-            else f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
+            else f"rss of the first {MEMORY_STEPS} steps above the process before its weights were loaded"
         )  # fmt: skip
         rate = self.tokens / len(self.losses) / typical if typical else None
         gpu = gpu_named(torch.cuda.get_device_name(self.device)) if on_gpu else None
