@@ -1,9 +1,9 @@
-"""Rows of published bus bandwidths: from a machine in a person's words to what joins its GPUs.
+"""Read published bus bandwidths: from the description of a machine to the links between its GPUs.
 
-Surface: the columns machine, gpus_per_node, nodes, op, bytes, busbw_GBps, healthy, source (published_busbw.csv), or
-system, device, op, n_gpus, bytes, busbw_GBps, source (collectives_intranode.csv). A machine that cannot be placed is
-this reader's failure and is counted as one. What a row says of a fault ("MNNVL off") changes nothing: a row is placed
-as its machine should be.
+Columns: machine, gpus_per_node, nodes, op, bytes, busbw_GBps, healthy, source (published_busbw.csv), or system, device,
+op, n_gpus, bytes, busbw_GBps, source (collectives_intranode.csv). If the machine of a row is not recognised, the row
+counts as "not placed", which is an error of this reader. A fault that the row mentions ("MNNVL off") is ignored: the
+links are those of a healthy machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DOMAIN = 72  # GPUs of an NVL72
 
 
 class PlaceError(ValueError):
-    """A row that this reader cannot place; the text says what is missing."""
+    """The links of a row are unknown; the message names what is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +44,19 @@ class Row:
     busbw: float  # bytes per second
     healthy: str  # "yes", "no", "unclear"
     source: str
-    kind: str  # "" where the file names none
+    kind: str  # the class that the file gives the row; "" if it gives none
     nccl: str
     nvls: str
     gdr: str
 
     @property
     def ranks(self) -> int:
-        """Of all its nodes."""
+        """Number of ranks on all nodes."""
         return self.gpus_per_node * self.nodes
 
 
 def read(path: Path, bad: list[str] | None = None) -> list[Row]:
-    """The rows of either file. What is wrong with a row that cannot be read goes to `bad`; without it PlaceError."""
+    """Read the rows of either file. Errors of rows are added to `bad`; without it the first raises PlaceError."""
     rows = []
     with path.open(encoding="utf-8", newline="") as stream:
         for number, raw in enumerate(csv.DictReader(stream), 2):
@@ -74,19 +74,19 @@ def read(path: Path, bad: list[str] | None = None) -> list[Row]:
 
 
 def _row(raw: dict[str, str]) -> Row:
-    whole = "machine" in raw
+    has_machine = "machine" in raw
     source = raw.get("source", "")
-    # The file of one box of L40S gives it 32 GB/s, and 4 and 8 of its GPUs reach 5 and 1.
+    # The file gives one L40S machine a link of 32 GB/s, but 5 GB/s are measured with 4 of its GPUs, and 1 GB/s with 8.
     is_doubtful = raw.get("system") == "l40s" and int(raw["n_gpus"]) > 2
     return Row(
-        machine=raw["machine"] if whole else raw.get("device") or raw["system"],
-        gpus_per_node=int(raw["gpus_per_node" if whole else "n_gpus"]),
+        machine=raw["machine"] if has_machine else raw.get("device") or raw["system"],
+        gpus_per_node=int(raw["gpus_per_node" if has_machine else "n_gpus"]),
         nodes=int(raw.get("nodes") or 1),
         op={"alltoall": "all_to_all"}.get(raw["op"], raw["op"]),
         bytes=int(raw["bytes"]),
         busbw=float(raw["busbw_GBps"]) * GIGA,
         healthy=(raw.get("healthy") or ("unclear" if is_doubtful else "yes")).strip().lower(),
-        # a comment of a thread, a file of a repository: the same people with the same machines
+        # Comments of one thread and files of one repository count as one source: they describe the same machines.
         source=re.split(r"[\s@:]|#", source.removeprefix("github:"))[0] + "".join(re.findall(r"#\d+", source)[:1]),
         kind=raw.get("class") or "",
         nccl=raw.get("nccl") or raw.get("nccl_version") or "",
@@ -100,7 +100,7 @@ _SPEEDS = {3: 8e9, 4: 16e9, 5: 32e9}  # transfers per second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instance:
-    """A machine by name: what the words alone do not say."""
+    """A machine that is recognised by its name, with what the text of a row leaves out."""
 
     pattern: str
     gpu: str
@@ -108,7 +108,7 @@ class _Instance:
     nics: int
     gbps: float
     network: str = "RDMA"  # "RDMA without GPUDirect", "sockets"
-    virtual: bool = False  # peers do not reach each other over PCIe
+    virtual: bool = False  # a virtual machine without P2P over PCIe
 
 
 _RATES = r"(25|40|50|56|80|100|200|400|800)"
@@ -116,16 +116,16 @@ INFINIBAND_GBPS = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100, "fdr": 56}  #
 
 
 def place(row: Row) -> Paths:
-    """What joins the ranks of a row. PlaceError where its words do not say it."""
+    """Return the links between the ranks of a row. Raises PlaceError if the row does not describe them."""
     text = row.machine.lower()
     instance = next((each for each in _instances() if re.search(each.pattern, text)), None)
     words = re.sub(_RATES + r"\s*g(?:b?/?p?s|be?)?\b(?!\w)", r"\1 gb/s", text)
     words = re.sub(rf"(x\s*{_RATES}) gb/s", r"\1", words)
-    # Azure's NC sizes have the cards of the GPU that they name; racks and A4X say nothing of theirs
+    # Azure's NC sizes have PCIe cards of the GPU that they name. Names of racks and of A4X contain no GPU.
     gpu = gpu_named(re.sub(r"(nc\d+ads.*a100)", r"\1 pcie", text)) or (gpu_named(instance.gpu) if instance else None)
     between, wire = _network(row, words, instance) if row.nodes > 1 else (None, None)
     if gpu is None and row.gpus_per_node > 1 and "pcie" not in text:
-        raise PlaceError(f"{row.machine}: no GPU that this reader knows")
+        raise PlaceError(f"{row.machine}: unknown GPU")
     if row.ranks < 2:
         raise PlaceError(f"{row.machine}: one rank")
     if gpu is not None and gpu.links and nvlink_bytes_per_second(gpu.compute_capability) is None:
@@ -146,7 +146,7 @@ def place(row: Row) -> Paths:
 
 
 def _nvls(row: Row) -> bool | None:
-    """Whether the library can reduce in the switch: from NCCL 2.17 on; None where no version is published."""
+    """Whether NCCL supports NVLS (2.17 and newer); None if the version is not published."""
     version = re.match(r"(\d+)\.(\d+)", row.nccl)
     if version:
         return (int(version[1]), int(version[2])) >= (2, 17)
@@ -155,7 +155,7 @@ def _nvls(row: Row) -> bool | None:
 
 @cache
 def _instances() -> tuple[_Instance, ...]:
-    """The rows of busbw_machines.toml, and the machines of the catalogue by their own names."""
+    """Return the rows of busbw_machines.toml, then the machines of the catalogue by their own names."""
     tables = read_table(__file__, "busbw_machines.toml")
     kinds = {"efa": "RDMA", "hca": "RDMA", "ethernet": "sockets"}
     rows = {row.name: row for row in catalogue()}
@@ -170,7 +170,7 @@ def _instances() -> tuple[_Instance, ...]:
 
 
 def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tuple[int, Interval | None]:
-    """An NVLink domain of several hosts is one group; "no domain seen" is a plain host with NICs."""
+    """Return the number of NVLink groups and the network bandwidth of each. A domain of several hosts is one group."""
     plain = re.search(r"no domain|no mnnvl|\bib\b|infiniband|roce|\btcp\b|ethernet|socket|racks? to rack", text)
     racked = gpu is not None and gpu.of_a_rack and (not plain or "mnnvl off" in text)
     if not racked or row.nodes == 1:
@@ -192,15 +192,15 @@ def _inside(
     meshed = "sxm" in text or "mesh" in text
     if through == "NVLink" and gpu and capability > (7, 0) and not meshed:
         bridged = pair or re.search(r"nvlink|bridge|\bnc\d+ad", text)
-        links = links if bridged else 0  # a bridge is bought apart
+        links = links if bridged else 0  # NVLink bridges are optional on these cards
     if through == "NVLink" and row.gpus_per_node > 2 and (gpu is None or capability > (7, 0)) and not meshed:
-        links = 0  # a bridge joins two cards; only SXM2 boards mesh more
+        links = 0  # a bridge connects two cards; only SXM2 boards connect more
     if gpu and links and not (through == "NVLink" and "without p2p" in text):
         if through == "NVLink" and capability == (7, 0) and not pair:
-            # a ring over part of a hybrid cube mesh, in which two of a quad's pairs are double
+            # A ring over part of a hybrid cube mesh, in which two pairs of each four GPUs have two links.
             links = {2: 2, 3: 2, 4: 4}.get(row.gpus_per_node, 6)
         return through, span(links * (nvlink_bytes_per_second(capability) or 0.0))
-    # a NIC of 400 Gb/s needs a slot of generation 5, and GPUs behind the same switches have no less
+    # A 400 Gb/s NIC needs a PCIe slot of generation 5, and the GPUs behind the same switches have at least the same.
     fast = wire is not None and re.search(r"x\s*400", text) is not None
     generation = pcie_generations(capability)[1] if gpu else 5 if fast else 4
     rate = pcie_bytes_per_second(_SPEEDS[generation], 16)
@@ -210,23 +210,23 @@ def _inside(
 
 
 def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Interval]:
-    """One host's NICs together, in bytes per second, and what runs over them."""
+    """Return the transport, and the bandwidth of all NICs of one host in bytes per second."""
     kind = instance.network if instance else "RDMA"
     plain = re.search(r"\btcp\b|ethernet|socket|\dgbe\b|\d gbe\b", row.machine.lower()) and "roce" not in text
     if plain or row.gdr.upper() == "TCP":
         kind = "sockets"
     gbps = _parse_gbps(text)
     if gbps is None and instance:
-        # fewer GPUs than the machine has bring their share of its NICs
+        # If the row uses some of the machine's GPUs, it uses the same share of its NICs.
         gbps = instance.gbps * max(1, instance.nics * min(row.gpus_per_node, instance.gpus) // instance.gpus)
     if gbps is None:
         gbps = next((float(rate) for word, rate in INFINIBAND_GBPS.items() if re.search(rf"\b{word}", text)), None)
     if gbps is None:
-        raise PlaceError(f"{row.machine}: nothing says what joins its {row.nodes} nodes")
+        raise PlaceError(f"{row.machine}: unknown network between its {row.nodes} nodes")
     return kind, span(gbps * GIGA / 8)
 
 
-# How many NICs or ports a text counts, and the rate of each: their product is one host's.
+# Number of NICs or ports, and the rate of each. Their product is the bandwidth of one host.
 _COUNTS = (
     rf"(\d+)\s*(?:x\s*)?dual-port\s*(?:nics?\s*)?(\d+)\s*x\s*{_RATES}",
     rf"(\d+)\s*x\s*{_RATES}\b(?!\s*gb\b)",
@@ -236,15 +236,15 @@ _COUNTS = (
 
 
 def _parse_gbps(text: str) -> float | None:
-    """What the words themselves say of one host's NICs together."""
-    if whole := re.search(r"([\d.]+)\s*tb(?:it)?/?p?s?\b", text):
-        return float(whole[1]) * 1000
+    """Return the rate of all NICs of one host in Gb/s as the text states it; None if it does not."""
+    if terabits := re.search(r"([\d.]+)\s*tb(?:it)?/?p?s?\b", text):
+        return float(terabits[1]) * 1000
     for pattern in _COUNTS:
         if counted := re.search(pattern, text):
             return math.prod(float(INFINIBAND_GBPS.get(part, part)) for part in counted.groups())
     single = re.search(r"([\d.]+)\s*(?:gb(?:e|it)?(?:/s|ps)?\b|(?=roce|ib\b|infiniband|ethernet|tcp|efa))", text)
     if single and not re.search(rf"{re.escape(single[0])}\s*(hbm|vram|memory)", text) and float(single[1]) >= 1:
-        # "80GB" after a GPU's name is memory; "100 Gb/s" and "25 GbE" are a network
+        # "80GB" after a GPU's name is its memory. "100 Gb/s" and "25 GbE" are networks.
         rate = f"{float(single[1]):g}"
         is_memory = re.search(rf"{rate}\s*gb\b(?!/s|ps)", text) is not None
         is_network = re.search(rf"{rate}\s*gb\s*(ib|roce|ethernet|tcp)", text) is not None

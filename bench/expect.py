@@ -1,8 +1,8 @@
-"""How right the expected bus bandwidths are, held against published results: `make expect [ROWS=FILE.csv]`.
+"""Compare the expected bus bandwidths with published results: `make expect [ROWS=FILE.csv]`.
 
-Prints by class how many rows there are, the median, least and greatest of measured over expected, false alarms (healthy
-rows below the interval), and the broken rows that are caught and missed. Every source is judged by factors that were
-fitted to the other sources. Without ROWS the rows of the corpus beside the checkout.
+Prints for each class the number of rows, the median, minimum and maximum of measured over expected, the false alarms
+(healthy rows below the interval), and how many faulty rows are caught and missed. Each source is compared with factors
+that were fitted to the other sources. Without ROWS the rows of ../shared/corpus are read.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from topology.expected import FACTORS, Expected, Factors, Paths, Unknown, expect
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
-LEAST_BYTES_PER_RANK = 64 * MIB  # of the sweeps in one host: what preflight judges
+LEAST_BYTES_PER_RANK = 64 * MIB  # smaller sizes on one host are left out, because preflight measures none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A row, and what joins its ranks."""
+    """A row, and the links between its ranks."""
 
     row: Row
     paths: Paths
 
     @property
     def kind(self) -> str:
-        """The file's own class, else one by fabric, hosts and operation."""
+        """The class that the file gives the row; otherwise hosts, links and operation."""
         if self.row.kind:
             return self.row.kind
         hosts = "1 node" if self.row.nodes == 1 else "2 nodes" if self.row.nodes == 2 else "3+ nodes"
@@ -45,7 +45,7 @@ class Placed:
 
 
 def efficiency(each: Placed, factors: Factors) -> float | None:
-    """The part of the plan that a result reached, its usual latency taken away; None where the bound is another."""
+    """Return the share of the planned bandwidth that a result reached, without the usual latency; None if unknown."""
     paths, row = each.paths, each.row
     plan = paths.link if paths.groups == 1 else paths.wire
     passes = 2 if row.op == "all_reduce" else 1
@@ -68,7 +68,7 @@ def _by_nvls(each: Placed) -> bool:
 
 
 def fit(rows: Sequence[Placed]) -> Factors:
-    """Factors from healthy rows. A factor that no row bears on keeps what NCCL's own model or arithmetic gives."""
+    """Fit the factors to healthy rows. A factor without rows keeps its value of expect.toml."""
     healthy = [each for each in rows if each.row.healthy == "yes" and each.row.op != "all_to_all"]
     linked = [e for e in healthy if e.paths.groups == 1 and e.paths.inside in ("NVSwitch", "NVLink")]
     rings = [e for e in linked if not _by_nvls(e) and not (e.row.op == "all_reduce" and e.paths.nvls is None)]
@@ -99,7 +99,7 @@ def fit(rows: Sequence[Placed]) -> Factors:
     )
 
 
-SLACK = 0.03  # of the least and the greatest that was seen: the next machine is none of these
+SLACK = 0.03  # margin below the minimum and above the maximum of the rows, for machines that no row describes
 
 PRIOR = replace(
     FACTORS,
@@ -108,14 +108,14 @@ PRIOR = replace(
 
 
 def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, float]:
-    """a and b of 1 / e = a + b / (n - 1), through the medians by number of ranks."""
+    """Fit a and b of 1 / efficiency = a + b / (n - 1) to the medians for each number n of ranks."""
     by_ranks: dict[int, list[float]] = {}
     for each in rows:
         found = efficiency(each, PRIOR)
         if found:
             by_ranks.setdefault(each.row.ranks, []).append(found)
     points = [(1 / (n - 1), 1 / statistics.median(values)) for n, values in by_ranks.items()]
-    if len(points) < 3:  # two unknowns, and one point more that could contradict them
+    if len(points) < 3:  # two unknowns need a third point that could contradict them
         return prior
     slope, start = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
     return round(start, 2), round(max(0.0, slope), 2)
@@ -132,18 +132,18 @@ def _against(rows: Sequence[Placed], factors: Factors) -> list[float]:
 def _three(
     rows: Sequence[Placed], prior: tuple[float, float, float], *, wide: bool = False
 ) -> tuple[float, float, float]:
-    """Least, usual and most, each source with one voice: that of its median.
+    """Return minimum, median and maximum of the sources' medians, so that each source counts once.
 
-    With `wide` never narrower than the prior: between the boxes of two makers lies more than the rows show.
+    With `wide` the interval is at least as wide as the prior, because machines of other vendors may differ more.
     """
-    voices: dict[str, list[float]] = {}
+    by_source: dict[str, list[float]] = {}
     for each in rows:
         value = efficiency(each, PRIOR)
         if value is not None:
-            voices.setdefault(each.row.source, []).append(value)
-    if not voices:
+            by_source.setdefault(each.row.source, []).append(value)
+    if not by_source:
         return prior
-    found = [statistics.median(values) for values in voices.values()]
+    found = [statistics.median(values) for values in by_source.values()]
     usual = statistics.median(found)
     least = min(min(found) * (1 - SLACK), usual * NARROWEST)
     most = max(max(found) * (1 + SLACK), usual * prior[2] / prior[1])
@@ -152,11 +152,11 @@ def _three(
     return round(least, 2), round(usual, 2), round(most, 2)
 
 
-NARROWEST = 0.885  # the least over the usual; a single source says little of how much machines differ
+NARROWEST = 0.885  # largest ratio of minimum to median; a single source does not show how much machines differ
 
 
 def _wire_bound(each: Placed) -> bool:
-    """Whether the wire, and not what is inside the hosts, decides; all-reduce of two groups may take a tree."""
+    """Whether the network limits the bandwidth, not the links in the hosts. All-reduce of 2 groups may use a tree."""
     paths, row = each.paths, each.row
     inside = paths.link.low if paths.link and paths.inside in ("NVSwitch", "NVLink") else 0.0
     wide = paths.ranks_per_group(each.row.ranks) == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
@@ -166,16 +166,16 @@ def _wire_bound(each: Placed) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("rows", nargs="*", type=Path, help="CSV files; default: the corpus beside the checkout")
+    parser.add_argument("rows", nargs="*", type=Path, help="CSV files; default: those of ../shared/corpus/collectives")
     parser.add_argument(
-        "--fit", action="store_true", help="print the factors that all rows give, for topology/factors.toml"
+        "--fit", action="store_true", help="print the factors fitted to all rows, for topology/factors.toml"
     )
-    parser.add_argument("--each", action="store_true", help="print every row that is wrong")
+    parser.add_argument("--each", action="store_true", help="print every false alarm and every missed row")
     options = parser.parse_args(arguments)
     corpus = [path for path in (CORPUS / name for name in FILES) if path.exists()]
     files = options.rows or corpus
     if not files:
-        print(f"no rows: {CORPUS} is not there; ROWS=FILE.csv names them", file=sys.stderr)
+        print(f"expect: {CORPUS} does not exist. Name a file: make expect ROWS=FILE.csv", file=sys.stderr)
         return 2
     bad: list[str] = []
     rows, unplaced = placed([row for path in files for row in read(path, bad)])
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
-    """Rows that are judged, and those that this reader cannot place. Preflight judges no small sizes in one host."""
+    """Return the rows with known links, and the errors of the others. Small sizes on one host are left out."""
     found, unplaced = [], []
     for row in rows:
         is_small = row.nodes == 1 and row.bytes < LEAST_BYTES_PER_RANK * row.gpus_per_node
@@ -207,7 +207,7 @@ COUNTS = ("false alarms", "caught", "missed", "unclear", "unknown")
 
 
 def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, Factors], *, each: bool) -> None:
-    """The table, and below it what is wrong."""
+    """Print the table, then the rows with unknown links, false alarms and missed faults."""
     ratios: dict[str, list[float]] = defaultdict(list)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong = []
@@ -228,15 +228,15 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
         print(
             f"| {kind} | {counts[kind]['rows']} | {three} | {' | '.join(str(counts[kind][name]) for name in COUNTS)} |"
         )
-    print(f"\nratios: measured over expected (usual value), of healthy rows. Not placed: {len(unplaced)}")
+    print(f"\nThe ratios are measured over expected (mid value) of healthy rows. Rows not placed: {len(unplaced)}")
     for line in [*unplaced, *(wrong if each else wrong[:20])]:
         print(f"- {line}")
-    how = "every source by factors fitted to the other sources" if factors else "by the factors of topology/expected.py"
-    print(f"\n{how}")
+    used = "Factors: for each source those fitted to the other sources" if factors else "Factors: topology/factors.toml"
+    print(f"\n{used}")
 
 
 def judge(one: Placed, found: Expected | Unknown) -> tuple[list[str], str]:
-    """What a row counts as, and what is wrong with it ("" for nothing)."""
+    """Return the columns of COUNTS in which a row counts, and a description if its result is wrong ("" if right)."""
     row = one.row
     outcomes = [] if row.healthy in ("yes", "no") else ["unclear"]
     if not isinstance(found, Expected):
@@ -250,7 +250,7 @@ def judge(one: Placed, found: Expected | Unknown) -> tuple[list[str], str]:
     outcome = "false alarms" if is_low else "missed"
     return [outcome], (
         f"{outcome.removesuffix('s')}: {row.machine}, {row.nodes} x {row.gpus_per_node}, {row.op} of "
-        f"{row.bytes // MIB} MiB: {row.busbw / GIGA:.4g} of {found.words()} by {found.algorithm} ({row.source})"
+        f"{row.bytes // MIB} MiB: {row.busbw / GIGA:.4g}, expected {found.words()}, {found.algorithm} ({row.source})"
     )
 
 

@@ -1,8 +1,8 @@
-"""What the resident agent takes: `python bench/footprint.py [--long]`.
+"""Measure the memory and CPU use of the agent and of some verbs: `python bench/footprint.py [--long]`.
 
-On a recorded 8-GPU, 8-HCA machine (bench/resident.py): CPU of some verbs; memory at rest, with publishing and after a
-page; CPU of a scan, scaled to one scan in 30 s; start to /readyz; and memory and descriptors over many requests and
-scans, by tenths. Beside it node_exporter in the same run. `--long`: 10,000 scans and 100,000 requests, ten minutes.
+The agent runs on a recorded machine with 8 GPUs and 8 HCAs (bench/resident.py). Measured: CPU of some verbs; memory of
+the agent when it only scans, after requests and while it publishes; CPU of a scan as a share of 30 s; start to /readyz;
+memory and descriptors over many scans and requests (10,000 and 100,000 with `--long`, ten minutes); node_exporter.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import resident
 
-SCAN_SECONDS = 30.0  # between scans, unless the agent is told otherwise
-BEGIN_SECONDS = 60.0  # at most, until what is to be measured has begun; the spread of a first publishing is five
+SCAN_SECONDS = 30.0  # default interval between scans
+BEGIN_SECONDS = 60.0  # limit for the start of what is measured; agents delay their first publishing by up to 5 s
 ENDPOINTS = (
     "/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/findings", "/topology", "/snapshot",
     "/preflight", "/nodes", "/healthz", "/nowhere", "/recommendations?model=nobody",
 )  # fmt: skip
 PER_ENDPOINT = 10
-ALONE, PUBLISHING = 90, 110  # MiB at most, agent and probes' child together, shared pages once (PSS)
-VERBS = (  # from start to end
+ALONE, PUBLISHING = 90, 110  # limits in MiB of the PSS of agent and probe process, without and with publishing
+VERBS = (  # measured from the start to the end of the process
     "--help", "explain limits.memlock.low", "topo --host tests/machines/hgx-h100-8xH100-8hca.json", "scan", "preflight",
     "evidence tests/collectives/ib_on.log", "recommend --machine p5.48xlarge --nodes 2048 --model Llama-3.1-405B",
 )  # fmt: skip
-# the agent itself, scanning without a pause; it writes how many scans it has made
+# The agent, which scans without a pause and writes the number of its scans into a file.
 BUSY = """
 import sys
 from pathlib import Path
@@ -51,7 +51,7 @@ def counted():
     made += 1
     part = count.with_suffix(".part")
     part.write_text(str(made))
-    part.replace(count)  # a reader always finds a number
+    part.replace(count)  # atomic: a reader never sees a partial number
     return found
 state = State(counted, interval_seconds=0.0, folder=folder)
 options = {**cmd_serve.serve.make_context("serve", []).params, "hosts": None}
@@ -62,7 +62,7 @@ scanner.close()
 
 @dataclass(frozen=True, kw_only=True)
 class Steady:
-    """Memory and descriptors at moments of a long run."""
+    """Memory and file descriptors at ten times during a long run."""
 
     scans: int
     requests: int
@@ -70,7 +70,7 @@ class Steady:
     looks: tuple[resident.Memory, ...]
 
     def grown(self) -> tuple[float, int]:
-        """(MiB, descriptors) from the first third, in which caches fill, to the end; connections come and go."""
+        """Return the growth (MiB, descriptors) since the first third, in which caches fill."""
         third = len(self.looks) // 3
         first, last = self.looks[third], self.looks[-1]
         open_at_end = min(look.descriptors for look in self.looks[-third:])
@@ -78,7 +78,7 @@ class Steady:
 
 
 def command_seconds(*words: str, times: int = 5) -> float:
-    """Median CPU seconds of an interpreter with these arguments."""
+    """Return the median CPU seconds of a Python process with these arguments."""
     spent = []
     for _ in range(times):
         before = limits.getrusage(limits.RUSAGE_CHILDREN)
@@ -89,7 +89,7 @@ def command_seconds(*words: str, times: int = 5) -> float:
 
 
 def start_seconds(folder: Path, root: str, environment: Mapping[str, str], times: int = 5) -> list[tuple[float, float]]:
-    """(seconds, CPU seconds) from starting the process to 200 at /readyz, which needs the first scan."""
+    """Return (seconds, CPU seconds) from the start of the process to status 200 of /readyz, after the first scan."""
     found = []
     for _ in range(times):
         with resident.agent(folder, "--root", root, environment=environment) as (pid, _, seconds):
@@ -101,9 +101,9 @@ def at_rest(
     folder: Path, *words: str, environment: Mapping[str, str], scans: int = 20, settle: float = 3.0,
     begun: Callable[[], bool] = lambda: True,
 ) -> tuple[resident.Memory, float, resident.Memory]:  # fmt: skip
-    """(memory at rest, CPU seconds a scan and a second of rest, memory after a page and a what-if).
+    """Return (memory while only scanning, CPU seconds of one scan and one second, memory after some requests).
 
-    Rest begins once `begun` is true. Raises TimeoutError where it never is.
+    The measurement starts when `begun` returns true. Raises TimeoutError if it does not.
     """
     with resident.agent(folder, *words, "--interval", "1", environment=environment) as (pid, port, _):
         until = time.monotonic() + BEGIN_SECONDS
@@ -123,19 +123,19 @@ def at_rest(
 
 
 def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: int, requests: int) -> Steady:
-    """Requests at every endpoint while it scans without a pause."""
+    """Send requests to every endpoint while the agent scans without a pause."""
     folder.mkdir(parents=True, exist_ok=True)
     port, count = resident.free_port(), folder / "count"
     command = [sys.executable, "-c", BUSY, root, str(port), str(count), str(folder / "state")]
     looks, sent, errors = [], 0, 0
     with resident.process(command, environment, folder / "log") as one:
         resident.wait(port, "/readyz", one)
-        warm = max(20, scans // 10)  # caches fill and the allocator finds its size in the first tenth
+        warm = max(20, scans // 10)  # caches fill and the heap grows in the first tenth
         for tenth in range(1, 11):
             goal = warm + (scans - warm) * tenth // 10
             while sent < requests * tenth // 10 or int(count.read_text()) < goal:
                 if sent < requests * tenth // 10:
-                    errors += ask_all(port)
+                    errors += request_all(port)
                     sent += len(ENDPOINTS) * PER_ENDPOINT
                 else:
                     time.sleep(0.05)
@@ -145,8 +145,8 @@ def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: in
         return Steady(scans=int(count.read_text()), requests=sent, errors=errors, looks=tuple(looks))
 
 
-def ask_all(port: int) -> int:
-    """Every endpoint some times on a connection of its own; how many answers were wrong."""
+def request_all(port: int) -> int:
+    """Request every endpoint several times, each on its own connection. Return the number of wrong answers."""
     wrong = 0
     for path in ENDPOINTS:
         expected = 404 if path == "/nowhere" else 400 if path.endswith("nobody") else 200
@@ -158,7 +158,7 @@ def ask_all(port: int) -> int:
 
 @contextlib.contextmanager
 def published(folder: Path) -> Iterator[tuple[tuple[str, ...], dict[str, str], Callable[[], bool]]]:
-    """(words, environment, whether it has) that make the agent publish into the stand-in for the API server."""
+    """Yield (arguments, environment, whether a record was published) for publishing to the stand-in API server."""
     sys.path.insert(0, str(resident.ROOT / "tests" / "e2e"))
     from api_server import ApiServer, write_kubeconfig
 
@@ -171,13 +171,13 @@ def published(folder: Path) -> Iterator[tuple[tuple[str, ...], dict[str, str], C
 
 
 def row(name: str, value: str, aim: str = "", held: bool | None = None) -> None:
-    """One line of the table; a figure without an aim is neither met nor missed."""
+    """Print one line of the table. `held` is None for a figure without an aim."""
     met = {True: "yes", False: "NO", None: ""}[held]
     print(f"| {name} | {value} | {aim} | {met} |", flush=True)
 
 
 def table(folder: Path, root: str, environment: Mapping[str, str]) -> None:
-    """Measure, and print as it comes."""
+    """Print the table, each line as soon as it is measured."""
     print("| what | measured | aim | met |\n|---|---|---|---|")
     for verb in VERBS:
         row(f"`topoflight {verb}`", f"{command_seconds('-m', 'agent.cli', *verb.split()):.3f} s of CPU")
@@ -186,22 +186,22 @@ def table(folder: Path, root: str, environment: Mapping[str, str]) -> None:
     row("start to /readyz, best of 5", f"{best[0]:.2f} s, of CPU {min(cpu for _, cpu in starts):.2f} s in two "
         f"processes (median {middle:.2f} s)", "1.5 s", best[0] < 1.5)  # fmt: skip
     quiet, spent, paged = at_rest(folder, "--root", root, environment=environment)
-    row("agent and probes' child, shared pages once (PSS)", f"{quiet.pss:.1f} MiB", f"{ALONE} MiB", quiet.pss <= ALONE)
-    row("resident, the agent's process; RSS of both", f"{quiet.resident:.1f}; {quiet.both:.1f} MiB")
-    row("after a page, a what-if and a scrape",
+    row("PSS of agent and probe process", f"{quiet.pss:.1f} MiB", f"{ALONE} MiB", quiet.pss <= ALONE)
+    row("RSS of the agent process; RSS of both", f"{quiet.resident:.1f}; {quiet.both:.1f} MiB")
+    row("after a page, a what-if question and a scrape",
         f"{paged.resident:.1f} MiB, RSS of both {paged.both:.1f}, PSS {paged.pss:.1f}")  # fmt: skip
-    row(f"CPU of a scan each {SCAN_SECONDS:.0f} s", f"{spent / SCAN_SECONDS:.3%} of a core ({spent * 1e3:.0f} ms)",
+    row(f"CPU of a scan every {SCAN_SECONDS:.0f} s", f"{spent / SCAN_SECONDS:.3%} of a core ({spent * 1e3:.0f} ms)",
         "0.2 %", spent / SCAN_SECONDS < 0.002)  # fmt: skip
     with published(folder) as (words, more, begun):
         loud, _, _ = at_rest(folder, "--root", root, *words, environment={**environment, **more}, begun=begun)
-    row("publishing: agent and probes' child, PSS", f"{loud.pss:.1f} MiB", f"{PUBLISHING} MiB", loud.pss <= PUBLISHING)
-    row("publishing: resident, the agent's process; RSS of both", f"{loud.resident:.1f}; {loud.both:.1f} MiB")
+    row("publishing: PSS of both", f"{loud.pss:.1f} MiB", f"{PUBLISHING} MiB", loud.pss <= PUBLISHING)
+    row("publishing: RSS of the agent process; RSS of both", f"{loud.resident:.1f}; {loud.both:.1f} MiB")
     with contextlib.suppress(FileNotFoundError), resident.exporter() as (pid, port):
         resident.latencies(port, "/metrics", 20)
         other, before = resident.memory(pid), resident.cpu_seconds(pid)
         resident.latencies(port, "/metrics", 20)
         scrape = (resident.cpu_seconds(pid) - before) / 20
-        row("node_exporter, same machine", f"{other.resident:.1f} MiB, {scrape * 1e3:.1f} ms of CPU a scrape")
+        row("node_exporter on this machine", f"{other.resident:.1f} MiB, {scrape * 1e3:.1f} ms of CPU for each scrape")
 
 
 def main() -> int:
@@ -215,8 +215,8 @@ def main() -> int:
         table(folder, root, environment)
         found = steady(folder, root, environment, scans=scans, requests=requests)
     mib, descriptors = found.grown()
-    print(f"\nOver {found.scans} scans and {found.requests} requests, {found.errors} of them wrong; from the first "
-          f"tenth to the last: {mib:+.1f} MiB, {descriptors:+d} descriptors. By tenths, RSS of both in MiB: "
+    print(f"\n{found.scans} scans; {found.requests} requests, {found.errors} with a wrong answer. Growth since the "
+          f"first third: {mib:+.1f} MiB, {descriptors:+d} descriptors. RSS of both processes in MiB: "
           + " ".join(f"{look.both:.1f}" for look in found.looks)
           + "; descriptors: " + " ".join(str(look.descriptors) for look in found.looks))  # fmt: skip
     return int(found.errors > 0)

@@ -1,14 +1,14 @@
-"""Score the forecast against published training runs.
+"""Compare the forecast with published training runs.
 
-    make forecast                 the shared corpus, each source left out of all that is learned from the others
-    make forecast ROWS=FILE.csv   the rows of a file by the model as it ships: nothing is fitted or learned on them
+    make forecast                 score the shared corpus; each source is left out of the fit that forecasts it
+    make forecast ROWS=FILE.csv   score the rows of a file with the shipped constants; nothing is fitted to them
 
-Left out, a source is forecast by constants that were fitted on the other sources alone; a stack of which no other
-source has rows is a stack nobody knows, and the interval's width comes from the other sources' errors. Printed per
-source and in total: rows that the reader could not place, the error of the step time without and with one measured
-scalar per (framework, GPU, precision), how many measured times lie in the 80 % interval (a row that was not placed lies
-in none), how much slower the layout that the planner chooses is than the best one published, the error of the memory by
-method, out-of-memory rows that were called safe, and rows that ran and were refused.
+A source that is left out is forecast with constants that were fitted to the other sources. A stack that no other source
+uses is treated as unknown. The width of the interval comes from the errors of the other sources. Printed for each
+source and in total: rows that could not be read ("not placed"), the error of the step time without and with a measured
+scalar for each (framework, GPU, precision), the share of measured times in the 80 % interval (rows that are not placed
+count as outside), how much slower the chosen layout is than the best published one, the error of the memory for each
+method, out-of-memory rows that the forecast called safe, and rows that ran although the forecast refused them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.explain import over_unknown_network, sigmas_of_rates
-from planner.forecast.calibration import FILE as INTERVALS
-from planner.forecast.calibration import Widths, interval, key_of, kinds_of, widths
+from planner.forecast.calibration import FILE as INTERVALS, Widths, interval, key_of, kinds_of, widths
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
-from planner.forecast.memory import FRAGMENTATION, memory_parts
+from planner.forecast.engine import share_of
+from planner.forecast.memory import FRAGMENTATION, MemoryParts, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.search import TIGHT_SHARE, Candidate, Planned, degrees_of, search, simplest
@@ -50,9 +50,9 @@ from planner.stacks import ENGINES
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
 FILES = ("published.csv", "published2.csv", "published3.csv")
-# Multiplications in four bits are in no table: no faster than in eight, or as much as Blackwell's data sheet says.
+# No table has FP4 rates. The forecast takes the range from the FP8 rate to this multiple of it (Blackwell data sheet).
 FOUR_BITS = 2.0
-LEAST_OF_A_SOURCE = 10  # rows, for its error to count in the mean of sources
+LEAST_OF_A_SOURCE = 10  # rows that a source needs to count in the mean of sources
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -62,7 +62,7 @@ PRIOR = replace(DEFAULT, **_TABLE["start"])
 
 
 def read_off_without(source: str) -> dict[str, float]:
-    """Constants that were read off a source, as they are without it."""
+    """Return the constants that were read off this source, with their values without it."""
     found = {}
     for name, row in _TABLE["read_off"].items():
         others = [value for of, value in row["sources"].items() if of != source]
@@ -73,16 +73,16 @@ def read_off_without(source: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the planner says about one row."""
+    """The forecast of one row."""
 
     row: Row
     job: Job
-    candidate: Candidate  # as the search would see it, if nothing were known of the GPU's memory
-    extra: tuple[float, float]  # standard deviations of log time by what the row leaves open, if faster and if slower
-    kinds: tuple[str, ...]  # what its width goes by
-    reach: tuple[float, float]  # log time over the fastest and over the slowest network that the row leaves open
+    candidate: Candidate  # as in the search, without a limit on memory
+    extra: tuple[float, float]  # standard deviations of log time (below, above) from settings that the row leaves open
+    kinds: tuple[str, ...]  # kinds of job, which decide the width of the interval
+    reach: tuple[float, float]  # log of the time with the fastest and the slowest network that the row leaves open
     memory_bytes: float
-    least_bytes: float  # on the device, of the ways that the row leaves open
+    least_bytes: float  # least memory of the settings that the row leaves open
     most_bytes: float
 
     @property
@@ -92,19 +92,19 @@ class Answer:
 
     @property
     def sample(self) -> Sample:
-        """What a width is learned from."""
+        """The error from which a width is learned."""
         return Sample(
             source=self.row.source, kinds=self.kinds, error=math.log(self.ratio), extra=self.extra, reach=self.reach
         )
 
     @property
     def scored(self) -> bool:
-        """Whether its time can be scored."""
+        """Whether its time is scored."""
         return bool(self.row.seconds) and not self.row.set_aside
 
     @property
     def ran(self) -> bool:
-        """Whether its layout is known to have fitted."""
+        """Whether its layout is known and fitted into the memory of the GPU."""
         return not (self.row.out_of_memory or self.row.set_aside or "layout" in self.row.assumed)
 
     @property
@@ -113,12 +113,12 @@ class Answer:
         return self.memory_bytes / (self.row.memory_bytes or math.nan)
 
     def is_safe(self, table: Widths) -> bool:
-        """Whether it fits in every way that the row leaves open, and nothing would be said of tight memory."""
+        """Whether it fits with all settings that the row leaves open, without a note on tight memory."""
         high = interval(self.most_bytes, table.memory[self.row.train.method]).high
         return high <= TIGHT_SHARE * self.row.gpu.memory_bytes
 
     def is_refused(self, table: Widths) -> bool:
-        """Whether it would not fit in any."""
+        """Whether it fits with none of the settings that the row leaves open."""
         low = interval(self.least_bytes, table.memory[self.row.train.method]).low
         return low > self.row.gpu.memory_bytes
 
@@ -127,7 +127,7 @@ class Answer:
 
 
 def _heavier(row: Row, layout: Layout) -> list[Layout]:
-    """The layout, and the same with more recomputed, where the row does not say how much was."""
+    """Return the layout; if the row does not state the recomputation, also the layouts with more of it."""
     if row.checkpointing is not None:
         return [layout]
     kinds: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -135,14 +135,26 @@ def _heavier(row: Row, layout: Layout) -> list[Layout]:
     return [replace(layout, checkpointing=kind) for kind in more if kind in row.stack.engine.checkpointing] or [layout]
 
 
+def _memory(row: Row, layout: Layout, *, first_stage: bool = False) -> MemoryParts:
+    """The forecast of the fullest rank, or of one that loads the model if its stack then holds more."""
+    made = memory_parts(row.model, row.train, layout, row.stack.engine, first_stage=first_stage)
+    share = share_of(row.model, row.train, layout)
+    loaded = made.weights + (2.0 * share.local if row.stack.loads_whole and share.sharded else 0.0)
+    if loaded + made.gathered <= sum(made[:6]):
+        return made
+    fragmentation = (loaded + made.gathered) * (FRAGMENTATION - 1.0)
+    return MemoryParts(weights=loaded, gathered=made.gathered, fragmentation=fragmentation, reserved=made.reserved,
+                       context=made.context)  # fmt: skip
+
+
 def _needed(row: Row, layout: Layout) -> float:
-    return memory_parts(row.model, row.train, layout, row.stack.engine).total
+    return _memory(row, layout).total
 
 
 def _ways(row: Row, layout: Layout) -> list[float]:
-    """Bytes in each way that the row leaves open: what is recomputed; of frozen weights whether FP8's are stored so
-    (Transformer Engine's fp8_model_init); of an unknown stack how the loss is made, and whether each rank holds the
-    whole model while it loads its part."""
+    """Return the memory in bytes for each setting that the row leaves open: recomputation; whether frozen weights are
+    stored in FP8 (Transformer Engine's fp8_model_init); for an unknown stack, whether the loss is fused and whether
+    each rank holds the whole model while it loads its shard."""
     layouts = _heavier(row, layout)
     if row.stack.known:
         found = [_needed(row, each) for each in layouts]
@@ -154,40 +166,40 @@ def _ways(row: Row, layout: Layout) -> list[float]:
 
 
 def _loading(row: Row, layout: Layout) -> float:
-    """Bytes where each rank holds the whole model while it takes its part: torch's FSDP without meta tensors."""
-    whole = 2.0 * weights(row.model).total / (layout.tp * layout.pp)
-    return whole + memory_parts(row.model, row.train, layout, row.stack.engine).weights
+    """Return the bytes while each rank holds the whole model to load its shard, as FSDP without meta tensors does."""
+    model = 2.0 * weights(row.model).total / (layout.tp * layout.pp)
+    return model + _memory(row, layout).weights
 
 
 def _saved_by_few_bits(row: Row, layout: Layout) -> float:
-    """Bytes that frozen weights take less where they lie in the eight or four bits that they are multiplied in.
+    """Return the bytes saved if frozen weights are stored in the 8 or 4 bits of their multiplications.
 
-    Transformer Engine's fp8_model_init keeps no other copy; NVFP4 has a byte of scale for 16 weights.
+    Transformer Engine's fp8_model_init stores no other copy. NVFP4 has one byte of scale for 16 weights.
     """
     if row.train.method != "lora" or not (row.four_bits or set(EIGHT_BITS) & set(row.precisions)):
         return 0.0
-    frozen = memory_parts(row.model, row.train, layout, row.stack.engine).weights
-    kept = (0.5 + 1.0 / 16.0) / 2.0 if row.four_bits else 0.5
-    return FRAGMENTATION * frozen * (1.0 - kept)
+    frozen = _memory(row, layout).weights
+    stored = (0.5 + 1.0 / 16.0) / 2.0 if row.four_bits else 0.5
+    return FRAGMENTATION * frozen * (1.0 - stored)
 
 
-# A row that ran did not recompute more than its memory asked for; what is forecast to be this much larger than the card
-# did not fit without.
+# A row that ran is assumed to recompute no more than necessary. If its forecast memory is this many times that of the
+# GPU, it is assumed not to have fitted without recomputation.
 CERTAINLY_TOO_LARGE = 1.3
 
 
 def as_run(row: Row) -> Layout:
-    """The row's layout; where recomputation was not published, what the stack does by itself, or the lightest that may
-    have fitted."""
+    """Return the row's layout. Unpublished recomputation is the default of the stack, or the least that may have
+    fitted."""
     if row.checkpointing is not None:
         return row.layout
     choice = row.stack.default_checkpointing
     if row.layout.offload == "all":
-        choice = "full"  # as the search does: recomputation costs less than moving the weights out
+        choice = "full"  # as in the search: recomputation costs less than the transfer of the weights
     if row.stack.engine.name == "litgpt" and row.layout.world_size > 1:
         choice = "full"  # its FSDP strategy checkpoints every block
     if row.stack.engine.name == "torchtune" and row.train.method != "qlora":
-        # Its tables give the larger card the faster run without it; QLoRA's is for the least memory.
+        # Its tables show runs without recomputation on larger GPUs. Its QLoRA recipes aim at the least memory.
         light = replace(row.layout, checkpointing="none")
         choice = "none" if _needed(row, light) <= row.gpu.memory_bytes else choice
     options = _heavier(row, replace(row.layout, checkpointing=choice))
@@ -204,7 +216,7 @@ def _job(row: Row, precision: Precision, constants: Constants, gpu: Gpu | None =
 
 
 def searched(row: Row, constants: Constants = DEFAULT) -> Layout:
-    """The layout of a row that publishes none: what the planner would run with this batch."""
+    """Return the layout of a row that states none: the planner's choice for this batch."""
     engine = row.stack.engine
     able = replace(row, stack=replace(row.stack, engine=replace(engine, methods=frozenset({"full", "lora", "qlora"}))))
     found = search(Planned(
@@ -218,7 +230,7 @@ Reading = tuple[Job, Layout, StepParts]
 
 
 def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, list[Reading]]:
-    """Seconds, and each reading of a row that leaves its precision open."""
+    """Return the step time in seconds, and one forecast for each precision that the row leaves open."""
     found: list[Reading] = []
     variants: list[tuple[Precision, Gpu]] = [(precision, row.gpu) for precision in row.precisions]
     if row.four_bits and row.gpu.matmul_fp8:
@@ -232,7 +244,7 @@ def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, l
 
 
 def left_open(found: Sequence[Reading]) -> tuple[float, float]:
-    """What assumed rates and a precision that the row leaves open add to sigma, below and above."""
+    """Return what assumed rates and an unstated precision add to sigma (below, above)."""
     times = [parts.total for _, _, parts in found]
     between = math.log(max(times) / min(times)) / 2.0
     below, above = zip(*(sigmas_of_rates(*reading) for reading in found), strict=True)
@@ -241,13 +253,12 @@ def left_open(found: Sequence[Reading]) -> tuple[float, float]:
 
 def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     """Forecast one row."""
-    engine = row.stack.engine
     seconds, readings = seconds_of(row, layout, constants)
-    printed = memory_parts(row.model, row.train, layout, engine, first_stage=row.first_stage)
+    printed = _memory(row, layout, first_stage=row.first_stage)
     memory = printed.tensors if row.memory_kind == "tensors" else printed.total
     if row.train.method == "lora" and not row.stack.known and layout.dp_shard > 1 and layout.sharding == "zero3":
-        whole = _loading(row, layout)
-        memory = max(memory, whole if whole <= row.gpu.memory_bytes else 0.0)
+        loading = _loading(row, layout)
+        memory = max(memory, loading if loading <= row.gpu.memory_bytes else 0.0)
     if row.memory_kind == "reserved":
         memory -= printed.context
     job = _job(row, row.precision, constants)
@@ -270,7 +281,7 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
 
 
 class Fit:
-    """Rows to fit on, each forecast once for each set of values of the constants that it depends on."""
+    """Rows to fit constants to. Forecasts are cached by the values of the constants that a row depends on."""
 
     def __init__(self, pairs: Sequence[tuple[Row, Layout]]) -> None:
         self.pairs = [
@@ -299,16 +310,16 @@ class Fit:
         return [i for i, was in enumerate(self.start) if any(abs(self._error(i, t) - was) > 1e-9 for t in trials)]
 
     def without(self, rows: Collection[str], passes: int = 5) -> Constants:
-        """The constants fitted on all rows but those of these names: coordinate descent from `PRIOR`."""
+        """Fit the constants to all rows except those of these names, by coordinate descent from `PRIOR`."""
         used = [i for i, (row, _) in enumerate(self.pairs) if row.name not in rows]
         members = groups_of(used, lambda i: self.sources[i])
         shares = {s: math.sqrt(len(m)) for s, m in members.items()}
-        whole = sum(shares.values())
-        weight = {i: shares[self.sources[i]] / whole / len(members[self.sources[i]]) for i in used}
-        kept = set(used)
-        touched = {name: [i for i in rows if i in kept] for name, rows in self.touched.items()}
+        total = sum(shares.values())
+        weight = {i: shares[self.sources[i]] / total / len(members[self.sources[i]]) for i in used}
+        in_use = set(used)
+        touched = {name: [i for i in rows if i in in_use] for name, rows in self.touched.items()}
 
-        def cost(i: int, error: float) -> float:  # the further off, the less another step counts: robust to what is odd
+        def cost(i: int, error: float) -> float:  # grows with the logarithm of the error, so that outliers count less
             return weight[i] * 0.2 * math.log1p(abs(error) / 0.2)
 
         best, errors = PRIOR, {i: self.start[i] for i in used}
@@ -322,7 +333,7 @@ class Fit:
                     trial = replace(best, **{name: value})
                     new = {i: self._once(i, trial) for i in touched[name]}
                     gain = sum(cost(i, errors[i]) - cost(i, new[i]) for i in new)
-                    # drawn to the starting values
+                    # penalty for the distance from the starting values
                     gain += 0.02 * (_moved(best, name) - _moved(trial, name))
                     if gain > 1e-6:
                         best, errors = trial, errors | new
@@ -335,18 +346,18 @@ def _moved(constants: Constants, name: str) -> float:
     return float(math.log(getattr(constants, name) / getattr(PRIOR, name)) ** 2)
 
 
-# --- Left out.
+# --- Forecasts without a source.
 
 
 def tied(rows: Iterable[Row]) -> dict[str, tuple[str, ...]]:
-    """The stacks of which one source alone has rows, by source: its structural choices, left out with it."""
+    """Return, for each source, the stacks that no other source uses. They are left out together with it."""
     users = groups_of(((row.stack.engine.name, row.source) for row in rows if row.stack.known), lambda pair: pair[0])
-    alone = {engine: pairs[0][1] for engine, pairs in users.items() if len({source for _, source in pairs}) == 1}
-    return {source: tuple(engine for engine in alone if alone[engine] == source) for source in alone.values()}
+    single = {engine: pairs[0][1] for engine, pairs in users.items() if len({source for _, source in pairs}) == 1}
+    return {source: tuple(engine for engine in single if single[engine] == source) for source in single.values()}
 
 
 def unknown_to_others(row: Row, engines: Collection[str]) -> Row:
-    """The row as a planner reads it that never heard of its stack."""
+    """Return the row as a reader that does not know these engines reads it."""
     if row.stack.engine.name not in engines:
         return row
     stack = unknown_stack(row.raw)
@@ -355,15 +366,15 @@ def unknown_to_others(row: Row, engines: Collection[str]) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Every source forecast by what never saw it."""
+    """Forecasts of every source without the source itself, and with the shipped constants."""
 
     answers: list[Answer]
-    # The same rows by what ships: no memory is fitted, so the traits of its stack are all that is left out.
+    # Memory has no fitted constants: the memory of `answers` and of `shipped` differs only where a stack is unknown.
     shipped: list[Answer]
 
 
 def left_out(rows: Sequence[Row]) -> LeftOut:
-    """Forecast each row by constants and stacks that never saw its source. Prints its progress on stderr."""
+    """Forecast each row with constants and stacks of the other sources. Prints its progress on stderr."""
     engines = tied(rows)
     fit = Fit([(row, as_run(row)) for row in rows])
     apart = [unknown_to_others(row, engines.get(row.source, ())) for row in rows]
@@ -384,16 +395,16 @@ def left_out(rows: Sequence[Row]) -> LeftOut:
 
 
 def learned(result: LeftOut, without: str | None = None) -> Widths:
-    """The widths, of all sources or of all but one."""
+    """Learn the widths of intervals from all sources, or from all except one."""
     answers = [a for a in result.answers if a.scored and a.row.source != without]
     shipped = [a for a in result.shipped if a.row.source != without]
     seen = Counter(a.row.stack.engine.name for a in shipped if a.scored)
-    known = [a for a in answers if not a.row.assumed_much]  # whose times do not depend on what the reader filled in
+    known = [a for a in answers if not a.row.assumed_much]  # whose times do not depend on assumed settings
     scaled = [Sample(source=a.row.source, error=math.log(ratio)) for a, ratio in with_scalar(known)]
-    held = groups_of((a for a in shipped if a.row.memory_bytes), lambda a: a.row.train.method)
+    by_method = groups_of((a for a in shipped if a.row.memory_bytes), lambda a: a.row.train.method)
     memory = {
         method: width([Sample(source=a.row.source, error=math.log(a.memory_ratio)) for a in members])
-        for method, members in sorted(held.items())
+        for method, members in sorted(by_method.items())
     }
     pair, same = (spread(found) for found in pairs(answers))
     return learn(
@@ -404,7 +415,7 @@ def learned(result: LeftOut, without: str | None = None) -> Widths:
 
 
 def as_shipped(rows: Sequence[Row]) -> list[Answer]:
-    """Every row by the constants and stacks that the planner ships."""
+    """Forecast every row with the shipped constants and all stacks."""
     return [answer(row, searched(row) if "layout" in row.assumed else as_run(row)) for row in rows]
 
 
@@ -412,7 +423,7 @@ def as_shipped(rows: Sequence[Row]) -> list[Answer]:
 
 
 def groups_of(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their key, in their order."""
+    """Group the items by their key, in their order."""
     found: dict[Key, list[Item]] = defaultdict(list)
     for item in items:
         found[key(item)].append(item)
@@ -420,7 +431,7 @@ def groups_of(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, li
 
 
 def with_scalar(answers: Sequence[Answer]) -> list[tuple[Answer, float]]:
-    """Rows with their ratio after one scalar per family, learnt on the family's others (never on the row itself)."""
+    """Return the rows with their ratio after one scalar per family, which comes from the family's other rows."""
     out = []
     for members in groups_of(answers, lambda a: (a.row.framework, a.row.gpu.name, a.row.precision)).values():
         logs = [math.log(m.ratio) for m in members]
@@ -431,7 +442,7 @@ def with_scalar(answers: Sequence[Answer]) -> list[tuple[Answer, float]]:
 
 
 def error(ratios: Sequence[float]) -> float:
-    """Mean absolute relative error."""
+    """Return the mean absolute relative error."""
     return statistics.mean(abs(r - 1.0) for r in ratios) if ratios else math.nan
 
 
@@ -439,7 +450,7 @@ Table = Callable[[str], Widths]  # by source
 
 
 def coverage(answers: Sequence[Answer], table: Table, missed: int = 0) -> float:
-    """Share of measured times inside the 80 % interval, where those of `missed` further rows lie outside."""
+    """Return the share of measured times in the 80 % interval. `missed` further rows count as outside."""
     found = len(answers) + missed
     covered = sum(inside(a.sample, table(a.row.source).sigma(a.kinds)) for a in answers)
     return covered / found if found else math.nan
@@ -450,12 +461,12 @@ _SAME = ("source", "framework", "model", "params_b", "kind", "seq", "gpu", "worl
 
 
 def same_job(row: Row) -> tuple[str, ...]:
-    """What rows have in common that differ in their layout only."""
+    """Return the columns that are equal in rows of one job with different layouts."""
     return tuple(row.raw.get(name) or "" for name in _SAME)
 
 
 def regrets(answers: Sequence[Answer]) -> list[tuple[float, str]]:
-    """How much slower the planner's choice is than the best, per group of layouts of one job; all ran, so all fit."""
+    """Return how much slower the planner's choice is than the fastest layout, for each job with several layouts."""
     out = []
     for key, members in groups_of(answers, lambda a: same_job(a.row)).items():
         if len({m.row.layout for m in members}) > 1:
@@ -470,7 +481,7 @@ NORMAL_MEDIAN = 0.6745  # median of |x| over its standard deviation
 
 
 def pairs(answers: Iterable[Answer]) -> tuple[list[Sample], list[Sample]]:
-    """Errors in the difference of two forecasts of one job: of layouts of other degrees, and of the same degrees."""
+    """Return errors of the ratio of two forecasts of one job: for layouts of different and of the same degrees."""
     found: tuple[list[Sample], list[Sample]] = ([], [])
     jobs = groups_of(answers, lambda a: same_job(a.row)).values()
     for a, b in (pair for members in jobs for pair in combinations(members, 2)):
@@ -481,7 +492,7 @@ def pairs(answers: Iterable[Answer]) -> tuple[list[Sample], list[Sample]]:
 
 
 def spread(found: Sequence[Sample]) -> float:
-    """Standard deviation by the median, each source weighing by the root of its pairs."""
+    """Estimate the standard deviation from the median. Each source has the weight of the root of its pairs."""
     if not found:
         return math.nan
     count = Counter(sample.source for sample in found)
@@ -511,14 +522,14 @@ def _by_source(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
 
 
 def mean_of_sources(answers: Sequence[Answer], score: Callable[[Sequence[Answer]], float]) -> float:
-    """A score of each source with at least so many rows, averaged."""
+    """Return the mean of a score over the sources with at least LEAST_OF_A_SOURCE rows."""
     scores = [score(members) for members in _by_source(answers).values() if len(members) >= LEAST_OF_A_SOURCE]
     known = [value for value in scores if not math.isnan(value)]
     return statistics.mean(known) if known else math.nan
 
 
 def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
-    """What was read, and what was not and why."""
+    """Print the number of rows for each source, the reasons of rows that were not placed, and what was assumed."""
     missed, groups = Counter(u.source for u in unread), _by_source(answers)
     lines = [("source", "rows", "not placed", "time scored", "time set aside", "memory", "out of memory")]
     parts = [(source, groups.get(source, []), missed[source]) for source in dict.fromkeys([*groups, *missed])]
@@ -548,7 +559,7 @@ def _scaled_error(members: Sequence[Answer]) -> float:
 
 
 def print_times(title: str, answers: Sequence[Answer], unread: Sequence[Unread], table: Table) -> None:
-    """The table of step times."""
+    """Print the table of step times."""
     groups, missed = _by_source(answers), Counter(u.source for u in unread)
     lines = [("source", "rows", "not placed", "error", "median ratio", "in 80 %", "error, one scalar")]
     parts = [(source, members, missed[source]) for source, members in groups.items()]
@@ -566,7 +577,7 @@ def print_times(title: str, answers: Sequence[Answer], unread: Sequence[Unread],
 
 
 def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
-    """The table of widths: each combination, and each single mark, of enough rows; and those of memory and pairs."""
+    """Print the widths of each combination of kinds and each single kind with enough rows, of memory and of pairs."""
     answers = [a for a in result.answers if a.scored and not a.row.assumed_much]
     marks = sorted({kind for a in answers for kind in a.kinds})
     groups = {key_of(kinds): [a for a in answers if a.kinds == kinds] for kinds in sorted({a.kinds for a in answers})}
@@ -589,23 +600,23 @@ def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
 
 
 def print_memory(answers: Sequence[Answer], known: Sequence[Answer], table: Table) -> None:
-    """The table of memory by source and method; `known` are the same rows with the traits of their own stacks."""
+    """Print the memory by source and method. `known` are the same rows with their stacks known."""
     own = {a.row.name: a for a in known}
     lines = [("source", "method", "rows", "error", "median ratio", "error, stack known", "ran", "of them refused",
               "OOM rows", "called safe")]  # fmt: skip
     for source in [*_by_source(answers), "all"]:
         for method in ("full", "lora", "qlora", "all"):
             members = [a for a in answers if source in (a.row.source, "all") and method in (a.row.train.method, "all")]
-            held = [a for a in members if a.row.memory_bytes]
+            measured = [a for a in members if a.row.memory_bytes]
             oom = [a for a in members if a.row.out_of_memory]
-            if not (held or oom or source == "all") or (method == "all" and source != "all"):
+            if not (measured or oom or source == "all") or (method == "all" and source != "all"):
                 continue
-            ratios = [a.memory_ratio for a in held]
+            ratios = [a.memory_ratio for a in measured]
             middle = f"{statistics.median(ratios):.3f}" if ratios else "-"
             ran = [a for a in members if a.ran]
             lines.append((
                 source, method, str(len(ratios)), _percent(error(ratios)), middle,
-                _percent(error([own[a.row.name].memory_ratio for a in held])), str(len(ran)),
+                _percent(error([own[a.row.name].memory_ratio for a in measured])), str(len(ran)),
                 str(sum(a.is_refused(table(a.row.source)) for a in ran)), str(len(oom)),
                 str(sum(a.is_safe(table(a.row.source)) for a in oom)),
             ))  # fmt: skip
@@ -613,7 +624,7 @@ def print_memory(answers: Sequence[Answer], known: Sequence[Answer], table: Tabl
 
 
 def print_constants(fitted: Constants) -> None:
-    """Where the fit starts, what it gives on all sources, and what the planner ships."""
+    """Print each constant: start of the fit, value fitted to all sources, shipped value."""
     lines = [("constant", "start", "fitted on all", "shipped")]
     for name in FITTED:
         start, found, shipped = (f"{getattr(c, name):.3g}" for c in (PRIOR, fitted, DEFAULT))
@@ -624,7 +635,7 @@ def print_constants(fitted: Constants) -> None:
 def print_summary(
     how: str, answers: Sequence[Answer], known: Sequence[Answer], unread: Sequence[Unread], table: Table
 ) -> None:
-    """The figures that docs/explanation/forecast.md cites: means over the sources of enough rows, and counts."""
+    """Print the figures that docs/explanation/forecast.md cites: means over sources with enough rows, and counts."""
     scored = [a for a in answers if a.scored]
     mixtures = [a for a in scored if a.row.model.experts]
     missed, lost = Counter(u.source for u in unread if u.timed), sum(u.mixture for u in unread)
@@ -633,11 +644,11 @@ def print_summary(
     own = {a.row.name: a for a in known}
 
     def memory(rows: Sequence[Answer], method: str) -> str:
-        held = [a for a in rows if a.row.memory_bytes and a.row.train.method == method]
-        return _percent(mean_of_sources(held, lambda m: error([a.memory_ratio for a in m])))
+        measured = [a for a in rows if a.row.memory_bytes and a.row.train.method == method]
+        return _percent(mean_of_sources(measured, lambda m: error([a.memory_ratio for a in m])))
 
-    def count(rows: Sequence[Answer], holds: Callable[[Answer, Widths], bool]) -> str:
-        return f"{sum(holds(a, table(a.row.source)) for a in rows)} of {len(rows)}"
+    def count(rows: Sequence[Answer], is_true: Callable[[Answer, Widths], bool]) -> str:
+        return f"{sum(is_true(a, table(a.row.source)) for a in rows)} of {len(rows)}"
 
     figures = {
         "step time": _percent(mean_of_sources(scored, _time_error)),
@@ -669,13 +680,13 @@ def print_summary(
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
 HEADER = """# Forecast accuracy
 
-Published runs of other stacks, 2026-11-27, as `make forecast` prints them. `python bench/forecast.py --write` writes
-this page, and the widths in `planner/forecast/intervals.json`.
+Forecasts of published runs, 2026-11-27. `python bench/forecast.py --write` writes this page and the widths in
+`planner/forecast/intervals.json`; `--help` explains the figures. Left out: fitted to the other sources.
 """
 
 
 def report(rows: Sequence[Row], unread: Sequence[Unread], result: LeftOut | None) -> None:
-    """Print every table: of what ships, or of each source left out."""
+    """Print every table: with each source left out, or with the shipped constants if `result` is None."""
     if result:
         answers, known, how = result.answers, result.shipped, "left out"
         table = {source: learned(result, source) for source in {row.source for row in rows}}.__getitem__
@@ -702,10 +713,10 @@ def report(rows: Sequence[Row], unread: Sequence[Unread], result: LeftOut | None
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", type=Path, help="CSV files to score as shipped; none: the shared corpus")
-    parser.add_argument("--fit", action="store_true", help="print the constants fitted on every source, and no score")
+    parser.add_argument("rows", nargs="*", type=Path, help="CSV files to score as shipped; default: the shared corpus")
+    parser.add_argument("--fit", action="store_true", help="print the constants fitted to all sources, without scores")
     parser.add_argument(
-        "--write", action="store_true", help="write the planner's widths and docs/measurements/forecast.md"
+        "--write", action="store_true", help="write planner/forecast/intervals.json and docs/measurements/forecast.md"
     )
     options = parser.parse_args(arguments)
     files = options.rows or [CORPUS / "layouts" / name for name in FILES]

@@ -1,10 +1,10 @@
 """Coverage-guided fuzzing of every reader: `python bench/fuzz.py [--seconds 60] [--target nccl_log ...]`.
 
-Surface: atheris (libFuzzer for Python). Targets take turns, one child process at a time, each with what it has found so
-far in .cache/fuzz/<target>. `--runs N` is that many inputs from the seeds alone, the same ones in each run, with all
-targets in one process, which is what a test needs. An input that takes 10 s of CPU, 1 GiB of memory or an exception
-that is not the reader's own ends the run with 1 and lies in .cache/fuzz/crashes; `--replay FILE` shows it.
-docs/measurements/fuzz.md holds what the long run found.
+Uses atheris (libFuzzer for Python). The targets run one after another, each in a child process of its own, whose corpus
+is in .cache/fuzz/<target>. `--runs N` runs N inputs that are derived from the seeds only and are the same each time,
+with all targets in one process; the tests use it. An input that takes more than 10 s of CPU or 1 GiB of memory, or that
+raises an unexpected exception, is written to .cache/fuzz/crashes, and the exit code is 1. `--target T --replay FILE`
+runs such an input again. docs/measurements/fuzz.md has the results of the long run.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 CACHE = ROOT / ".cache" / "fuzz"
-SLOW_SECONDS = 10  # of CPU; on the clock twelve times as much, as the machine may have more to do
+SLOW_SECONDS = 10  # of CPU time; the limit of wall-clock time is twelve times as long, for a busy machine
 MEMORY_MIB = 1024
 LENGTH_BYTES = 16384
 TURN_SECONDS = 60
-# libFuzzer without what makes two runs differ: its dice, what the interpreter compares meanwhile, the order of files
+# Options that make runs of libFuzzer repeatable: a fixed seed, no traced comparisons, a fixed order of files.
 SAME = ("-seed=1", "-use_cmp=0", "-use_memmem=0", "-entropic=0", "-shuffle=0", "-reload=0")
-SEEDS = "seeds"  # the list of them, in their order
+SEEDS = "seeds"  # file with the names of the seeds, in order
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent", "yaml")
 
 
 def main() -> int:
-    """Run, replay, or be the child."""
+    """Run the fuzzer, replay one input, or run as the child process."""
     options = _options()
     if options.child:
         return _child(options.child, options.rest)
     if options.replay:
         return _replay(options.target, options.replay)
-    # The targets' names alone: readers must not be imported before they are instrumented.
+    # Only the names of the targets: the readers must be instrumented when they are imported.
     names = options.target or list(_names())
     turns = [",".join(names)] if options.runs else names
     inputs, findings = 0, list[str]()
@@ -60,10 +60,10 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--cpu", action="store_true", help="count seconds of CPU time, not of the clock")
-    parser.add_argument("--target", action="append", choices=_names(), help="only these")
-    parser.add_argument("--runs", type=int, default=0, help="so many inputs, the same in each run, all together")
-    parser.add_argument("--go-on", action="store_true", help="do not stop at the first finding")
+    parser.add_argument("--cpu", action="store_true", help="count seconds of CPU time instead of wall-clock time")
+    parser.add_argument("--target", action="append", choices=_names(), help="run this target only; can be repeated")
+    parser.add_argument("--runs", type=int, default=0, help="number of inputs, the same in each run, for all targets")
+    parser.add_argument("--go-on", action="store_true", help="continue after the first finding")
     parser.add_argument("--replay", type=Path, help="run one input through --target")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
@@ -76,19 +76,19 @@ def _names() -> tuple[str, ...]:
 
 
 def _cpu_seconds() -> float:
-    """Of the children that have ended."""
+    """Return the CPU time of the child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _turn(turn: str, seconds: float, runs: int) -> tuple[int, list[str]]:
-    """One child; how many inputs it ran, and what it found."""
+    """Run one child process. Return the number of its inputs, and its findings."""
     name = "together" if "," in turn else turn
     crashes = CACHE / "crashes"
     crashes.mkdir(parents=True, exist_ok=True)
     before = set(crashes.iterdir())
-    with tempfile.TemporaryDirectory() as anew:
-        folder, environment = Path(anew) if runs else CACHE / name, dict(os.environ)
+    with tempfile.TemporaryDirectory() as empty:
+        folder, environment = Path(empty) if runs else CACHE / name, dict(os.environ)
         folder.mkdir(parents=True, exist_ok=True)
         if runs:
             length = [f"-runs={runs}", *SAME, f"-seed_inputs=@{folder}/{SEEDS}"]
@@ -108,7 +108,7 @@ def _turn(turn: str, seconds: float, runs: int) -> tuple[int, list[str]]:
         output = done.stdout[-6000:] + done.stderr[-6000:]
         (CACHE / f"{name}.log").write_text(output, encoding="utf-8")
         print(output, file=sys.stderr)
-        new = new or [f"{name}: exit {done.returncode}, no input kept"]
+        new = new or [f"{name}: exit code {done.returncode}, no input was saved"]
     return int(ran[1]) if ran else 0, new if done.returncode else []
 
 
@@ -120,7 +120,7 @@ def _child(turn: str, rest: Sequence[str]) -> int:
 
         found = fuzz_targets.targets()
         chosen = [found[name] for name in turn.split(",")]
-        for target in chosen:  # what a reader imports late is instrumented too
+        for target in chosen:  # run the seeds first, so that modules that a reader imports late are instrumented too
             for seed in target.seeds:
                 fuzz_targets.check(target, seed)
     folder, written = Path(rest[0]), []
@@ -130,7 +130,7 @@ def _child(turn: str, rest: Sequence[str]) -> int:
             written[-1].write_bytes((bytes([number]) if len(chosen) > 1 else b"") + seed)
     if any(word.startswith("-seed_inputs=@") for word in rest):
         (folder / SEEDS).write_text(",".join(map(str, written)))
-        rest = rest[1:]  # else the folder is read too, in whatever order
+        rest = rest[1:]  # without the folder, whose files libFuzzer would also read, in an order that varies
 
     def one(data: bytes) -> None:
         began = time.process_time()
@@ -139,7 +139,7 @@ def _child(turn: str, rest: Sequence[str]) -> int:
         elif data:
             fuzz_targets.check(chosen[data[0] % len(chosen)], data[1:])
         if time.process_time() - began > SLOW_SECONDS:
-            raise TimeoutError(f"took {time.process_time() - began:.0f} s of CPU")
+            raise TimeoutError(f"the input took {time.process_time() - began:.0f} s of CPU time")
 
     atheris.Setup([sys.argv[0], *rest], one)
     os.environ["PYTHONUNBUFFERED"] = "1"
@@ -151,9 +151,9 @@ def _replay(names: Sequence[str] | None, path: Path) -> int:
     import fuzz_targets
 
     if not names or len(names) != 1:
-        sys.exit("--replay needs one --target")
+        sys.exit("--replay requires exactly one --target")
     fuzz_targets.check(fuzz_targets.targets()[names[0]], path.read_bytes())
-    print("a result, or the reader's own error")
+    print("The reader returned a result, or raised one of its own errors.")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""What the fuzzer feeds, and what each reader may answer: a result, or the project's own error.
+"""The targets of the fuzzer: one function for each reader, which must return a result or raise one of its own errors.
 
-A target takes bytes. Half of the inputs go to the reader as they are; the others are steps that change a whole, valid
-document (`changed`), so that what lies behind the first check is reached too. Nothing here needs the fuzzer itself:
-tests/hostile replays what it once found through the same functions.
+The input of a target is bytes. Half of the inputs of a JSON reader are passed to it unchanged. The other half describe
+changes of a valid document (`changed`), so that the code behind the first validation is reached as well. This module
+does not need atheris: tests/hostile passes inputs that were once found to the same functions.
 """
 
 from __future__ import annotations
@@ -22,24 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from agent import metrics
-from agent.advice.advise import RequestError, advise
-from agent.advice.request import Request, histogram_of, model_of
+from agent.advice.advise import Request, RequestError, advise, histogram_of
 from agent.base.options import parse_version
 from agent.base.output import document
 from agent.checks.measured import read_baseline, regressions, with_bench
 from agent.checks.verdict import GateError, build_view
-from agent.cluster.nodes import Fleet, pack_facts
+from agent.cluster.nodes import Fleet, pack_facts, row
 from agent.http import pages
 from agent.http.access import read_tokens
-from agent.http.questions import read_form
-from agent.http.state import nodes_document
+from agent.http.worker import read_form
 from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
 from collectives.traces import rank_files, ras, watchdog
-from contracts import job_plan as plans
-from contracts import plain
-from contracts import run_record as records
+from contracts import job_plan as plans, plain, run_record as records
 from contracts.job_config import ConfigError, read_config
 from contracts.layout import Layout, LayoutError, values_of
 from planner import why
@@ -63,8 +59,8 @@ from topology.render import json_document, render_matrix
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINES = ROOT / "tests" / "machines"
-SEEDS = Path(__file__).with_name("fuzz_seeds")  # a whole, valid input per reader, and some that once broke one
-DIGITS = 5000  # more than int() takes from text
+SEEDS = Path(__file__).with_name("fuzz_seeds")  # a valid input for each reader, and some that once broke one
+DIGITS = 5000  # more digits than int() accepts in a text
 
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**30, -(10**400), 0.5, -0.0, 1e308, float("inf"), float("nan"),
@@ -73,12 +69,12 @@ ODD: tuple[Any, ...] = (
     {"": None}, [{}], {"name": 1}, {"$errno": "ENOENT"}, {"$errno": "²"}, {"$nvml": "GPU_IS_LOST"}, {"$nvml": 7},
     [1, 2], ["a", "b"], [1e400, "NaN"], [[["x"]]],
 )  # fmt: skip
-"""Values that readers of plain data stumble over."""
+"""Values that have caused errors in readers of JSON and YAML."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One reader: `run` takes the input; `errors` are its own; `seeds` are where the fuzzer starts."""
+    """One reader: `run` is called with the input, `errors` are expected exceptions, `seeds` are the first inputs."""
 
     run: Callable[[bytes], object]
     errors: tuple[type[Exception], ...]
@@ -90,49 +86,49 @@ _Run = Callable[[bytes], object]
 
 
 def reads(*seeds: bytes, errors: tuple[type[Exception], ...] = (), stepped: bool = False) -> Callable[[_Run], _Run]:
-    """Make a function a target. `stepped`: the seeds are texts, and a few changes of the document are seeds too."""
+    """Register a function as a target. With `stepped`, some changes of its document are seeds as well."""
 
     def register(run: _Run) -> _Run:
-        made = list(seeds)
+        inputs = list(seeds)
         if stepped:
-            made = [b"\1" + text for text in seeds] + [b"\0"]
-            made += [bytes([0, *range(i, i + 40, 3)]) for i in range(0, 240, 24)]
-        _TARGETS[run.__name__] = Target(run=run, errors=errors, seeds=made)
+            inputs = [b"\1" + text for text in seeds] + [b"\0"]
+            inputs += [bytes([0, *range(i, i + 40, 3)]) for i in range(0, 240, 24)]
+        _TARGETS[run.__name__] = Target(run=run, errors=errors, seeds=inputs)
         return run
 
     return register
 
 
 def targets() -> Mapping[str, Target]:
-    """Every target by name."""
+    """Return every target by name."""
     return _TARGETS
 
 
 class _Steps:
-    """Bytes as a source of decisions; without end, as zeros."""
+    """Read decisions from bytes. After the last byte every number is zero."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
-    def take(self, below: int) -> int:
+    def number(self, below: int) -> int:
         size = 1 if below <= 256 else 2
         raw, self._at = self._data[self._at : self._at + size], self._at + size
         return int.from_bytes(raw, "big") % below if below else 0
 
-    def more(self) -> bool:
+    def has_more(self) -> bool:
         return self._at < len(self._data)
 
     def text(self) -> str:
-        length = self.take(64)
+        length = self.number(64)
         raw, self._at = self._data[self._at : self._at + length], self._at + length
         return raw.decode("utf-8", errors="replace")
 
 
 def changed(document: Any, data: bytes) -> Any:
-    """The document with up to eight members replaced, renamed, doubled or taken out."""
+    """Return the document with up to eight members replaced, renamed, duplicated or removed."""
     steps = _Steps(data)
     for _ in range(8):
-        if not steps.more():
+        if not steps.has_more():
             break
         document = _changed(document, steps, 0)
     return document
@@ -141,21 +137,21 @@ def changed(document: Any, data: bytes) -> Any:
 def _changed(node: Any, steps: _Steps, depth: int) -> Any:
     if not isinstance(node, dict | list) or not node or depth > 12:
         return _value(steps)
-    act = steps.take(16)
+    action = steps.number(16)
     names = list(node) if isinstance(node, dict) else list(range(len(node)))
-    name = names[steps.take(len(names))]
+    name = names[steps.number(len(names))]
     copy = dict(node) if isinstance(node, dict) else list(node)
-    if act == 0:
+    if action == 0:
         return _value(steps)
-    if act == 1:
+    if action == 1:
         del copy[name]
-    elif act == 2 and isinstance(copy, list):
+    elif action == 2 and isinstance(copy, list):
         copy.insert(name, copy[name])
-    elif act == 2:
+    elif action == 2:
         copy[steps.text()] = copy.pop(name)
-    elif act == 3 and isinstance(copy, list):
+    elif action == 3 and isinstance(copy, list):
         copy.append(_value(steps))
-    elif act == 3:
+    elif action == 3:
         copy[steps.text()] = _value(steps)
     else:
         copy[name] = _changed(copy[name], steps, depth + 1)
@@ -163,19 +159,19 @@ def _changed(node: Any, steps: _Steps, depth: int) -> Any:
 
 
 def _value(steps: _Steps) -> Any:
-    choice = steps.take(len(ODD) + 8)
+    choice = steps.number(len(ODD) + 8)
     return ODD[choice] if choice < len(ODD) else steps.text()
 
 
-def _json(whole: Callable[[], Any], data: bytes) -> bytes:
-    """The input as it is, or a changed document, by the first byte."""
+def _json(valid: Callable[[], Any], data: bytes) -> bytes:
+    """Return the input without its first byte if that byte is odd, else a changed valid document."""
     if data[:1] and data[0] % 2:
         return data[1:]
-    return _dumps(changed(whole(), data[1:]))
+    return _dumps(changed(valid(), data[1:]))
 
 
 def _dumps(value: Any) -> bytes:
-    sys.set_int_max_str_digits(0)  # for writing only: what is written is to be longer than what may be read
+    sys.set_int_max_str_digits(0)  # only while writing: the text may have more digits than a reader accepts
     try:
         return json.dumps(value).encode("utf-8", "surrogatepass")
     finally:
@@ -184,7 +180,7 @@ def _dumps(value: Any) -> bytes:
 
 @cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder in memory, for readers that open files: one is rewritten thousands of times a second."""
+    """A folder in memory for readers that open files, because a file is rewritten thousands of times a second."""
     shm = Path("/dev/shm")  # noqa: S108
     return tempfile.TemporaryDirectory(prefix="topoflight-fuzz-", dir=shm if shm.is_dir() else None)
 
@@ -195,17 +191,17 @@ def _file(name: str, data: bytes) -> Path:
     return path
 
 
-# --- documents to start from
+# --- valid documents
 
 
 def seed(name: str) -> bytes:
-    """A file of fuzz_seeds."""
+    """Read a file of fuzz_seeds."""
     return (SEEDS / name).read_bytes()
 
 
 @cache
 def document_of(name: str) -> Any:
-    """A document of fuzz_seeds."""
+    """Read a JSON document of fuzz_seeds."""
     return json.loads(seed(f"{name}.json"))
 
 
@@ -260,7 +256,7 @@ def _text(data: bytes) -> str:
     errors=(LogFileError,),
 )  # fmt: skip
 def nccl_log(data: bytes) -> object:
-    """Evidence from a training log, judged: as one file, and in two halves, the later packed."""
+    """Evidence and verdict from a training log: as one file, and as two halves, the second compressed."""
     read = evidence.read_files([io.BytesIO(data)])
     evidence.exit_code(read)
     half = len(data) // 2
@@ -271,7 +267,7 @@ def nccl_log(data: bytes) -> object:
 
 @reads(seed("topo.txt"), errors=(TopologyFileError,))
 def topo_text(data: bytes) -> object:
-    """`nvidia-smi topo -m`, drawn again."""
+    """The output of `nvidia-smi topo -m`, read and rendered."""
     node = parse_matrix(_text(data))
     render_matrix(node)
     return json.dumps(json_document(node), allow_nan=False)
@@ -285,32 +281,32 @@ def topo_xml(data: bytes) -> object:
 
 @reads(b"#!/bin/bash\n#SBATCH -N 2\nexport A=1\nif x; then\n  srun torchrun t.py\nfi\n", errors=(ScriptError,))
 def batch_script(data: bytes) -> object:
-    """A user's own script for Slurm, wrapped: no line of it is lost."""
+    """A batch script for Slurm, wrapped. The result must contain every line of the script."""
     text = _text(data)
-    made, notes = wrap_script(text, (), python="python", has_log=True)
-    left = iter(made.split("\n"))
-    assert all(line in left for line in text.split("\n")), "a line is lost"  # noqa: S101 - a finding of the fuzzer
+    wrapped, notes = wrap_script(text, (), python="python", has_log=True)
+    lines = iter(wrapped.split("\n"))
+    assert all(line in lines for line in text.split("\n")), "a line is lost"  # noqa: S101 - a finding of the fuzzer
     return notes
 
 
 @reads(seed("config.json"), errors=(ModelError,), stepped=True)
 def model_config(data: bytes) -> object:
-    """A model's config.json, by both ways to it."""
+    """A model's config.json, through both functions that read it."""
     path = _file("config.json", _json(lambda: document_of("config"), data))
     with contextlib.suppress(RequestError):
-        model_of(Request.of(model=str(path)))
+        Request.of(model=str(path)).model_spec()
     return model_from_file(path)
 
 
 @reads((ROOT / "contracts/default.yaml").read_bytes(), ALIASES, errors=(ConfigError,), stepped=True)
 def job_config(data: bytes) -> object:
-    """The fine-tune job's YAML."""
+    """The settings file of the fine-tune job (YAML)."""
     return read_config(_file("job.yaml", _json(lambda: document_of("job"), data)))
 
 
 @reads(seed("plan.json"), errors=(ConfigError,), stepped=True)
 def job_plan(data: bytes) -> object:
-    """plan.json of the fine-tune job."""
+    """The plan of the fine-tune job (plan.json)."""
     return plans.read(_file("plan.json", _json(lambda: document_of("plan"), data)))
 
 
@@ -319,7 +315,7 @@ def job_plan(data: bytes) -> object:
     errors=(EnvironmentTextError,),
 )
 def environment(data: bytes) -> object:
-    """An environment of every kind, linted."""
+    """Environment variables in every kind of text, checked by the rules of lint-env."""
     kind = (None, *KINDS)[data[0] % (len(KINDS) + 1)] if data else None
     found = read_text(_text(data[1:]), kind).environments
     return [lint(each.environment, source=each.source) for each in found]
@@ -327,14 +323,14 @@ def environment(data: bytes) -> object:
 
 @reads(seed("pod.json"), ALIASES, errors=(EnvironmentTextError,), stepped=True)
 def manifest(data: bytes) -> object:
-    """A manifest's environments, linted against each release."""
+    """Environment variables in a manifest, checked for NCCL 2.27.7."""
     found = read_text(_text(_json(lambda: document_of("pod"), data)), "yaml").environments
     return [lint(each.environment, source=each.source, nccl_version=(2, 27, 7)) for each in found]
 
 
 @reads(b"\0" + b'{"kind": "topoflight-recording"}', errors=(RecordingError,), stepped=True)
 def recording(data: bytes) -> object:
-    """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
+    """A recording, from the file to the JSON documents: scan, topology, checks, metrics."""
     name = _SMALL[data[1] % len(_SMALL)] if len(data) > 1 else _SMALL[0]
     host = load(_file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
     found = scan(host, ALL)
@@ -352,7 +348,7 @@ def outcome(data: bytes) -> object:
 
 @reads(seed("network_status.json"), b'"[]"', errors=(ValueError,), stepped=True)
 def network_status(data: bytes) -> object:
-    """The network-status annotation, bare or in a file of annotations."""
+    """The network-status annotation, by itself and in a file of annotations."""
     text = _text(_json(lambda: document_of("network_status"), data))
     found = annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
     annotation(text)
@@ -362,13 +358,13 @@ def network_status(data: bytes) -> object:
 @reads(b'{"checks": []}', errors=(GateError,), stepped=True)
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
-    held = read_baseline(_file("report.json", _json(_report, data)))
-    return regressions((), held.statuses)
+    found = read_baseline(_file("report.json", _json(_report, data)))
+    return regressions((), found.statuses)
 
 
 @reads(b"{}", errors=(ValueError,), stepped=True)
 def machine(data: bytes) -> object:
-    """A node's machine as the API server hands it out, its graph built, joined with others and shown."""
+    """The facts in a NodeTopology of the API server: the graph is built, joined with another node's and written."""
     about = {"verdict": "pass", "scannedAt": "2255-01-01T00:00:00Z", "agentVersion": "1"}
     fleet, items = Fleet(), []
     for name, text in (("a", _json(_machine, data)), ("b", _dumps(_machine()))):
@@ -378,11 +374,11 @@ def machine(data: bytes) -> object:
     for record in fleet.records():
         fleet.snapshot(record)
     join([node for record in fleet.records() if (node := fleet.topology(record))])
-    return json.dumps(nodes_document(fleet, "scan"), allow_nan=False)
+    return json.dumps([row(record) for record in fleet.records()], allow_nan=False)
 
 
 def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:
-    """What the agent makes of it: metrics, page, JSON."""
+    """Write the metrics, the page and the JSON document of the agent."""
     view = with_bench(build_view(_view().snapshots, **more), bench, bench_at_seconds)
     metrics.exposition(view, "")
     pages.node_page(view, None, "", trouble=None)
@@ -391,7 +387,7 @@ def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: An
 
 @reads(b"{}", errors=(ValueError,), stepped=True)
 def bench_result(data: bytes) -> object:
-    """A benchmark's kept result, as the agent finds and shows it."""
+    """The saved result of a benchmark, which the agent reads and shows."""
     return _served(
         bench=read_as(json.loads(_json(lambda: document_of("bench"), data)), BenchResult), bench_at_seconds=1.8e9
     )
@@ -399,7 +395,7 @@ def bench_result(data: bytes) -> object:
 
 @reads(b"{}", errors=(CalibrationError, *LAYOUT_ERRORS), stepped=True)
 def calibration(data: bytes) -> object:
-    """A calibration file, and a forecast with it."""
+    """A calibration file, and a recommendation with it."""
     path = _file("calibration.json", _json(lambda: document_of("calibration"), data))
     json.dumps(plain.write(load_calibration(path)))
     return advise(Request.of(model="tiny", calibration=path, ranks_per_node=2), (_scanned("cpu-only-vm"),))
@@ -407,14 +403,14 @@ def calibration(data: bytes) -> object:
 
 @reads(b"{}", errors=(records.RecordError,), stepped=True)
 def run(data: bytes) -> object:
-    """A fine-tune job's record, as launch and the agent read and show it."""
+    """The record of a run (run.json), which `launch` and the agent read and show."""
     record = records.read(_file("run.json", _json(lambda: document_of("run"), data)))
     return record.placements, records.compare(record), _served(runs=(record,))
 
 
 @reads(b"\0dp_shard=4,tp=2", b"\x012.27.7+cuda12", b"\x0264:9,512:1", b"\x0312", errors=LAYOUT_ERRORS)
 def words(data: bytes) -> object:
-    """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
+    """Short texts of the command line and of the form: layouts, versions, histograms, numbers."""
     text = _text(data[1:])
     match data[0] % 4 if data else 0:
         case 0:
@@ -435,7 +431,7 @@ def pci_config(data: bytes) -> object:
 
 @reads(b"# x\n" + b"a" * 32 + b"\n", errors=(ValueError,))
 def token_file(data: bytes) -> object:
-    """The file of bearer tokens."""
+    """A file of bearer tokens."""
     path = _file("tokens", data)
     path.chmod(0o600)
     return read_tokens(path)
@@ -446,37 +442,37 @@ def token_file(data: bytes) -> object:
     errors=(rank_files.RankFileError,), stepped=True,
 )  # fmt: skip
 def flight_recorder(data: bytes) -> object:
-    """A dump, and the rules on it."""
+    """A dump of PyTorch's Flight Recorder, and the verdict of `why` on it."""
     trace = rank_files.read(_json(lambda: document_of("trace"), data), rank=0)
     return why.judge(why.RunFacts(traces={0: trace, 1: trace}, world=2))
 
 
 @reads(seed("ras.json"), seed("ras.txt"), errors=(ras.RasError,), stepped=True)
 def ras_answer(data: bytes) -> object:
-    """RAS's answer, and who is behind in it."""
+    """The response of NCCL RAS, and the ranks that are behind in it."""
     found = ras.read(_json(lambda: document_of("ras"), data))
     return [ras.behind(comm) for comm in found.comms]
 
 
 @reads(b"{}", seed("watchdog.log"), seed("watched.log"))
 def trace_lines(data: bytes) -> object:
-    """Lines of a log."""
+    """Lines of PyTorch's watchdog in a log, and the verdict of `why` on them."""
     report = watchdog.read(_text(data).splitlines())
     return why.judge(why.RunFacts(log=report, world=max(report.traces, default=0) + 1))
 
 
 @reads(b'{"rank": 1}', errors=(rank_files.RankFileError,), stepped=True)
 def rank_state(data: bytes) -> object:
-    """A rank's own file, and the rules on it."""
-    whole = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
-    state = rank_files.read_state(_file("state_rank_1.json", _json(lambda: whole, data)))
+    """The state file of a rank, and the verdict of `why` on it."""
+    valid = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
+    state = rank_files.read_state(_file("state_rank_1.json", _json(lambda: valid, data)))
     return why.judge(why.RunFacts(states={1: state, 0: state}, world=2, now=2.0))
 
 
 def check(target: Target, data: bytes) -> None:
-    """Feed one input; anything but a result or the reader's own error comes out of here."""
+    """Call the target with one input. Raises every exception except the reader's own errors."""
     try:
         target.run(data)
     except target.errors as error:
         if not str(error).strip():
-            raise AssertionError(f"{type(error).__name__} without a word") from error
+            raise AssertionError(f"{type(error).__name__} without a message") from error

@@ -1,11 +1,11 @@
-"""The GPU tier: one command on a machine with one NVIDIA GPU, most telling first, each result written as it comes.
+"""Measurements on one NVIDIA GPU. The most important steps come first, and each result is written at once.
 
     make gpu                                                  # 10 minutes, writes docs/measurements/gpu.md
-    python bench/gpu.py --cpu --page /tmp/gpu.md --seconds 300   # what of it a CPU can run, on a tiny model
+    python bench/gpu.py --cpu --page /tmp/gpu.md --seconds 300   # the part that a CPU can run, with a tiny model
 
-Each step has a time limit and is a process of its own or bounded by the benchmark's; what was not reached, failed or
-has no counterpart here stands on the page as such. Nothing is fetched: weights are random, rows are made. Runs of two
-ranks share the one GPU as two hosts, over sockets: that shows that a layout trains right, not how fast.
+Each step has a time limit. The page also names steps that failed, that were not reached, or that this machine cannot
+run. Nothing is downloaded: weights are random and rows are generated. Two ranks share the GPU and communicate over
+sockets, as if they were on two hosts. This shows that a layout trains correctly, but not its speed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from topology.graph import Pairs  # noqa: E402
 PAGE = ROOT / "docs" / "measurements" / "gpu.md"
 MODELS, RUNS, LAYOUTS = (read_table(__file__, "gpu.toml")[name] for name in ("model", "runs", "layouts"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node")
-# torchrun gives all ranks one environment, and NCCL takes ranks of one host identity on one GPU for an error.
+# NCCL refuses two ranks of one host on one GPU, so each rank sets its own NCCL_HOSTID (torchrun gives all the same).
 APART = "export NCCL_HOSTID=$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; exec "
 
-# The same collective as the benchmark measures, by nothing but torch: device events over 20 calls.
+# The collective that the benchmark measures, with torch alone: the median wall-clock time of 20 calls.
 BARE = """
 import json, sys, time, torch, torch.distributed as dist
 size, cuda = int(sys.argv[1]), sys.argv[2] == "cuda"
@@ -68,18 +68,18 @@ if dist.get_rank() == 0:
 """
 
 Row = tuple[str, str]
-Step = tuple[str, Callable[[], Iterator[Row]]]  # title, and what yields its rows
+Step = tuple[str, Callable[[], Iterator[Row]]]  # title, and the function that yields its rows
 
 
 def config_file(folder: Path, more: dict[str, Any], *, model: str) -> Path:
-    """A run's job.json in `folder`, for the model of this name in gpu.toml, with its config.json and its rows."""
-    made, rows = folder / model, folder / "rows.jsonl"
-    made.mkdir(exist_ok=True)
-    (made / "config.json").write_text(json.dumps({"model_type": "llama", **MODELS[model]}))
+    """Write the job.json of a run, its rows, and the config.json of the model with this name in gpu.toml."""
+    weights, rows = folder / model, folder / "rows.jsonl"
+    weights.mkdir(exist_ok=True)
+    (weights / "config.json").write_text(json.dumps({"model_type": "llama", **MODELS[model]}))
     length = 2048 if model.startswith("gpu") else 64
     rows.write_text("".join(json.dumps({"text": chr(97 + n % 26) * (length - 8)}) + "\n" for n in range(256)))
     settings = {
-        "model_name_or_path": str(made), "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
+        "model_name_or_path": str(weights), "tokenizer_name": "builtin:bytes", "dataset_name": str(rows),
         "max_length": length, "max_steps": 12, "save_strategy": "no", "eval_strategy": "no",
         **{name: value for name, value in more.items() if name not in ("model", "options")},
     }  # fmt: skip
@@ -89,7 +89,7 @@ def config_file(folder: Path, more: dict[str, Any], *, model: str) -> Path:
 
 
 def write_weights(path: Path, *, cpu: bool) -> None:
-    """Write random weights for a folder's config.json in a new process, as this one would not free all GPU memory."""
+    """Write random weights for the config.json of a folder. Runs in a process whose end frees the GPU memory."""
     process = multiprocessing.get_context("spawn").Process(target=_write_weights, args=(path, cpu))
     process.start()
     process.join()
@@ -106,16 +106,16 @@ def _write_weights(path: Path, cpu: bool) -> None:
 
 
 class Tier:
-    """The steps, in order; each yields rows for the page."""
+    """The steps in their order. Each yields rows for the page."""
 
     def __init__(self, *, cpu: bool, folder: Path, ends: float) -> None:
         self.cpu, self.folder, self.ends = cpu, folder, ends
         self.size = (1 if cpu else 64) << 20
-        # Two ranks on one GPU meet over sockets: to NCCL they are two hosts.
+        # Two ranks on one GPU are two hosts to NCCL, and communicate over sockets.
         self.one_gpu = {} if cpu else {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"}
 
     def steps(self) -> list[Step]:
-        """All of them, in order."""
+        """Return all steps in their order."""
         runs = list(RUNS.items())[: 1 if self.cpu else None]
         return [
             ("Links against nvidia-smi", self.links),
@@ -126,20 +126,20 @@ class Tier:
         ]
 
     def left(self, most: float) -> float:
-        """Seconds for a step: `most`, and no more than the tier has."""
+        """Return the seconds for a step: `most`, or the rest of the time if that is less."""
         return max(1.0, min(most, self.ends - time.monotonic()))
 
     def call(self, *words: str, most: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
+        """Run a command until it ends or its time is over."""
         return subprocess.run(
             words, capture_output=True, text=True, cwd=ROOT, timeout=self.left(most), check=False,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         )  # fmt: skip
 
     def links(self) -> Iterator[Row]:
-        """Every cell of `nvidia-smi topo -m` against the scan's."""
+        """Compare every cell of `nvidia-smi topo -m` with the matrix of the scan."""
         if shutil.which("nvidia-smi") is None:
-            yield "cells", "not run: no nvidia-smi on this host"
+            yield "cells", "not run: nvidia-smi is not installed"
             return
         text = self.call("nvidia-smi", "topo", "-m", most=30).stdout
         theirs, ours = parse(text, "nvidia-smi topo -m"), build(snapshots((), ALL)[0])
@@ -147,12 +147,12 @@ class Tier:
         for pair in theirs.pairs:
             label = own.label(pair.a, pair.b)
             if label != pair.label:
-                wrong.append(f"{pair.a}-{pair.b} is {pair.label} there, {label} here")
-        yield "GPUs", f"{len(theirs.gpus)} there, {len(ours.gpus)} here"
+                wrong.append(f"{pair.a}-{pair.b}: nvidia-smi {pair.label}, scan {label}")
+        yield "GPUs", f"nvidia-smi {len(theirs.gpus)}, scan {len(ours.gpus)}"
         yield "cells", f"{len(theirs.pairs)} compared, {len(wrong)} differ" + "".join(f"; {one}" for one in wrong[:8])
 
     def collectives(self) -> Iterator[Row]:
-        """The benchmark's bus bandwidth, what NCCL's log proves of its way, and torch alone."""
+        """Measure the bus bandwidth with the benchmark and with torch alone, and read the transport in NCCL's log."""
         spec = bench.BenchSpec(
             ops=("all_gather",), sizes_bytes=(self.size,), distinct_hosts=not self.cpu, environment=self.one_gpu,
             budget_seconds=self.left(40), lock_path=str(self.folder / "lock"), force=True,
@@ -163,11 +163,11 @@ class Tier:
         ours = [m.busbw_bytes_per_second for m in found.measurements if m.verified]
         yield "all_gather", f"{ours[0] / 1e9:.3f} GB/s bus bandwidth, verified" if ours else "not verified"
         if found.evidence is not None:
-            yield "way", f"{found.evidence.inter_node_transport}, GPUDirect RDMA {found.evidence.gdrdma}"
+            yield "transport", f"{found.evidence.inter_node_transport}, GPUDirect RDMA {found.evidence.gdrdma}"
         script = self.folder / "bare.py"
         script.write_text(BARE)
-        alone = f"{APART}{sys.executable} {script} {self.size} {'cpu' if self.cpu else 'cuda'}"
-        done = self.call(sys.executable, *TORCHRUN, "2", "bash", "-c", alone, most=90, env=self.one_gpu)
+        ranks = f"{APART}{sys.executable} {script} {self.size} {'cpu' if self.cpu else 'cuda'}"
+        done = self.call(sys.executable, *TORCHRUN, "2", "bash", "-c", ranks, most=90, env=self.one_gpu)
         lines = [line for line in done.stdout.splitlines() if line.startswith("BARE ")]
         if not lines:
             yield "torch alone", f"failed: {_last(done.stderr)}"
@@ -177,7 +177,7 @@ class Tier:
         yield "torch alone", f"{bare / 1e9:.3f} GB/s{ratio}"
 
     def calibration(self) -> Iterator[Row]:
-        """GEMMs and a layer."""
+        """Calibrate GEMMs and one layer."""
         words = ["--budget", str(int(self.left(40 if self.cpu else 60))), "-f", str(self.folder / "calibration.json")]
         model = "tiny-llama" if self.cpu else "Llama-3.2-1B"
         done = self.call(sys.executable, "-m", "agent.cli", "calibrate", "--model", model, *words, most=150)
@@ -189,7 +189,7 @@ class Tier:
         yield "GEMM", f"{found['gemm_flops_per_second'] / 1e12:.3g} TFLOP/s"
 
     def layouts(self) -> Iterator[Row]:
-        """Each layout's losses and how far they are from one rank's, for the same weights and rows; all run at once."""
+        """Compare the losses of each layout with those of one rank, for the same weights and rows. All run at once."""
         runs: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
         losses: dict[str, run_record.Loss] = {}
         for name, one in list(LAYOUTS.items())[: 2 if self.cpu else None]:
@@ -225,7 +225,7 @@ class Tier:
             yield name, f"{_ending(record)}; {record.placements}; first and last loss {apart}"
 
     def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
-        """One short run through `launch`: forecast against measured, by quantity."""
+        """Run a short fine-tune with `launch`, and compare each measured quantity with its forecast."""
         flash = more.get("attn_implementation") == "flash_attention_2"
         for package, needed in (("flash_attn", flash), ("bitsandbytes", more.get("load_in_4bit"))):
             if needed and find_spec(package) is None:
@@ -262,11 +262,11 @@ def _ending(record: run_record.RunRecord) -> str:
 
 
 def _last(text: str) -> str:
-    return (text.strip().splitlines() or ["no words"])[-1][:300]
+    return (text.strip().splitlines() or ["no output"])[-1][:300]
 
 
 def hardware() -> str:
-    """What this ran on."""
+    """Return the GPU, CPU cores and versions of this machine in one line."""
     import torch
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
@@ -277,7 +277,7 @@ def hardware() -> str:
 
 
 def page(path: Path, head: str, done: list[tuple[str, list[Row]]], left: list[Step]) -> None:
-    """Write what there is so far, and which steps are left."""
+    """Write the results so far and the titles of the steps that were not run yet."""
     lines = ["# On a GPU", "", head, ""]
     for title, rows in done:
         lines += [f"## {title}", "", *(f"- {name}: {text}" for name, text in rows), ""]
@@ -287,19 +287,19 @@ def page(path: Path, head: str, done: list[tuple[str, list[Row]]], left: list[St
 
 
 def main() -> int:
-    """Exit code 0 when every step ran to its end, 1 when one did not."""
+    """Run the steps. Return 0 if every step ran to its end, else 1."""
     words = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    words.add_argument("--cpu", action="store_true", help="what a CPU can run, on a tiny model")
+    words.add_argument("--cpu", action="store_true", help="run the part that a CPU can run, with a tiny model")
     words.add_argument("--page", type=Path, default=PAGE)
     words.add_argument("--seconds", type=float, default=600.0)
-    words.add_argument("--only", default="", help="a regular expression: the steps whose titles it finds; default: all")
-    words.add_argument("--folder", type=Path, help="for what the steps write; default: one that is removed")
+    words.add_argument("--only", default="", help="regular expression for the titles of the steps; default: all steps")
+    words.add_argument("--folder", type=Path, help="folder for files of the steps; default: a temporary folder")
     arguments = words.parse_args()
     if not arguments.cpu and not any(Path("/dev").glob("nvidia[0-9]*")):
-        print("gpu: no NVIDIA GPU on this host (--cpu runs what a CPU can)", file=sys.stderr)
+        print("gpu: no NVIDIA GPU on this host. --cpu runs the part that a CPU can run.", file=sys.stderr)
         return 2
     if arguments.cpu and arguments.page == PAGE:
-        words.error("--cpu needs --page: the page of the repository holds figures of a GPU alone")
+        words.error("--cpu requires --page, because docs/measurements/gpu.md has only figures of a GPU")
     command = shlex.join(["python", "bench/gpu.py", *sys.argv[1:]])
     head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, `{command}`, {hardware()}."
     done: list[tuple[str, list[Row]]] = []
@@ -318,8 +318,8 @@ def main() -> int:
                     print(f"{title}: {row[0]}: {row[1]}", flush=True)
                     page(arguments.page, head, done, left)
             except subprocess.TimeoutExpired:
-                rows.append(("failed", "not done within the time of the tier"))
-            except Exception as error:  # noqa: BLE001 - the next step may tell more than this one's end
+                rows.append(("failed", "not finished within the time limit"))
+            except Exception as error:  # noqa: BLE001 - the next steps can still run
                 rows.append(("failed", f"{type(error).__name__}: {str(error)[:300]}"))
                 print(f"{title}: failed: {error}", flush=True)
             page(arguments.page, head, done, left)

@@ -1,4 +1,4 @@
-"""Writes the man page from the verbs' own words: `python bench/man_page.py > agent/data/topoflight.1`.
+"""Write the man page from the help texts of the verbs: `python bench/man_page.py > agent/data/topoflight.1`.
 
 Specification: man-pages(7), groff_man(7).
 """
@@ -19,22 +19,22 @@ from agent.cli.main import VERBS, cli
 
 
 def escaped(text: str) -> str:
-    """Text as roff takes it literally, each paragraph wrapped."""
-    whole = text.replace("\\", "\\e").replace("-", "\\-")
-    lines = [line for part in whole.split("\n\n") for line in [*textwrap.wrap(" ".join(part.split()), 110), ".PP"]]
+    """Escape a text for roff, with its paragraphs wrapped."""
+    literal = text.replace("\\", "\\e").replace("-", "\\-")
+    lines = [line for part in literal.split("\n\n") for line in [*textwrap.wrap(" ".join(part.split()), 110), ".PP"]]
     return "\n".join(f"\\&{line}" if line[:1] in (".", "'") and line != ".PP" else line for line in lines[:-1])
 
 
 def options(command: click.Command) -> Iterator[str]:
-    """Its options and arguments, as --help names them."""
+    """Yield the options and arguments of a verb as --help shows them."""
     context = click.Context(command, max_content_width=10_000, terminal_width=10_000)
     for one in command.params:
         if (record := one.get_help_record(context)) is not None:
-            yield f".TP\n\\fB{escaped(record[0])}\\fR\n{escaped(record[1]) or 'No more to say.'}"
+            yield f".TP\n\\fB{escaped(record[0])}\\fR\n{escaped(record[1]) or 'Argument, described above.'}"
 
 
 def page() -> str:
-    """The whole page; without a date or a version, so that it changes with the verbs only."""
+    """Return the man page. It has no date and no version, so that it changes only with the verbs."""
     parts = [
         '.TH TOPOFLIGHT 1 "" "Topoflight" "User Commands"',
         ".SH NAME\ntopoflight \\- topology\\-aware preflight for GPU training",

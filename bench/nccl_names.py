@@ -1,12 +1,12 @@
-"""The table of NCCL's variables by release, from the libraries that NVIDIA publishes as wheels.
+"""Write the table of NCCL's variables by release, from the libraries that NVIDIA publishes as wheels.
 
-    python bench/nccl_names.py read     # one release after another: fetch, read, delete; goes on where it was stopped
-    python bench/nccl_names.py table    # writes planner/nccl_env/data/nccl_env_names.tsv anew from what was read
+    python bench/nccl_names.py read     # download, read and delete each release; continues after an interruption
+    python bench/nccl_names.py table    # write planner/nccl_env/data/nccl_env_names.tsv from the results of `read`
 
-What is needed: pip with an index, and 1 GB of disk for the one wheel at hand. A name counts as read by a release where
-its library's code loads the address of the name: enumerators and texts that merely look like names are never loaded.
-Which function receives it tells numbers (`ncclLoadParam`, whose second argument is the default) from texts. Rows
-already in the table keep what the source of NCCL said of them (section of the documentation, default, reader).
+Requires pip with an index, and 1 GB of disk for one wheel at a time. A release reads a variable if the code of its
+library loads the address of the name; names of enumerators and other texts are not loaded in this way. The function
+that gets the name shows its type: `ncclLoadParam` reads numbers, and its second argument is the default. Rows of the
+table keep their values from the source of NCCL (section of the documentation, default, reader).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from planner.nccl_env import NcclName, Version, names, parse_version, version_te
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "planner/nccl_env/data/nccl_env_names.tsv"
-KEPT = ROOT / ".cache/nccl_names"
+CACHE = ROOT / ".cache/nccl_names"
 PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")  # the newest CUDA has every name
 
 _NAME = re.compile(rb"NCCL_[A-Z0-9_]+(?=\0)")
@@ -38,8 +38,8 @@ _NAME = re.compile(rb"NCCL_[A-Z0-9_]+(?=\0)")
 _LEA = re.compile(rb"[\x48\x4c]\x8d[\x05\x0d\x15\x1d\x25\x2d\x35\x3d]")
 _LEA_BYTES = 7
 _CALLS = (0xE8, 0xE9)  # call and jmp with a 32-bit distance
-_NEAR_BYTES = 120  # how far behind the name its call may stand: arguments are set in between
-_BEFORE_BYTES = 45  # and how far before it
+_NEAR_BYTES = 120  # largest distance from the load of the name to the call; arguments are set in between
+_BEFORE_BYTES = 45  # largest distance before the load of the name at which the second argument is set
 _FUNCTION = 2  # STT_FUNC
 # mov esi, imm32; mov rsi, imm32 with its sign; xor esi, esi; mov rsi, imm64; or rsi, -1
 _SECOND = re.compile(rb"\xbe(.{4})|\x48\xc7\xc6(.{4})|(\x31\xf6)|\x48\xbe(.{8})|\x48?\x83\xce\xff", re.DOTALL)
@@ -55,7 +55,7 @@ class Section(NamedTuple):
 
 
 def sections(data: bytes) -> dict[str, Section]:
-    """The sections of a 64-bit little-endian ELF file by name."""
+    """Return the sections of a 64-bit little-endian ELF file by name."""
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
     (headers,) = struct.unpack_from("<Q", data, 0x28)
@@ -70,7 +70,7 @@ def sections(data: bytes) -> dict[str, Section]:
 
 
 def functions(data: bytes, parts: dict[str, Section]) -> dict[int, str]:
-    """Mangled names of functions by address; empty for a stripped library."""
+    """Return the mangled names of functions by address; empty for a stripped library."""
     if ".symtab" not in parts:
         return {}
     table, texts = parts[".symtab"], parts[".strtab"]
@@ -87,12 +87,12 @@ def functions(data: bytes, parts: dict[str, Section]) -> dict[int, str]:
 class Read:
     """How a library reads one name."""
 
-    kind: str  # "integer", "text" or "" (not told)
-    default: str = ""  # of an integer, where the code shows it; "auto": a communicator's configuration decides
+    kind: str  # "integer", "text" or "" (unknown)
+    default: str = ""  # of an integer, if the code shows it; "auto": the configuration of the communicator decides
 
 
 def names_of_library(data: bytes) -> dict[str, Read]:
-    """Names of variables that the library's code loads."""
+    """Return the names of variables that the code of the library loads."""
     parts = sections(data)
     text, constants = parts[".text"], parts[".rodata"]
     body = data[constants.offset : constants.offset + constants.size_bytes]
@@ -126,7 +126,7 @@ def _read_at(code: bytes, start: int, address: int, known: Mapping[int, str]) ->
 
 
 def _default(code: bytes, start: int, end: int) -> str:
-    """What is put into the second argument's register nearest to the name; "" where it is no constant."""
+    """Return the constant of the second argument that is set nearest to the name; "" if there is none."""
     first = max(0, start - _BEFORE_BYTES)
     shown: list[tuple[int, int]] = []
     for match in _SECOND.finditer(code, first, end):
@@ -145,7 +145,7 @@ def _default(code: bytes, start: int, end: int) -> str:
 
 
 def read_release(package: str, version: str) -> dict[str, Read]:
-    """The names in the library of one release, whose wheel pip fetches for the length of this call."""
+    """Return the names in the library of one release. pip downloads its wheel to a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="nccl-wheel-") as folder:
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", folder,
@@ -160,20 +160,20 @@ def read_release(package: str, version: str) -> dict[str, Read]:
 
 
 def read_all() -> None:
-    """Reads every release on the index that was not read yet; one wheel lies on the disk at a time."""
-    KEPT.mkdir(parents=True, exist_ok=True)
+    """Read every release of the index that has not been read yet. Only one wheel is on the disk at a time."""
+    CACHE.mkdir(parents=True, exist_ok=True)
     for version, (package, exact) in sorted(published().items()):
-        kept = KEPT / f"{version_text(version)}.json"
-        if kept.exists():
+        file = CACHE / f"{version_text(version)}.json"
+        if file.exists():
             continue
         found = read_release(package, exact)
         rows = {name: [read.kind, read.default] for name, read in found.items()}
-        kept.write_text(json.dumps(rows, indent=0, sort_keys=True), encoding="utf-8")
+        file.write_text(json.dumps(rows, indent=0, sort_keys=True), encoding="utf-8")
         print(f"{package} {exact}: {len(found)} names")
 
 
 def published() -> dict[Version, tuple[str, str]]:
-    """The releases on the index, each with a package that carries it and that package's exact version."""
+    """Return the releases on the index, each with a package that has it and the exact version of this package."""
     found: dict[Version, tuple[str, str]] = {}
     for package in PACKAGES:
         for exact in releases_on_index(package):
@@ -182,9 +182,9 @@ def published() -> dict[Version, tuple[str, str]]:
 
 
 def releases_on_index(package: str, timeout_seconds: float = 120.0) -> tuple[str, ...]:
-    """A package's versions, as pip's index has them; empty where there is no such index.
+    """Return the versions of a package on pip's index; empty if the index cannot be read.
 
-    Raises OSError and subprocess.SubprocessError where pip cannot be run or does not answer.
+    Raises OSError or subprocess.SubprocessError if pip cannot be run or does not answer in time.
     """
     done = subprocess.run(
         [sys.executable, "-m", "pip", "index", "versions", package],
@@ -195,9 +195,9 @@ def releases_on_index(package: str, timeout_seconds: float = 120.0) -> tuple[str
 
 
 def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Read]]) -> dict[str, NcclName]:
-    """The table's rows with what the libraries say: `seen` holds the names by release.
+    """Merge the names that the libraries read, by release (`seen`), into the rows of the table.
 
-    A row's own first and last release stand where the source's tags gave them (there are more tags than wheels).
+    First and last releases that came from the tags of the source stay, because there are more tags than wheels.
     """
     newest = max(seen)
     by_name: dict[str, list[Version]] = {}
@@ -209,7 +209,7 @@ def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Re
         old = rows.get(name)
         kind = next((seen[each][name].kind for each in reversed(versions) if seen[each][name].kind), "")
         default = "unset" if kind == "text" else seen[versions[-1]][name].default
-        if old is not None and old.reader == "libnccl":  # no source says more of it
+        if old is not None and old.reader == "libnccl":  # the source of NCCL has no entry for it
             old = old._replace(kind=kind, default=default)
         elif old is None or old.status == "other":
             first = None if versions[0] == min(seen) else versions[0]
@@ -223,21 +223,21 @@ def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Re
             rows[name] = old._replace(status="removed", last=max(versions[-1], old.last or versions[-1]), kind="")
     for name, row in known.items():
         if row.status == "current" and name not in by_name:
-            print(f"{name}: in no library read, {row.reader}", file=sys.stderr)
+            print(f"{name}: not found in any library; reader {row.reader}", file=sys.stderr)
     return rows
 
 
 def write_table() -> None:
-    """Writes the table anew; the rows of other software and the comments above them stay."""
+    """Write the table again. Rows of other software and the comments at the top stay."""
     seen = {
-        parse_version(kept.stem): {
+        parse_version(file.stem): {
             name: Read(kind=kind, default=default)
-            for name, (kind, default) in json.loads(kept.read_text(encoding="utf-8")).items()
+            for name, (kind, default) in json.loads(file.read_text(encoding="utf-8")).items()
         }
-        for kept in KEPT.glob("*.json")
+        for file in CACHE.glob("*.json")
     }
     if not seen:
-        raise SystemExit(f"nothing in {KEPT}: run `python bench/nccl_names.py read` first")
+        raise SystemExit(f"{CACHE} is empty: run `python bench/nccl_names.py read` first")
     head = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     head = [line for line in head if not line.startswith(("# newest:", "# read on:", "# libraries:"))]
     stamps = [
@@ -255,7 +255,7 @@ def write_table() -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("do", choices=("read", "table"))
     if parser.parse_args().do == "read":

@@ -1,7 +1,7 @@
-"""What the benches of the resident agent share: a live-like machine, the agent and the yardstick, and what they take.
+"""Start the agent or node_exporter on a recorded machine, and measure their processes.
 
-The machine is a recording given back to the real probes: its /proc and /sys as files below a root, its GPUs through an
-NVML library that answers what was recorded. Linux proc(5) for the figures.
+The real probes read the recording: /proc and /sys are files below a root folder, and the GPUs are read through an NVML
+library of the tests that returns the recorded values. Memory and CPU are read from /proc (Linux proc(5)).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCRAPER = "Accept: text/plain;version=0.0.4\r\nAccept-Encoding: gzip\r\nUser-Age
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """MiB of a process and its children. Shared pages count in each resident set; pss shares them out."""
+    """MiB of a process and its children. RSS counts shared pages in each process, PSS divides them among processes."""
 
     resident: float
     children: float
@@ -44,12 +44,12 @@ class Memory:
 
     @property
     def both(self) -> float:
-        """The resident sets of all of them."""
+        """Sum of the resident set sizes."""
         return self.resident + self.children
 
 
 def restore(folder: Path, machine: str = MACHINE) -> tuple[str, dict[str, str]]:
-    """(root, environment) of the recorded machine, laid out below `folder`."""
+    """Write the files of the recorded machine below `folder`. Return (root folder, environment)."""
     sys.path.insert(0, str(ROOT / "tests" / "fakes" / "nvml"))
     import nvml_profile
 
@@ -61,7 +61,7 @@ def restore(folder: Path, machine: str = MACHINE) -> tuple[str, dict[str, str]]:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now, nor is given before it is bound: below those that Linux gives."""
+    """Return a free loopback port below the ephemeral ports, which Linux could assign to another process meanwhile."""
     below = range(10_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
     for port in (*random.SystemRandom().sample(below, min(99, len(below))), 0):
         with socket.socket() as one, contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def free_port() -> int:
 def process(command: Sequence[str], environment: Mapping[str, str] | None = None, log: Path | None = None) -> Iterator[
     subprocess.Popen[bytes]
 ]:  # fmt: skip
-    """Run it for the length of the block, without the words it says."""
+    """Run a command for the duration of the block. Its output goes to `log`, or is discarded."""
     with (log or Path(os.devnull)).open("ab") as out:
         one = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment or {}), stdout=out, stderr=out,
@@ -93,7 +93,7 @@ def process(command: Sequence[str], environment: Mapping[str, str] | None = None
 
 @contextlib.contextmanager
 def agent(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Iterator[tuple[int, int, float]]:
-    """(pid, port, seconds to /readyz) of `topoflight serve` on the machine restored in `folder`."""
+    """Run `topoflight serve` on the machine in `folder`. Yield (pid, port, seconds to /readyz)."""
     port = free_port()
     serve = ["-m", "agent.cli", "serve", "--port", str(port), "--state", str(folder / "state"), *words]
     began = time.perf_counter()
@@ -104,7 +104,7 @@ def agent(folder: Path, *words: str, environment: Mapping[str, str] | None = Non
 
 @contextlib.contextmanager
 def exporter() -> Iterator[tuple[int, int]]:
-    """(pid, port) of node_exporter as Debian starts it. FileNotFoundError where it is not installed."""
+    """Run Debian's node_exporter. Yield (pid, port). Raises FileNotFoundError if it is not installed."""
     if shutil.which(EXPORTER) is None:
         raise FileNotFoundError(f"{EXPORTER} is not installed: apt-get install {EXPORTER}")
     port = free_port()
@@ -114,7 +114,7 @@ def exporter() -> Iterator[tuple[int, int]]:
 
 
 def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
-    """Until it answers 200."""
+    """Wait until a request to `path` returns status 200."""
     until, last = time.monotonic() + seconds, (0, b"")
     while time.monotonic() < until:
         if one.poll() is not None:
@@ -128,7 +128,7 @@ def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 12
 
 
 def get(port: int, path: str) -> tuple[int, bytes]:
-    """One request on a connection of its own."""
+    """Send one GET request on a new connection. Return (status, body)."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=90)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -136,13 +136,13 @@ def get(port: int, path: str) -> tuple[int, bytes]:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """The process and whatever it has started."""
+    """Return the process and all its descendants."""
     one = psutil.Process(pid)
     return [one, *one.children(recursive=True)]
 
 
 def memory(pid: int) -> Memory:
-    """Of the process and its children, now."""
+    """Measure the memory of a process and its descendants."""
     first, *rest = family(pid)
     return Memory(
         resident=first.memory_info().rss / MIB,
@@ -153,14 +153,14 @@ def memory(pid: int) -> Memory:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of the process and its children so far."""
+    """Return the user and system time that a process and its descendants have used."""
     return sum(sum(one.cpu_times()[:2]) for one in family(pid))
 
 
 class Client:
-    """One keep-alive connection that asks the same again and again, without an HTTP library.
+    """A keep-alive connection that repeats one request, without the overhead of an HTTP library.
 
-    Each request is one write, each answer is read to the length it names.
+    Each request is one write. Each response is read up to its Content-Length.
     """
 
     def __init__(self, port: int, path: str, headers: str = SCRAPER, source: str = "127.0.0.1") -> None:
@@ -169,13 +169,13 @@ class Client:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._left, self._status, self._head = 0, 0, b""
 
-    def ask(self) -> None:
-        """Send the request; an answer is then awaited."""
+    def send(self) -> None:
+        """Send the request."""
         self._left, self._head = -1, b""
         self.socket.sendall(self.request)
 
-    def take(self) -> int | None:
-        """Read once; the status where the answer is whole. ConnectionError where it was cut."""
+    def receive(self) -> int | None:
+        """Read once. Return the status if the response is complete, else None. Raises ConnectionError if closed."""
         piece = self.socket.recv(1 << 18)
         if not piece:
             raise ConnectionError("closed")
@@ -193,21 +193,21 @@ class Client:
         return self._status if self._left == 0 else None
 
     def fetch(self) -> int:
-        """Send the request and read the whole answer; its status."""
-        self.ask()
-        while (status := self.take()) is None:
+        """Send the request, read the complete response and return its status."""
+        self.send()
+        while (status := self.receive()) is None:
             pass
         return status
 
     def _chunked(self, end: int) -> int | None:
-        """node_exporter sends its longer answers so; the last chunk is empty."""
+        """Return the status after the last, empty chunk. node_exporter sends long responses in chunks."""
         if not _CHUNKED.search(self._head[:end]):
             raise ConnectionError("neither a length nor chunks")
         return int(self._head[9:12]) if self._head.endswith(b"\r\n0\r\n\r\n") else None
 
 
 def latencies(port: int, path: str, scrapes: int, client: Client | None = None) -> list[float]:
-    """Seconds of each of `scrapes` on one connection."""
+    """Return the seconds of each of `scrapes` requests on one connection."""
     one, found = client or Client(port, path), []
     for _ in range(scrapes):
         began = time.perf_counter()

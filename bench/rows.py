@@ -1,9 +1,9 @@
-"""Rows of published training runs: from the corpus's columns to what the planner is asked.
+"""Read published training runs: from the columns of the corpus to a question to the planner.
 
-Surface: the columns of published.csv (one training run per row; empty means not published). What a column does not
-say is looked for in the row's other words: the note, the names of framework and system. Every rule that fills a gap is
-here and named, and what was filled with no word of the row to go by is listed in `Row.assumed`. A row that cannot be
-placed is an `Unread` with its reason: a failure of this reader, and counted as one.
+Columns: those of published.csv (one training run in each row; an empty cell is not published). Values that a column
+lacks are searched in the note and in the names of framework and system. This module has all rules that fill a gap, and
+`Row.assumed` names the settings for which the row has no text at all. A row that cannot be read is an `Unread` with a
+reason, and counts as an error of this reader ("not placed").
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Raw = dict[str, str]
 
 
 class UnreadError(Exception):
-    """A row that the reader cannot place: the message says what is missing or not understood."""
+    """A row that cannot be read; the message names what is missing or not understood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """A row that was not placed."""
+    """A row that could not be read."""
 
     source: str
     why: str
-    timed: bool  # it has a time, which therefore was not forecast
-    mixture: bool  # of a mixture of experts
+    timed: bool  # it has a time, which was therefore not forecast
+    mixture: bool  # its model is a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,41 +60,41 @@ class Row:
     source: str
     framework: str
     gpu: Gpu
-    precisions: tuple[Precision, ...]  # several where the row does not say which
-    four_bits: bool  # it multiplies in four bits, which no table has
+    precisions: tuple[Precision, ...]  # several if the row does not state one
+    four_bits: bool  # its matrix products are in FP4, for which no table has rates
     model: ModelSpec
     train: TrainSpec
     layout: Layout
     links: Links
     stack: Stack
     checkpointing: Checkpointing | None  # None: not published
-    assumed: tuple[str, ...]  # what was filled in: "precision", "layout", "model", "network"
-    seconds: float | None  # of one step with `layout`
+    assumed: tuple[str, ...]  # settings without any text: "precision", "layout", "model", "network"
+    seconds: float | None  # time of one step with `layout`
     memory_bytes: float | None
     memory_kind: str  # "tensors", "reserved", "device"
     first_stage: bool  # the memory is a log line of rank 0
     out_of_memory: bool
-    set_aside: str  # why its time is not scored; empty: it is
+    set_aside: str  # reason why its time is not scored; empty if it is scored
     raw: Raw
 
     @property
     def name(self) -> str:
-        """Of all rows of all files."""
+        """A name that is unique among all files."""
         return f"{self.source} {self.row_id}"
 
     @property
     def precision(self) -> Precision:
-        """The likeliest."""
+        """The most likely precision."""
         return self.precisions[0]
 
     @property
     def assumed_much(self) -> bool:
-        """Whether what was filled in decides its time: such a row is scored, and nothing is fitted on it."""
+        """Whether assumed settings decide its time. Such a row is scored, but nothing is fitted to it."""
         return bool({"model", "precision", "layout"} & set(self.assumed))
 
 
 def number(raw: Raw, name: str) -> float | None:
-    """A column as a number, "8,192", "16k" and "~3.5" too; None where it is empty or words."""
+    """Read a column as a number, also "8,192", "16k" and "~3.5"; None if it is empty or has other text."""
     match = re.fullmatch(r"[~≈<>]?\s*(\d[\d,]*\.?\d*(?:e[+-]?\d+)?)\s*([km])?", (raw.get(name) or "").strip().lower())
     if not match:
         return None
@@ -105,7 +105,7 @@ def number(raw: Raw, name: str) -> float | None:
 
 
 def whole(raw: Raw, name: str, default: int | None = None) -> int:
-    """A column as a whole number of at least 1."""
+    """Read a column as an integer of at least 1."""
     value = number(raw, name)
     if value is None or value < 1 or value != int(value):
         if default is None:
@@ -115,20 +115,20 @@ def whole(raw: Raw, name: str, default: int | None = None) -> int:
 
 
 def words(raw: Raw, *names: str) -> str:
-    """Columns in lower case, one text."""
+    """Join columns to one text in lower case."""
     return " ; ".join(raw.get(name) or "" for name in names).lower()
 
 
-# --- What a note says of numbers that have a column of their own: "TP=4, PP=8, VP=12, MBS=1, GA=64", "EP8".
+# --- Numbers in a note that belong to a column: "TP=4, PP=8, VP=12, MBS=1, GA=64", "EP8".
 
 _TABLE = read_table(__file__, "rows.toml")
 
 
 def with_words_of_note(raw: Raw) -> Raw:
-    """The row with empty columns filled from what its note says by name."""
+    """Return the row with empty columns filled from its note."""
     note = words(raw, "note")
     filled = dict(raw)
-    for name, word in _TABLE["said"].items():
+    for name, word in _TABLE["note"].items():
         if not raw.get(name):
             match = re.search(rf"(?<![a-z0-9]){word}\s*[=:]?\s*(\d+k?)\b", note)
             if match:
@@ -140,18 +140,18 @@ def with_words_of_note(raw: Raw) -> Raw:
 
 
 def read_gpu(raw: Raw) -> Gpu:
-    """By the GPU's name, else by the machine's: "8x H100-SXM5-80GB", "DGX A100", "GB200 NVL72", "p5.48xlarge"."""
+    """Find the GPU by its name or its machine's: "8x H100-SXM5-80GB", "DGX A100", "GB200 NVL72", "p5.48xlarge"."""
     for name in ("gpu", "system", "gpus"):
         text = raw.get(name) or ""
         machine = _machine(text)
         for named in (text, text.replace("_", " "), machine.gpu if machine else None):
             if (gpu := gpu_named(named)) is not None:
                 return gpu
-    raise UnreadError(f"GPU {raw.get('gpu') or raw.get('system') or ''!r} is in no table")
+    raise UnreadError(f"GPU {raw.get('gpu') or raw.get('system') or ''!r} is unknown")
 
 
 def _machine(text: str) -> Known | None:
-    """A machine of the catalogue whose name stands in the text; GPU names that are aliases do not count."""
+    """Return the machine of the catalogue whose name is in the text. Aliases that are names of GPUs do not count."""
     lower = text.lower().replace(" ", "-").replace("_", "-")
     for row in catalogue():
         names = [row.name.lower().replace("_", "-"), *(a for a in row.aliases if "-" in a or not gpu_named(a))]
@@ -161,7 +161,7 @@ def _machine(text: str) -> Known | None:
 
 
 def read_per_node(raw: Raw, gpu: Gpu, world: int) -> int:
-    """GPUs of one host: the column, "8x" before a name, the machine's, or what such GPUs usually come in."""
+    """Return the GPUs of one host: the column, "8x" before a name, those of the machine, or 8 (racks: 4)."""
     per_node = number(raw, "gpus_per_node")
     if per_node:
         return min(world, int(per_node))
@@ -173,8 +173,8 @@ def read_per_node(raw: Raw, gpu: Gpu, world: int) -> int:
     return min(world, machine.gpus if machine else 4 if gpu.of_a_rack else 8)
 
 
-def _meant(table: str, text: str) -> Any:
-    """What a text means by a table of patterns; None: nothing."""
+def _match(table: str, text: str) -> Any:
+    """Return the first name of a table in rows.toml whose pattern is in the text; None if there is none."""
     return next((name for name, pattern in _TABLE[table].items() if re.search(pattern, text)), None)
 
 
@@ -182,16 +182,16 @@ _FOUR_BITS = re.compile(r"(?<!b)(?:nv|mx)?fp4")
 
 
 def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, ...], bool]:
-    """What is multiplied in, likeliest first, and whether the row says so.
+    """Return the possible precisions of matrix products, most likely first, and whether the row states one.
 
-    A row that does not say is not bf16: where GPU and stack have FP8, it may be either.
+    If it states none and both GPU and stack support FP8, it is bf16 or fp8.
     """
     for text in (words(raw, "precision"), words(raw, "note", "model")):
         if _FOUR_BITS.search(text):
             return (("fp8",) if gpu.matmul_fp8 else ("bf16",)), False
-        precision = _meant("precision", text)
+        precision = _match("precision", text)
         if precision == "fp8":
-            # "FP8-CS (FP8-MX)" are two rows of a table, whose notes say which is which.
+            # "FP8-CS (FP8-MX)" is in two rows of a table. Their notes show which row has which precision.
             text = text.split("(")["(" in text and "alternative #2" in words(raw, "note")]
             return ("mxfp8" if re.search(r"mxfp8|fp8-mx", text) and gpu.matmul_fp8 else "fp8",), True
         if precision:
@@ -202,13 +202,13 @@ def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, 
 
 
 def read_sharding(raw: Raw, stack: Stack, dp: int, per_node: int, *, full: bool) -> tuple[Sharding, int]:
-    """What is sharded, and over how many ranks."""
+    """Return the kind of sharding, and the number of ranks of a shard group."""
     if dp == 1:
         return (stack.default_sharding if full and stack.default_sharding in ("zero1", "zero3") else "ddp"), 1
     shard_group = number(raw, "shard_group")
     group = int(shard_group) if shard_group and dp % int(shard_group) == 0 else dp
     for text in (words(raw, "sharding"), words(raw, "framework", "note", "system")):
-        kind = _meant("sharding", text)
+        kind = _match("sharding", text)
         if kind == "hsdp":
             return "zero3", group if group < dp else math.gcd(dp, per_node)
         if kind == "zero23":
@@ -222,7 +222,7 @@ _CHECKPOINTING = r"(?:re-?comput\w*|(?:gradient|grad|activation|act)[-_ ]?checkp
 
 
 def read_checkpointing(raw: Raw) -> Checkpointing | None:
-    """None where neither column nor note says."""
+    """Read the activation recomputation; None if neither column nor note states it."""
     text = words(raw, "act_recompute").strip()
     if text:
         if re.match(r"none|no\b|off|false|0\b|without|disabled", text):
@@ -241,7 +241,7 @@ def read_checkpointing(raw: Raw) -> Checkpointing | None:
 
 
 def read_offload(raw: Raw) -> Offload:
-    """What lives in host memory."""
+    """Read what is offloaded to host memory."""
     text = words(raw, "offload")
     if not text:
         match = re.search(r"([\w+/ ]{0,30})\boffload\w*([\w+/ ]{0,20})", words(raw, "note", "sharding"))
@@ -254,11 +254,11 @@ def read_offload(raw: Raw) -> Offload:
 
 
 def fused_loss(raw: Raw, stack: Stack) -> bool:
-    """Whether the logits of all tokens never exist at once."""
+    """Whether the loss is computed in parts, so that the logits of all tokens are never in memory at once."""
     note = words(raw, "note")
     if re.search(r"(without|no|w/o) liger", words(raw, "mem_kind", "note")):
         return False
-    if note.startswith("+") and "chunked" not in note:  # a table that adds one technique per row, this one not yet
+    if note.startswith("+") and "chunked" not in note:  # in tables that add one technique per row: not added yet
         return False
     return bool(re.search(r"liger|chunked|fused (linear )?cross|cut cross|unsloth", note)) or (
         stack.engine.fused_cross_entropy and stack.engine.name not in ("deepspeed", "trl")
@@ -266,7 +266,7 @@ def fused_loss(raw: Raw, stack: Stack) -> bool:
 
 
 def read_optimizer(raw: Raw, method: str) -> str:
-    """AdamW, or what the row or its note names for a single GPU."""
+    """Return AdamW, or for a single GPU the optimizer that the row or its note names."""
     text = words(raw, "optimizer", "note")
     if method == "full" and whole(raw, "world", 1) == 1:
         if "paged" in text:
@@ -277,10 +277,10 @@ def read_optimizer(raw: Raw, method: str) -> str:
 
 
 def read_memory(raw: Raw, gpu: Gpu, world: int) -> tuple[float | None, str]:
-    """Bytes on one GPU, and what they count: "tensors" (allocated), "reserved", "device"."""
+    """Return the bytes on one GPU, and what they include: "tensors" (allocated), "reserved" or "device"."""
     value, kind = number(raw, "mem_gib"), words(raw, "mem_kind")
     if value is None or not raw.get("seq") or not raw.get("mbs") or "real length" in words(raw, "note"):
-        return None, ""  # without the tokens of a micro-batch there is nothing to compare
+        return None, ""  # not comparable without the tokens of a micro-batch
     value *= 1e9 if re.match(r"gb\b", kind) else 1024.0**3
     if world > 1 and (
         re.search(r"total|sum (over|of)|all gpus", kind) or value > 1.05 * gpu.memory_bytes >= value / world
@@ -292,29 +292,29 @@ def read_memory(raw: Raw, gpu: Gpu, world: int) -> tuple[float | None, str]:
     if "reserved" not in kind and re.search(r"model:|active|alloc|max over run", kind):
         return value, "tensors"
     if re.search(r"smi|nvml|device", kind) or ("printed" in kind and "deepspeed" in framework):
-        return value, "device"  # DeepSpeed prints no peak: such tables are read off nvidia-smi
+        return value, "device"  # DeepSpeed prints no peak, so such tables have the values of nvidia-smi
     return value, "reserved"
 
 
 _RATE = re.compile(
     r"(?:(\d{1,2})\s?x\s?)?((?:[a-z][\w-]*\s+){0,3}?)(\d{2,4})\s?(g(?:b|bit)(?:/s(?:ec)?|ps|it/s|e)?|gbe|g)\b"
 )
-# NCCL's verbs over Omni-Path: a ring of 32 A100 on four nodes ran at 40.5 Gb/s through one port of 100 Gb/s
+# NCCL over the verbs interface of Omni-Path: a ring of 32 A100 on four nodes ran at 40.5 Gb/s over a port of 100 Gb/s
 # (bigscience-workshop/bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt, NCCL 2.10.3).
 OMNI_PATH_SHARE = 0.405
 
 
 def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
-    """One direction of one node, and whether the row says how fast: TCP is TCP, the rest RDMA.
+    """Return the network bandwidth of one node in one direction, and whether the row states the rate.
 
-    Only the compute fabric counts where a row lists several, and no network of management or storage.
+    If a row lists several networks, only the compute fabric counts, not those for management and storage.
     """
     in_bits = {name: re.sub(r"\d+\s*GB(/s|ps)?\b", "", raw.get(name) or "") for name in ("inter_link", "intra_link")}
     description = words(in_bits, "inter_link")
     if re.search(r"\d+\s?x?\s?\d*g\w*\s*ethernet|roce|infiniband", words(in_bits, "intra_link")) and (
         "nvl" not in words(raw, "intra_link")
     ):
-        description = words(in_bits, "intra_link")  # a fabric in the neighbour's column
+        description = words(in_bits, "intra_link")  # the network is in the wrong column
     parts = [p for p in re.split(r"[,;]| and ", description) if not re.search(r"manage|storage|\bns\b|host net|oob", p)]
     named = [p for p in parts if re.search(r"compute|\bew\b|east|fabric|\bgpu net", p)]
     text = " ; ".join(named or parts)
@@ -334,7 +334,7 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
         share, streams = FACTORS.sockets[1]
         carried = 1.0 / (1.0 / (share * rate / 8.0 * GIGA) + 1.0 / streams)
         return Speed(bytes_per_second=carried, how="derived", link="TCP"), True
-    # Built for training: one 200 Gb/s (Ampere) or 400 Gb/s (Hopper and later) port per GPU.
+    # Clusters for training have one port of 200 Gb/s (Ampere) or 400 Gb/s (Hopper and later) per GPU.
     port = 50.0 if (gpu.compute_capability or (0, 0)) >= (9, 0) else 25.0
     gbytes = rate / 8.0 if rate else port * per_node
     share = OMNI_PATH_SHARE if "omni" in text else NETWORK_SHARE
@@ -344,7 +344,7 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
 
 
 def _rate(text: str) -> float | None:
-    """Gb/s of all ports that a text counts: "8x ConnectX-7 IB NDR 400Gb/s", "Omni-Path 4x100Gb", "4x HDR"."""
+    """Return the Gb/s of all ports in a text: "8x ConnectX-7 IB NDR 400Gb/s", "Omni-Path 4x100Gb", "4x HDR"."""
     rates = [float(match[1] or 1) * float(match[3]) for match in _RATE.finditer(text)]
     if not rates and (found := re.search(r"(?:(\d{1,2})\s?x\s?)?\b([xnhef]dr)\b", text)):
         rates = [float(found[1] or 1) * INFINIBAND_GBPS[found[2]]]
@@ -352,7 +352,7 @@ def _rate(text: str) -> float | None:
 
 
 def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
-    """Bandwidths: the table's for the GPU, the row's for the network; whether nothing had to be assumed."""
+    """Return the bandwidths (GPU links from hardware/, network from the row), and whether the row states the rate."""
     per_node = read_per_node(raw, gpu, world)
     nodes = max(1, -(-world // per_node))
     intra = words(raw, "intra_link")
@@ -360,21 +360,21 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
     busbw = gpu.busbw_of(per_node)
     if not nvlink and gpu.interconnect != "PCIe":
         busbw = None
-    # As planner.forecast.links takes them: PCIe differs from box to box, whatever was measured on such GPUs elsewhere.
+    # As in planner.forecast.links: PCIe differs between machines with the same GPU, so its bandwidth is assumed.
     how = "derived" if nvlink and busbw else "assumed"
     inside = Speed(bytes_per_second=busbw or ASSUMED_PCIE_BYTES_PER_SECOND, how=how,
                    link=gpu.interconnect if nvlink else "PCIe")  # fmt: skip
     network, known = read_network(raw, gpu, per_node) if nodes > 1 else (None, True)
     island = per_node if nvlink else 1
     if re.search(r"domain of 72|nvl-?72", f"{intra} ; {words(raw, 'gpu', 'system')}") or gpu.of_a_rack:
-        island = min(world, 64)  # NVL72; 64 is the largest power of two in it
+        island = min(world, 64)  # NVL72: 64 is the largest power of two up to 72
     links = Links(ranks_per_node=per_node, nodes=nodes, island_size=max(1, island), island=inside, node=inside,
                   network=network)  # fmt: skip
     return links, known
 
 
 def read_method(raw: Raw) -> str:
-    """Full, LoRA, or LoRA over a base of four bits."""
+    """Return the method: full, LoRA, or QLoRA (LoRA with base weights in 4 bits)."""
     kind, precision = words(raw, "kind"), words(raw, "precision")
     if re.search(r"q-?lora", kind) or ("lora" in kind and re.search(r"nf4|int4|4[- ]?bit|gptq", precision)):
         return "qlora"
@@ -385,16 +385,16 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> TrainSpec:
-    """Method, lengths and optimizer."""
+    """Read method, sequence length and optimizer."""
     method, note = read_method(raw), words(raw, "note")
     named = tuple(p for p in _PROJECTIONS if re.search(rf"\b{p}\b", note))
     if re.search(r"all[- ]linear|attention and mlp|attn ?\+ ?mlp|all modules", note):
         named = _PROJECTIONS
-    alone = note if whole(raw, "world", 1) == 1 else ""
+    single_note = note if whole(raw, "world", 1) == 1 else ""
     return TrainSpec(
         optimizer=read_optimizer(raw, method),
-        # torchtune's recipe for one GPU with paged states steps each weight in the backward pass.
-        optimizer_in_backward=method == "full" and ("optimizer in backward" in alone or "paged" in alone),
+        # torchtune's recipe for one GPU with paged states updates each weight in the backward pass.
+        optimizer_in_backward=method == "full" and ("optimizer in backward" in single_note or "paged" in single_note),
         method=method, sequence_length=sequence, precision=precision,  # type: ignore[arg-type]
         lora_rank=whole(raw, "lora_rank", 16), lora_targets=named or stack.lora_targets,
         saved_modules=("embed_tokens", "lm_head") if method != "full" and re.search(r"\(emb\w*\)", note) else (),
@@ -402,7 +402,7 @@ def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> T
 
 
 def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: int) -> float | None:
-    """Seconds of one step of `batch` sequences, by the published time, throughput or FLOP/s."""
+    """Return the seconds of one step of `batch` sequences, from the published time, throughput or FLOP/s."""
     step_time = number(raw, "step_time_s") or number(raw, "step_time_s_derived")
     published = number(raw, "gbs")
     if step_time:
@@ -434,7 +434,7 @@ _DOUBT = re.compile(
 
 
 def doubt(raw: Raw) -> str:
-    """Why the row's own words or columns say that its time does not belong to its settings; empty: they do not."""
+    """Return the reason why the time of a row may not belong to its settings; empty if there is none."""
     if _DOUBT.search(raw.get("note") or "") or "(sic)" in (raw.get("sharding") or ""):
         return "its own note doubts the time or the settings"
     if not raw.get("mbs") and not raw.get("gbs") and raw.get("samples_s"):
@@ -443,7 +443,7 @@ def doubt(raw: Raw) -> str:
 
 
 def read_sequence(raw: Raw, batch: int | None) -> int:
-    """The given length, or the mean one that throughput and step time imply."""
+    """Return the sequence length, or the mean length that throughput and step time imply."""
     length = number(raw, "seq")
     if length:
         return int(length)
@@ -454,7 +454,7 @@ def read_sequence(raw: Raw, batch: int | None) -> int:
 
 
 def read_world(raw: Raw) -> int:
-    """GPUs of the job."""
+    """Return the number of GPUs of the job."""
     world = number(raw, "world")
     if world:
         return int(world)
@@ -475,7 +475,7 @@ def read_world(raw: Raw) -> int:
 
 
 def read_layout(raw: Raw, stack: Stack, model: ModelSpec, world: int, per_node: int, precision: Precision) -> Layout:
-    """Degrees and batches; gaps by what the stack does by itself."""
+    """Read degrees and batch sizes. The defaults of the stack fill gaps."""
     tp, pp, cp = whole(raw, "tp", 1), whole(raw, "pp", 1), whole(raw, "cp", 1)
     if world % (tp * pp * cp):
         raise UnreadError(f"tp {tp} x pp {pp} x cp {cp} does not divide {world} GPUs")
@@ -506,7 +506,7 @@ def read_layout(raw: Raw, stack: Stack, model: ModelSpec, world: int, per_node: 
 
 
 def read_row(columns: Raw) -> Row:
-    """Build the question. UnreadError, ShapeError and LayoutError say why it cannot be asked."""
+    """Build the row from its columns. Raises UnreadError, ShapeError or LayoutError if they do not suffice."""
     raw = with_words_of_note(columns)
     gpu = read_gpu(raw)
     stack = stack_matching(raw, gpu)
@@ -516,7 +516,7 @@ def read_row(columns: Raw) -> Row:
     precisions, stated = read_precisions(raw, gpu, stack)
     links, known = read_links(raw, gpu, world)
     layout = read_layout(raw, stack, model, world, links.ranks_per_node, precisions[0])
-    # no degree is published, of a stack that would not run one model on so many GPUs without any
+    # No degree is published, and the stack does not shard a model by default: the layout is not known.
     unpublished = not any(raw.get(name) for name in ("tp", "pp", "dp", "sharding"))
     unknown = unpublished and world > 1 and stack.default_sharding != "zero3"
     gaps = {"model": not sure, "precision": not stated, "network": not known, "layout": unknown}
@@ -542,11 +542,11 @@ _TIMES = ("step_time_s", "step_time_s_derived", "tokens_s_gpu", "tokens_s_gpu_de
 
 
 def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
-    """Rows that can be asked, and those that could not, with the reason."""
+    """Read the rows of several files. Return the rows, and those that could not be read with their reasons."""
     rows: list[Row] = []
     unread: list[Unread] = []
     for path in paths:
-        added = ""  # in a table that adds one technique per row, what the rows above have added
+        added = ""  # techniques of the rows above, in a table that adds one technique per row
         with path.open(newline="", encoding="utf-8") as file:
             for raw in csv.DictReader(file):
                 columns = {k: (v or "").strip() for k, v in raw.items() if isinstance(k, str)}

@@ -1,10 +1,10 @@
-"""Simulates `topoflight search`: `python bench/search.py` prints the table of docs/measurements/search.md.
+"""Simulate `topoflight search`: `python bench/search.py` prints the table of docs/measurements/search.md.
 
-The planner is the product's own (collectives.search.plan); only transfers are drawn. A transfer takes the time of
-its slower end, times a node's own deviation (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5 or 5 %), or
-in some fleets as real searches measured it (search.toml); 0.5 % of transfers take up to twice as long, and in
-0.2 % of its rounds a whole node is slower by 30 %. The two rare events are assumptions: what they stand for (a job that
-ends late, a re-routed flow) has no published rate, and no GPU network was at hand to measure one.
+The decisions are those of the product (collectives.search.plan); only transfers are simulated. A transfer takes the
+time of its slower end, times a deviation of each node (sigma 0.4 %), times noise. Noise is log-normal (sigma 0.5, 1.5
+or 5 %), or in some fleets drawn from measured times (search.toml). 0.5 % of transfers take up to twice as long, and in
+0.2 % of its rounds a node is slower by 30 %. The rates of these two events are assumptions: for their causes (a job
+that ends late, a re-routed flow) no rates are published, and no GPU network was available to measure them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Fleet:
     """Nodes with their faults."""
 
     domains: list[str]
-    sigma: float  # of a transfer's time; 0: as measured
+    sigma: float  # of the log of a transfer's time; 0: drawn from measured times
     draw: random.Random
-    faults: dict[int, tuple[str, float, str]] = field(default_factory=dict)  # node: kind, excess, side
-    links: dict[tuple[int, int], float] = field(default_factory=dict)  # excess; infinite: stuck
+    faults: dict[int, tuple[str, float, str]] = field(default_factory=dict)  # node: kind, relative excess time, side
+    links: dict[tuple[int, int], float] = field(default_factory=dict)  # relative excess time; infinite: stuck
     own: list[float] = field(default_factory=list)
 
     def run(self, test: Test, rare: set[int]) -> Outcome:
-        """Give the outcome of a test."""
+        """Simulate a test."""
         dead = {node: "dead" for node in test.nodes if self.faults.get(node, ("",))[0] == "dies"}
         if test.kind == "alone":
             slow = {node: fault[1] for node, fault in self.faults.items() if fault[0] == "part"}
@@ -67,12 +67,12 @@ class Fleet:
         return Outcome(transfers=tuple(found), stuck=tuple(stuck), lost=dead)
 
     def noise(self) -> float:
-        """Draw the time of a transfer over its usual one."""
+        """Draw the time of a transfer as a multiple of its usual time."""
         seconds = math.exp(self.draw.gauss(0, self.sigma)) if self.sigma else self.draw.choice(MEASURED)
         return seconds * (1 + self.draw.random() if self.draw.random() < RARE_TRANSFER else 1.0)
 
     def excess(self, node: int, side: str) -> float:
-        """Give the excess of a node's transfers on one side."""
+        """Return the excess time of a node's transfers on one side (sends or receives)."""
         kind, excess, where = self.faults.get(node, ("", 0.0, ""))
         hit = where in ("both", side)
         if kind == "dies" or (kind == "stuck" and hit):
@@ -81,41 +81,41 @@ class Fleet:
 
 
 def fleet(row: Mapping[str, Any], seed: int) -> Fleet:
-    """Draw a fleet of this row of search.toml."""
+    """Draw a fleet for a row of search.toml."""
     nodes, domain, kinds = row["nodes"], row["domain"], tuple(row.get("kinds", KINDS))
     draw = random.Random(f"{nodes} {row['bad']} {row['links']} {seed} {domain} {kinds}")
     names = [f"rack-{node // domain}" if domain else "" for node in range(nodes)]
-    made = Fleet(domains=names, sigma=0.0 if row.get("measured") else draw.choice((0.005, 0.015, 0.05)),
-                 draw=draw)  # fmt: skip
-    made.own = [max(0.9, draw.gauss(1, NODE_SIGMA)) for _ in range(nodes)]
+    drawn = Fleet(domains=names, sigma=0.0 if row.get("measured") else draw.choice((0.005, 0.015, 0.05)),
+                  draw=draw)  # fmt: skip
+    drawn.own = [max(0.9, draw.gauss(1, NODE_SIGMA)) for _ in range(nodes)]
     for node in draw.sample(range(nodes), row["bad"]):
         kind = draw.choice(kinds)
         excess = 10 ** draw.uniform(-1.5, 1) if kind == "slow" else draw.uniform(0.3, 2)  # 3 % to 10 times
-        made.faults[node] = (kind, excess, draw.choice(("both", "sends", "receives")))
+        drawn.faults[node] = (kind, excess, draw.choice(("both", "sends", "receives")))
     groups = [group for group in Search(names)._group_near(range(nodes)) if len(group) > 2]
-    while len(made.links) < row["links"]:
+    while len(drawn.links) < row["links"]:
         pair = tuple(draw.sample(draw.choice(groups), 2))
-        if made.faults.keys().isdisjoint(pair):
-            made.links[pair[0], pair[1]] = draw.choice((float("inf"), draw.uniform(0.5, 5)))
-    return made
+        if drawn.faults.keys().isdisjoint(pair):
+            drawn.links[pair[0], pair[1]] = draw.choice((float("inf"), draw.uniform(0.5, 5)))
+    return drawn
 
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """What the searches of one row found."""
+    """The results of all searches of one row."""
 
     tests: list[int] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
-    accused: list[str] = field(default_factory=list)  # innocents
+    accused: list[str] = field(default_factory=list)  # nodes and links without a fault that were called bad
     faults: int = 0
     missed: list[str] = field(default_factory=list)
-    hidden: int = 0  # faults below the loss that the search says it could have seen
+    hidden: int = 0  # faults below the smallest loss that the search reports as visible
     links: int = 0
     links_missed: list[str] = field(default_factory=list)
 
 
 def search(one: Fleet, name: str, score: Score) -> None:
-    """Search a fleet, and add to the score."""
+    """Search a fleet, and add the result to the score."""
     found = Search(one.domains)
     while tests := found.next_round():
         rare = {node for node in range(found.nodes) if one.draw.random() < RARE_NODE}
@@ -139,7 +139,7 @@ def search(one: Fleet, name: str, score: Score) -> None:
 
 
 def simulate(share: float) -> Iterator[tuple[str, Score]]:
-    """Run each fleet of search.toml `share` times its number of runs; a small share leaves out the largest fleets."""
+    """Run each fleet of search.toml for a share of its runs. A small share leaves out the largest fleets."""
     for name, row in TABLE["fleets"].items():
         score = Score()
         for seed in range(round(row["runs"] * share)):
@@ -150,9 +150,9 @@ def simulate(share: float) -> Iterator[tuple[str, Score]]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share", type=float, default=1.0, help="of the runs of each row")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the runs of each row (default: 1.0)")
     share = parser.parse_args().share
-    columns = ("runs", "tests, middle and most", "rounds", "innocents accused", "missed", "below sight", "links missed")
+    columns = ("runs", "tests: median, max", "rounds", "wrongly accused", "missed", "not visible", "links missed")
     print(f"| fleet | {' | '.join(columns)} |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for row, score in simulate(share):

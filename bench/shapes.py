@@ -1,4 +1,4 @@
-"""Models of published tables as shapes: by name, by the row's columns, or by their size alone."""
+"""The shape of a model in a published table, from its name, from the row's columns, or only from its size."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _MIXTURE = re.compile(
 
 
 def is_mixture(raw: dict[str, str]) -> bool:
-    """Whether a row is of a mixture of experts, by its architecture or its model's name."""
+    """Whether a row has a mixture of experts, by its column `arch` or the name of its model."""
     return raw.get("arch") != "dense" and bool(_MIXTURE.search(f"{raw.get('arch') or ''} {raw.get('model') or ''}"))
 
 
-# Attention beside state-space layers: no dense model of its size.
+# Hybrids of attention and state-space layers, whose shape does not follow from their size.
 _HYBRID = re.compile(r"nemotron[-_ ]?(h|nano)\b|mamba|jamba|zamba|hymba|bamba|falcon[-_ ]?h1|granite[-_ ]?4|lfm2", re.I)
 
 
 class ShapeError(Exception):
-    """A model whose shape neither its name nor its row gives."""
+    """The shape of the model follows neither from its name nor from its row."""
 
 
 def _named(name: str) -> ModelSpec | None:
-    """By the usual name: what stands in brackets ("(w/o MTP)", "(tokendrop)") is how it ran."""
+    """Find a known model by its name, also without a note in parentheses such as "(w/o MTP)" or "(tokendrop)"."""
     bare = re.sub(r"\s*[(\[].*?[)\]]", "", name).strip()
     for text in (name, bare, re.sub(r"(?<=[a-z])(v?\d)", r"-\1", bare, flags=re.I), re.sub(r"[_ ]+", "-", bare)):
         try:
@@ -45,17 +45,17 @@ def _named(name: str) -> ModelSpec | None:
 
 
 def weights_by_name(name: str) -> float | None:
-    """All weights of a model by its name: "Llama-like-1.34B", "30B_a3B"."""
+    """Return the number of weights that a name states: "Llama-like-1.34B", "30B_a3B"."""
     named = re.search(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", name, re.I)
     return float(named[1]) * (1e6 if named[2].lower() == "m" else 1e9) if named else None
 
 
 def _of_size(name: str, total: float, vocab: int, layers: int | None, hidden: int | None) -> ModelSpec:
-    """A dense model of so many weights, of usual proportions: heads of 128, as wide as 100 times its depth at most."""
+    """Return a dense model with this number of weights, heads of 128 and the usual ratio of width to depth (120)."""
     gated = bool(_GATED.search(name))
     per_square = 12.0  # 4 h^2 of attention and 8 h^2 of the MLP, gated or not
     if hidden is None:
-        # Published models of 1 to 500 thousand million weights: h / L from 80 (7B: 128) to 170 (GPT-3), mean 120.
+        # Published models of 1B to 500B weights: hidden size over layers from 80 (7B: 128) to 170 (GPT-3), mean 120.
         depth = layers or (total / (per_square * 120.0**2)) ** (1 / 3)
         hidden = max(128, round(math.sqrt(total / (per_square * depth)) / 128.0) * 128)
     ends = vocab * hidden * (2 if gated else 1)
@@ -69,7 +69,7 @@ def _of_size(name: str, total: float, vocab: int, layers: int | None, hidden: in
 
 
 def shape_of(raw: dict[str, str], number: Callable[[dict[str, str], str], float | None]) -> tuple[ModelSpec, bool]:
-    """The shape of the row's model, and whether it is known and not merely of the right size."""
+    """Return the shape of the row's model, and whether it is the real one (False: a model of the same size)."""
 
     def column(key: str) -> int | None:
         value = number(raw, key)
@@ -91,10 +91,10 @@ def shape_of(raw: dict[str, str], number: Callable[[dict[str, str], str], float 
     mixture = is_mixture(raw)
     few = re.search(r"(?<![a-z0-9])(\d+)x\d+b", name, re.I)
     if mixture and not (few and layers and hidden):
-        raise ShapeError(f"model {name!r}: a mixture of experts in no list, and no column gives its experts")
+        raise ShapeError(f"model {name!r}: an unknown mixture of experts, and no column gives its experts")
     if not (layers and hidden and heads):
         if not total:
-            raise ShapeError(f"model {name!r}: no list has it, and neither layers nor size is given")
+            raise ShapeError(f"model {name!r}: an unknown model, and neither layers nor size is given")
         return _of_size(name, total, column("vocab") or 50_000, layers, hidden), False
     return _of_columns(name, (layers, hidden, heads), int(few[1]) if few else 0, column), True
 
@@ -108,16 +108,16 @@ def _of_columns(name: str, sizes: tuple[int, int, int], experts: int, column: Ca
         head_dim = 128
     elif re.search(r"gemma", name, re.I):
         head_dim = 256
-    made = ModelSpec(
+    llama = ModelSpec(
         name=name, family="llama", layers=layers, hidden=hidden, heads=heads,
         kv_heads=kv_heads if heads % kv_heads == 0 else heads, head_dim=head_dim, ffn=ffn,
         vocab=column("vocab") or 32000, tied_embeddings=False, gated_mlp=True, experts=experts,
         experts_per_token=2 if experts else 0, expert_ffn=ffn if experts else 0,
     )  # fmt: skip
-    plain = replace(made, family="gpt", tied_embeddings=True, gated_mlp=False)
+    gpt = replace(llama, family="gpt", tied_embeddings=True, gated_mlp=False)
     if _GATED.search(name):
-        return made
+        return llama
     total = weights_by_name(name)
     if not re.search(r"gpt|mpt|opt|bloom|falcon|nemotron", name, re.I) and total and ffn != 4 * hidden:
-        return min((made, plain), key=lambda shape: abs(weights(shape).total - total))
-    return plain
+        return min((llama, gpt), key=lambda shape: abs(weights(shape).total - total))
+    return gpt

@@ -1,6 +1,6 @@
-"""Speed of the layout search: `python bench/speed.py`.
+"""Measure the layout search: `python bench/speed.py`.
 
-A model of 405B parameters by engine and world size. CPU seconds count, so that a busy machine does not.
+Llama-3.1-405B for several engines and world sizes. CPU seconds are measured, which vary less with other load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REPEATS = 5
 
 
 def main() -> None:
-    """Print CPU seconds by engine and world size: one sequence of 8,192 tokens per GPU of 8-GPU H100 nodes."""
+    """Print CPU seconds for each engine and world size: nodes of 8 H100, one sequence of 8,192 tokens per GPU."""
     print("| GPUs | engine | layouts | seconds (median of 5, CPU time) |\n|---|---|---|---|")
     for engine in ("torchtitan", "megatron", "topoflight"):
         for world in WORLD_SIZES:

@@ -1,7 +1,7 @@
-"""Training stacks by their names in published tables: their engines, and what they do where a row is silent.
+"""Training stacks by their names in published tables, with their engines and defaults.
 
-The engines of stacks.toml are traits read off the code and documents of stacks that no planner asks for. Where only one
-source has rows of a stack, its traits are tied to that source: left out, its rows are those of `unknown_stack`.
+stacks.toml also has engines that the planner does not offer, with traits from the code and documentation of the stacks.
+If only one source has rows of a stack, leaving out the source gives its rows the stack of `unknown_stack`.
 """
 
 from __future__ import annotations
@@ -19,55 +19,48 @@ from planner.forecast.specs import TrainSpec
 from planner.stacks import ENGINES, make_engine
 
 
-class LitGpt(Engine):
-    """Everything in half precision; every rank holds all weights on its GPU while a sharded model is loaded."""
-
-    def load(self, share: Share) -> float:
-        """The whole model in half precision."""
-        return 2.0 * share.local if share.sharded else 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One training stack of published tables."""
+    """A training stack of published tables."""
 
     engine: Engine
-    pattern: str  # of the framework's name
+    pattern: str  # regular expression for the name of the framework
     default_sharding: Sharding = "zero3"
     default_checkpointing: Checkpointing = "none"
-    sequence_parallel: bool = True  # used with TP where nothing else is said
+    sequence_parallel: bool = True  # used with TP unless the row states otherwise
     known: bool = True  # False: no pattern matched its name
-    before_hopper: bool = False  # of Ampere and older only: since then it is another
-    lora_targets: tuple[str, ...] = TrainSpec().lora_targets  # by default
+    loads_whole: bool = False  # every rank holds all weights on its GPU while a sharded model is loaded
+    before_hopper: bool = False  # only for rows on Ampere and older; newer rows of this name have another engine
+    lora_targets: tuple[str, ...] = TrainSpec().lora_targets  # the default of the stack
 
 
 class MegatronDeepSpeed(Engine):
-    """DeepSpeed's pipeline engine: in bf16 (BF16_Optimizer) gradients add up in fp32 beside the bf16 ones."""
+    """DeepSpeed's pipeline engine: BF16_Optimizer accumulates gradients in fp32, in addition to the bf16 gradients."""
 
     def state_bytes(self, share: Share) -> StateBytes:
-        """Four bytes more per weight in bf16, which ZeRO-1 does not shard."""
+        """Bytes per weight. In bf16 the gradients take 6 bytes, which ZeRO-1 does not shard."""
         stored = super().state_bytes(share)
         return stored._replace(gradients=6.0) if share.layout.precision == "bf16" else stored
 
 
 def _stack(row: dict[str, Any]) -> Stack:
-    """One row of stacks.toml."""
+    """Build the stack of one row of stacks.toml."""
     engine, traits = row["engine"], dict(row.get("traits", {}))
     if isinstance(states := traits.get("states"), str):
         traits["states"] = ENGINES[states].states
-    kinds = {kind.__name__: kind for kind in (Engine, Fsdp, LitGpt, MegatronDeepSpeed)}
-    made = make_engine(kinds[engine](name=engine) if engine in kinds else ENGINES[engine], traits)
+    kinds = {kind.__name__: kind for kind in (Engine, Fsdp, MegatronDeepSpeed)}
+    built = make_engine(kinds[engine](name=engine) if engine in kinds else ENGINES[engine], traits)
     rest = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
-    return Stack(**rest | {"engine": made})
+    return Stack(**rest | {"engine": built})
 
 
 STACKS = tuple(map(_stack, read_table(__file__, "stacks.toml")["stack"]))
 
 
 def _at_step(engine: Engine, share: Share) -> float:
-    """Bytes beside the weights while torch's own AdamW steps: foreach, its default, takes roots of all second moments.
+    """Bytes besides the weights during torch's AdamW step, whose default (foreach) stores roots of all second moments.
 
-    By then no activations are left.
+    All activations have been freed by then.
     """
     train = share.train
     if share.adapters or train.optimizer != "adamw" or train.optimizer_in_backward or share.layout.offload != "none":
@@ -80,22 +73,22 @@ def _at_step(engine: Engine, share: Share) -> float:
 
 
 class Plain(Engine):
-    """What nobody knows is taken to be PyTorch's: its optimizer, its kernels."""
+    """An unknown stack with PyTorch's own optimizer and kernels."""
 
     load = _at_step
 
 
 class PlainFsdp(Fsdp):
-    """The same with fully_shard."""
+    """An unknown stack with PyTorch's optimizer, kernels and fully_shard."""
 
     load = _at_step
 
 
-# Of one GPU, or said to be so: weights, gradients and states in the type that is computed with.
+# On one GPU, or if the row states it: weights, gradients and optimizer states in the precision of the computation.
 _UNKNOWN_PLAIN = Stack(engine=Plain(name="unknown"), pattern="", known=False)
 _UNKNOWN = Stack(engine=PlainFsdp(name="unknown"), pattern="", known=False)
-# What no FSDP stack does: model-parallel ranks, experts spread out. It shards as Megatron does, under whatever name,
-# with gradients that add up in fp32. Products in eight bits are Transformer Engine's, and so are the other kernels.
+# Model or expert parallelism without FSDP: sharded as in Megatron, with gradients that are accumulated in fp32. With
+# FP8, matrix products and the other kernels are those of Transformer Engine.
 _MEGATRON = ENGINES["megatron"]
 _UNKNOWN_PARALLEL = Stack(
     engine=Plain(name="unknown, model-parallel", can=_MEGATRON.can, eight_bits=_MEGATRON.eight_bits, logits_bytes=8.0,
@@ -108,7 +101,7 @@ _MIXED = r"\bamp\b|amp_|autocast|mixed|fp32 (param|weight|master)"
 
 
 def unknown_stack(raw: Mapping[str, str]) -> Stack:
-    """The stack of a row whose framework nobody knows: FSDP, or where the degrees say so Megatron's way."""
+    """Return the stack for an unknown framework: FSDP, or Megatron's sharding if the row has model parallelism."""
     degrees = [raw.get(name) or "" for name in ("tp", "pp", "cp", "ep", "vpp")]
     parallel = any(degree.isdecimal() and int(degree) > 1 for degree in degrees)
     sharded = re.search(r"fsdp|zero[-_ ]?3|full_shard", (raw.get("sharding") or "").lower())
@@ -120,7 +113,7 @@ def unknown_stack(raw: Mapping[str, str]) -> Stack:
 
 
 def stack_matching(raw: Mapping[str, str], gpu: Gpu | None = None) -> Stack:
-    """The stack of a row, by the names of its framework and else of its system."""
+    """Return the stack of a row by the name of its framework, or else of its system."""
     hopper = gpu is not None and (gpu.compute_capability or (0, 0)) >= (9, 0)
     for text in ((raw.get("framework") or "").lower(), (raw.get("system") or "").lower()):
         for stack in STACKS:

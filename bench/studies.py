@@ -1,8 +1,8 @@
 """Forecast the published studies of studies.toml, row by row: `python bench/studies.py [--write]`, or `make studies`.
 
-Nothing is fitted or learned on these rows. Printed for each row: the published and the forecast seconds for a step, the
-80 % interval and whether the published figure lies within it, how often the first row of the study each takes, and what
-the step's time mostly goes to. `--write` writes docs/measurements/studies.md.
+Nothing is fitted to these rows. Printed for each row: the published and the forecast step time, the 80 % interval and
+whether it contains the published time, the ratio of each time to that of the study's first row, and the largest part of
+the forecast. `--write` writes docs/measurements/studies.md.
 """
 
 from __future__ import annotations
@@ -16,45 +16,44 @@ from unittest.mock import patch
 
 from stacks import STACKS
 
-from agent.advice.advise import of_cluster
-from agent.advice.request import Request, cluster_of
+from agent.advice.advise import Request, of_cluster
 from contracts.tables import read_table
 from planner.advice import Forecast
 from planner.stacks import ENGINES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "studies.md"
-# The engine of studies that were published before TRL 1.16, with whole logits (bench/stacks.toml).
+# The engine of studies from before TRL 1.16, which stores the logits of all tokens (bench/stacks.toml).
 _OLDER = {"older trl": next(stack.engine for stack in STACKS if stack.engine.name == "trl")}
 HEADER = """# Published studies
 
 `make studies` forecasts these studies, row by row, and `python bench/studies.py --write` writes this page. Each row is
-a question as `topoflight recommend` takes it (`bench/studies.toml`). Nothing is fitted on these rows. Seconds are those
-of a step, the interval is the 80 % interval, and "x" is how often the first row of a study a row takes. "not published"
-means that the study shows a chart without figures.
+a question to `topoflight recommend` (`bench/studies.toml`). Nothing is fitted to these rows. Times are those of one
+step, and the interval is the 80 % interval. The columns "x" have the ratio to the first row of the study, and "mostly"
+has the largest part of the forecast. "not published" means that the study shows a chart without figures.
 """
 
 
 def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
-    """The forecast of a row; why the layout does not run, where it does not."""
+    """Return the forecast of a row, or the reason why its layout cannot run."""
     asked = {name: row.get(name, value) for name, value in study["asked"].items()}
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in (study["question"] | row).items()}
-    unknown = options.get("transport") == "unknown"  # TCP over a network whose rate nobody has published
+    unknown = options.get("transport") == "unknown"  # TCP over a network whose rate is not published
     request = Request.of(**options | {"transport": None if unknown else options.get("transport")},
                          asked=tuple(asked.items()))  # fmt: skip
     if "micro_batch" in row:
         ranks = asked["dp_shard"]
         request = request.changed(global_batch=asked["micro_batch"] * asked["gradient_accumulation"] * ranks)
-    cluster = cluster_of(request, (), request.ranks_per_node)
+    cluster = request.cluster(())
     if unknown:
         nodes = tuple(replace(node, nics=(), nearest_nic=()) for node in cluster.nodes)
         cluster = replace(cluster, nodes=nodes, inter_node_bytes_per_second=None, inter_node_transport="tcp")
     with patch.dict(ENGINES, _OLDER):
-        advice = of_cluster(request, cluster, (), ranks=request.ranks_per_node)
+        advice = of_cluster(request, cluster, ())
     return advice.chosen.forecast if advice.chosen else advice.rejected[0].reason
 
 
 def lines() -> Iterator[str]:
-    """The page, line by line."""
+    """Yield the lines of the page."""
     yield from HEADER.splitlines()
     for study in read_table(__file__, "studies.toml")["study"]:
         yield from ("", f"## {study['name']}", "", f"Source: {study['source']}.", "")
@@ -80,7 +79,7 @@ def lines() -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the page, and write it to the file if one is named."""
+    """Print the page, and with --write write it to its file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/measurements/studies.md")
     write = parser.parse_args().write

@@ -28,8 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from agent.jobs.script import monitored  # noqa: E402
-from agent.why import diagnosis as why  # noqa: E402
-from agent.why import ranks  # noqa: E402
+from agent.why import diagnosis as why, ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
 from contracts.tables import read_table  # noqa: E402
 from planner.why import Verdict  # noqa: E402

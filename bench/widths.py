@@ -1,4 +1,4 @@
-"""How wide an 80 % interval has to be, by the kind of job, learned from errors of forecasts that never saw the run."""
+"""Learn the width of 80 % intervals for each kind of job from the errors of forecasts without the run's own source."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from planner.forecast.calibration import Z80, Widths, key_of
 
-LEAST_ROWS = 20  # of a kind that gets a width of its own
-# Each source counts by the root of its rows, so that no long table speaks for all stacks; of the rows themselves so
-# many are covered at least and at most.
+LEAST_ROWS = 20  # rows that a kind of job needs for a width of its own
+# COVERED is the share with each source weighted by the root of its number of rows, so that long tables do not dominate.
+# LEAST and MOST bound the share of all rows, each with the same weight.
 COVERED, LEAST, MOST = 0.80, 0.76, 0.89
-# Step times of a source that a width was not learned from are covered by about so much less, and every user is such a
-# source (docs/measurements/forecast.md).
+# Step times of a new source are covered by about this much less (docs/measurements/forecast.md), and every user is a
+# new source.
 UNSEEN = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One left-out forecast."""
+    """The error of one forecast that was made without the run's source."""
 
     source: str
     error: float  # log(forecast / measured)
     kinds: tuple[str, ...] = ()
-    # What the row leaves open and nobody measured: standard deviations of its own, if it is faster and if it is slower.
+    # Additional standard deviations (below, above) from settings that the row leaves open.
     extra: tuple[float, float] = (0.0, 0.0)
     reach: tuple[float, float] = (0.0, 0.0)  # how far an unknown network moves the interval's ends
 
@@ -38,17 +38,17 @@ def inside(sample: Sample, sigma: float) -> bool:
 
 
 def covered(samples: Sequence[Sample], sigma: float, weights: Sequence[float]) -> float:
-    """Share of the measured times in the interval, weighted."""
+    """Return the weighted share of measured times in the interval."""
     return sum(w for s, w in zip(samples, weights, strict=True) if inside(s, sigma)) / sum(weights)
 
 
 def _least(reached: Callable[[float], bool]) -> float:
-    """The least width that reaches a coverage, to 0.005."""
+    """Return the smallest width, in steps of 0.005, that reaches a coverage."""
     return next((step / 200.0 for step in range(4, 400) if reached(step / 200.0)), 2.0)
 
 
 def width(samples: Sequence[Sample], more: float = 0.0) -> float:
-    """The standard deviation with which an interval covers 80 %, and so much `more`; NaN of nothing."""
+    """Return the standard deviation whose interval covers 80 % (plus `more`); NaN without samples."""
     if not samples:
         return math.nan
     rows = Counter(s.source for s in samples)
@@ -62,7 +62,7 @@ def width(samples: Sequence[Sample], more: float = 0.0) -> float:
 
 
 def learn(samples: Sequence[Sample], **others: Any) -> Widths:
-    """The table: a width for each combination, and for each single mark, of enough rows; `others` as they are."""
+    """Learn a width for each combination of kinds and each single kind with enough rows. Pass `others` on."""
     return Widths(
         kinds={key_of(kinds): sigma for kinds, sigma in _each(samples, lambda s: (s.kinds,)).items()},
         any_with=_each(samples, lambda s: s.kinds),
@@ -71,9 +71,9 @@ def learn(samples: Sequence[Sample], **others: Any) -> Widths:
 
 
 def _each(samples: Sequence[Sample], groups_of: Callable[[Sample], Sequence[Any]]) -> dict[Any, float]:
-    """The width of each group of enough rows.
+    """Return the width of each group with enough rows.
 
-    Rows of one source tell nothing of how far other sources are off: such a group is no narrower than any of several.
+    A group with rows of one source only is at least as wide as every group with rows of several sources.
     """
     groups: dict[Any, list[Sample]] = {}
     for sample in samples:

@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from contracts import bounded, trl
 from contracts.layout import Layout, LayoutError
-from contracts.trl import ConfigError as ConfigError
-from contracts.trl import EndedError as EndedError
+from contracts.trl import ConfigError as ConfigError, EndedError as EndedError
 
 MAX_FILE_BYTES = 1 << 20  # settings are written by hand, so a larger file is the wrong file
 MAX_ALIASES = 16  # YAML aliases; nested aliases grow exponentially

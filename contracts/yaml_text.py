@@ -42,10 +42,14 @@ class _Loader(yaml.SafeLoader):
             raise YamlTextError(f"a mapping of more than {MOST_PAIRS} members")
 
 
-class Plain(str):
-    """A scalar without quotes or tag: another YAML reader may parse it as a number or a boolean."""
+class Text(str):
+    """A scalar, with the line of its first character. 0: a text of several lines that is no literal block (`|`)."""
 
-    __slots__ = ()
+    line = 0
+
+
+class Plain(Text):
+    """A scalar without quotes or tag: another YAML reader may parse it as a number or a boolean."""
 
 
 class _Texts(_Loader):
@@ -59,9 +63,13 @@ class _Texts(_Loader):
         return node
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """Return the text, and whether quotes or a tag mark it as a string."""
-        found = super().construct_scalar(node)
-        return Plain(found) if getattr(node, "style", "") is None and isinstance(found, str) else found
+        """Return the text, its line, and whether quotes or a tag mark it as a string."""
+        found, style = super().construct_scalar(node), getattr(node, "style", "")
+        if isinstance(found, str):
+            found = Plain(found) if style is None else Text(found)
+            if style == "|" or "\n" not in found.strip():
+                found.line = node.start_mark.line + (2 if style in ("|", ">") else 1)
+        return found
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML's classes carry it
         "<": [("tag:yaml.org,2002:merge", re.compile(r"<<\Z"))]

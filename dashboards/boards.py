@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from grafana_foundation_sdk.builders import bargauge, stat, statetimeline, table, timeseries
-from grafana_foundation_sdk.builders import common as common_builders
-from grafana_foundation_sdk.builders import dashboard as build
-from grafana_foundation_sdk.builders import prometheus as query
+from grafana_foundation_sdk.builders import (
+    bargauge,
+    common as common_builders,
+    dashboard as build,
+    prometheus as query,
+    stat,
+    statetimeline,
+    table,
+    timeseries,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard, prometheus
 

@@ -27,8 +27,7 @@ from contracts.job_config import ConfigError, EndedError, JobConfig
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
-from finetune import checkpoint, data, model, parallel, verify, weights
-from finetune import recorder as runs
+from finetune import checkpoint, data, model, parallel, recorder as runs, verify, weights
 from finetune.rows import load_tokenizer
 
 DIVERGED = 65  # EX_DATAERR

@@ -29,8 +29,7 @@ from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
 from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job
-from planner.nccl_env import environment as nccl_env
-from planner.nccl_env import newest_read, version_text
+from planner.nccl_env import environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, situation
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, Planned, difference_sigma, fitting, search, usual_options

@@ -1,11 +1,11 @@
-"""Hard rules for layouts. Each rule has a name and returns the reason that it forbids a layout, or None.
+"""Hard rules for layouts. Each rule has a name, and a reason if it forbids a layout.
 
 A rule is arithmetic or a limit of an engine. Preferences are not rules; they follow from the forecast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from contracts.layout import EIGHT_BITS, Layout
 from hardware.units import GIB, GIGA
@@ -13,37 +13,50 @@ from planner.forecast.engine import NF4_BYTES, Engine
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from planner.forecast.step_time import Job
 
-Rule = Callable[[Job, Layout], str | None]
+Broken = Iterator[tuple[str, str]]  # names of rules, and their reasons
 
 
-def heads_divide(job: Job, at: Layout) -> str | None:
-    """With tensor parallelism, each rank has whole attention heads."""
-    if job.model.heads % at.tp:
-        return f"{job.model.heads} attention heads are not divisible by TP={at.tp}"
-    return None
+def list_broken(job: Job, at: Layout, *, of_degrees: bool = False) -> Broken:
+    """Yield name and reason of every rule that a layout violates.
+
+    With `of_degrees`, rules about batches are left out. They need a whole layout; the others can already reject a
+    degree.
+    """
+    yield from _check_tensors(job, at)
+    yield from _check_parts(job, at)
+    if not of_degrees:
+        yield from _check_batch(job, at)
+    yield from _check_model(job, at)
+    # The engine supports the layout, and LoRA or QLoRA; 4-bit blocks need unsplit matrices, and a forecast a GPU.
+    if lacks := engine_lacks(job.engine, job.model, job.train, at, has_gpu=job.has_gpu):
+        yield "engine-runs", lacks
+    if exceeds := _exceeds_host_memory(job, at):
+        yield "host-memory-holds", exceeds
 
 
-def kv_heads_divide(job: Job, at: Layout) -> str | None:
-    """Key and value heads are split too; Megatron replicates them if there are too few."""
-    if job.model.kv_heads % at.tp and not (job.engine.copies_kv_heads and at.tp % job.model.kv_heads == 0):
-        return f"{job.model.kv_heads} key/value heads are not divisible by TP={at.tp}"
-    return None
+def first_broken(job: Job, layout: Layout, *, of_degrees: bool = False) -> tuple[str, str] | None:
+    """Return name and reason of the first rule that a layout violates."""
+    return next(list_broken(job, layout, of_degrees=of_degrees), None)
 
 
-def ffn_divides(job: Job, at: Layout) -> str | None:
-    """The columns of the MLP are split evenly."""
-    widths = [job.model.expert_ffn, job.model.shared_expert_ffn] if job.model.experts else [job.model.ffn]
-    widths += [job.model.ffn] if job.model.dense_layers else []
-    for width in widths:
-        if width % at.tp:
-            return f"MLP width {width} is not divisible by TP={at.tp}"
-    return None
+def _check_tensors(job: Job, at: Layout) -> Broken:
+    """Tensor parallelism splits whole attention heads and the columns of the MLP evenly, within an NVLink island."""
+    model = job.model
+    if model.heads % at.tp:
+        yield "heads-divide", f"{model.heads} attention heads are not divisible by TP={at.tp}"
+    # Megatron replicates key and value heads if there are too few.
+    if model.kv_heads % at.tp and not (job.engine.copies_kv_heads and at.tp % model.kv_heads == 0):
+        yield "kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={at.tp}"
+    widths = [model.expert_ffn, model.shared_expert_ffn] if model.experts else [model.ffn]
+    widths += [model.ffn] if model.dense_layers else []
+    if uneven := next((width for width in widths if width % at.tp), None):
+        yield "ffn-divides", f"MLP width {uneven} is not divisible by TP={at.tp}"
+    if at.tp > job.links.island_size and (leaves := _leaves_island(job, at)):
+        yield "tp-inside-island", leaves
 
 
-def tp_inside_island(job: Job, at: Layout) -> str | None:
-    """Tensor parallelism waits for its links several times per layer, so it must not leave an NVLink island."""
-    if at.tp <= job.links.island_size:
-        return None
+def _leaves_island(job: Job, at: Layout) -> str | None:
+    """Return why TP must not leave an NVLink island: it waits for its links several times per layer."""
     slow = job.links.crosses(at.tp, 1)
     if at.tp > job.links.ranks_per_node and job.links.network is not None:
         return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} between nodes"
@@ -59,88 +72,64 @@ def most_chunks(job: Job) -> int:
     return job.model.layers + (2 if job.engine.empty_ends else 0)
 
 
-def enough_layers(job: Job, at: Layout) -> str | None:
-    """Each pipeline chunk has at least one layer, or the embedding or the head."""
-    if at.pp * at.virtual_stages > (most_chunks(job) if at.virtual_stages > 1 else job.model.layers):
-        return f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {job.model.layers}"
-    return None
+def _check_parts(job: Job, at: Layout) -> Broken:
+    """Layers, sequences and experts are divided among stages and ranks.
+
+    Each pipeline chunk has at least one layer, or the embedding or the head. Ring attention divides a sequence into
+    2 x CP equal parts. Expert parallelism gives each rank whole experts, within one pipeline stage
+    (docs/decisions/0022).
+    """
+    model, length, ranks = job.model, job.train.sequence_length, at.world_size // at.pp
+    if at.pp * at.virtual_stages > (most_chunks(job) if at.virtual_stages > 1 else model.layers):
+        reason = f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {model.layers}"
+        yield "enough-layers", reason
+    if at.stage_layers and sum(at.stage_layers) != model.layers:
+        yield "stages-sum", f"stage_layers add up to {sum(at.stage_layers)}, the model has {model.layers} layers"
+    if at.cp > 1 and length % (2 * at.cp):
+        yield "sequence-divides", f"sequence length {length} does not divide by 2 x CP={at.cp}"
+    if at.ep > 1 and not model.experts:
+        yield "experts-divide", f"EP={at.ep}: {model.name} has no experts"
+    elif model.experts % at.ep:
+        yield "experts-divide", f"{model.experts} experts do not divide by EP={at.ep}"
+    elif ranks % at.ep:
+        yield "experts-divide", f"EP={at.ep} does not divide the {ranks} ranks of a pipeline stage"
 
 
-def enough_micro_batches(_job: Job, at: Layout) -> str | None:
-    """With fewer micro-batches than stages a pipeline is never full, and torch's 1F1B schedule rejects it."""
-    if at.pp > 1 and at.gradient_accumulation < at.pp:
-        return f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {at.gradient_accumulation}"
-    if at.virtual_stages > 1 and at.gradient_accumulation % at.pp:
-        return f"{at.gradient_accumulation} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
-    return None
+def _check_batch(job: Job, at: Layout) -> Broken:
+    """The global batch is divided evenly, and each pipeline stage has micro-batches.
 
-
-def stages_sum(job: Job, at: Layout) -> str | None:
-    """Uneven stages contain every layer exactly once."""
-    if at.stage_layers and sum(at.stage_layers) != job.model.layers:
-        return f"stage_layers add up to {sum(at.stage_layers)}, the model has {job.model.layers} layers"
-    return None
-
-
-def sequence_divides(job: Job, at: Layout) -> str | None:
-    """Ring attention divides the sequence into 2 x CP equal parts."""
-    if at.cp > 1 and job.train.sequence_length % (2 * at.cp):
-        return f"sequence length {job.train.sequence_length} does not divide by 2 x CP={at.cp}"
-    return None
-
-
-def experts_divide(job: Job, at: Layout) -> str | None:
-    """Expert parallelism gives each rank whole experts, within one pipeline stage (docs/decisions/0022)."""
-    if at.ep == 1:
-        return None
-    if not job.model.experts:
-        return f"EP={at.ep}: {job.model.name} has no experts"
-    if job.model.experts % at.ep:
-        return f"{job.model.experts} experts do not divide by EP={at.ep}"
-    ranks = at.world_size // at.pp
-    if ranks % at.ep:
-        return f"EP={at.ep} does not divide the {ranks} ranks of a pipeline stage"
-    return None
-
-
-def batch_divides(job: Job, at: Layout) -> str | None:
-    """The global batch is divided evenly among the data-parallel ranks."""
-    wanted = job.train.global_batch
+    With fewer micro-batches than stages a pipeline is never full, and torch's 1F1B schedule rejects it.
+    """
+    times, wanted = at.gradient_accumulation, job.train.global_batch
+    if at.pp > 1 and times < at.pp:
+        yield "enough-micro-batches", f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {times}"
+    elif at.virtual_stages > 1 and times % at.pp:
+        reason = f"{times} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
+        yield "enough-micro-batches", reason
     if wanted is not None and at.global_batch != wanted:
-        return (
-            f"{at.micro_batch} x {at.gradient_accumulation} x {at.data_parallel} ranks is not the global batch {wanted}"
-        )
-    return None
+        reason = f"{at.micro_batch} x {times} x {at.data_parallel} ranks is not the global batch {wanted}"
+        yield "batch-divides", reason
 
 
-def positions_reach(job: Job, _at: Layout) -> str | None:
-    """A learned position table has a maximum length."""
-    if job.model.family == "gpt2" and job.model.max_positions and job.train.sequence_length > job.model.max_positions:
-        return f"sequence length {job.train.sequence_length} is beyond the model's {job.model.max_positions} positions"
-    return None
+def _check_model(job: Job, at: Layout) -> Broken:
+    """The model can be trained with rows of this length, and the GPU supports the number format.
 
-
-def weights_can_train(job: Job, _at: Layout) -> str | None:
-    """Quantised weights have no gradient, and the fine-tune job cannot load them (finetune/model.py)."""
-    if job.model.quantised and (job.train.method == "full" or not job.engine.loads_quantised):
-        return f"the weights are quantised ({job.model.quantised}): name the model that they were made from"
-    return None
-
-
-def precision_exists(job: Job, at: Layout) -> str | None:
-    """The GPU supports the number format."""
-    cc = job.compute_capability
+    A learned position table has a maximum length. Quantised weights have no gradient, and the fine-tune job cannot load
+    them (finetune/model.py).
+    """
+    model, cc = job.model, job.compute_capability
+    if model.family == "gpt2" and model.max_positions and job.train.sequence_length > model.max_positions:
+        reason = f"sequence length {job.train.sequence_length} is beyond the model's {model.max_positions} positions"
+        yield "positions-reach", reason
+    if model.quantised and (job.train.method == "full" or not job.engine.loads_quantised):
+        reason = f"the weights are quantised ({model.quantised}): name the model that they were made from"
+        yield "weights-can-train", reason
     needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(at.precision)
     if needed and cc is not None and cc < needed:
-        return f"{at.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
-    if at.precision == "mxfp8" and cc is not None and cc >= (12, 0):
-        return "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
-    return None
-
-
-def engine_runs(job: Job, at: Layout) -> str | None:
-    """The engine supports the layout, and LoRA or QLoRA; 4-bit blocks need unsplit matrices, and a forecast a GPU."""
-    return engine_lacks(job.engine, job.model, job.train, at, has_gpu=job.has_gpu)
+        reason = f"{at.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
+        yield "precision-exists", reason
+    elif at.precision == "mxfp8" and cc is not None and cc >= (12, 0):
+        yield "precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
 
 
 def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
@@ -192,8 +181,8 @@ def _list_missing_options(engine: Engine, name: str, train: TrainSpec, at: Layou
         yield "QLoRA's 4-bit blocks do not split over TP or CP"
 
 
-def host_memory_holds(job: Job, at: Layout) -> str | None:
-    """Offloaded data and the memory for loading the model fit into 80 % of the nodes' memory.
+def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
+    """Return why offloaded data, or loading the model, needs more than 80 % of the nodes' memory.
 
     If the host memory is unknown, offloading is rejected.
     """
@@ -211,23 +200,4 @@ def host_memory_holds(job: Job, at: Layout) -> str | None:
     usable = 0.8 * job.host_memory_bytes
     if needed > usable:
         return f"offloading needs {needed / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
-    return None
-
-
-_OF_BATCH = (enough_micro_batches, batch_divides)  # these need a whole layout; the others can already reject a degree
-_RULES = (
-    heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, enough_micro_batches, stages_sum,
-    sequence_divides, experts_divide, batch_divides, positions_reach, weights_can_train, precision_exists,
-    engine_runs, host_memory_holds,
-)  # fmt: skip
-RULES: tuple[tuple[str, Rule], ...] = tuple((rule.__name__.replace("_", "-"), rule) for rule in _RULES)
-RULES_OF_DEGREES = tuple((name, rule) for name, rule in RULES if rule not in _OF_BATCH)
-
-
-def first_broken(job: Job, layout: Layout, rules: tuple[tuple[str, Rule], ...] = RULES) -> tuple[str, str] | None:
-    """Return name and reason of the first rule that a layout violates."""
-    for name, rule in rules:
-        reason = rule(job, layout)
-        if reason is not None:
-            return name, reason
     return None

@@ -19,7 +19,7 @@ from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, mem
 from planner.forecast.engine import uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.rules import RULES_OF_DEGREES, first_broken, most_chunks
+from planner.rules import first_broken, most_chunks
 
 _FITTED = ("checkpointing", "offload")  # determined by memory, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -169,7 +169,7 @@ def _list_degrees(job: Job, world: int, found: Found) -> Iterator[tuple[int, int
     seen: set[str] = set()
 
     def refuse(what: str, layout: Layout) -> bool:
-        if (broken := first_broken(job, layout, RULES_OF_DEGREES)) is None:
+        if (broken := first_broken(job, layout, of_degrees=True)) is None:
             return False
         if what not in seen:
             seen.add(what)
@@ -221,7 +221,7 @@ def search(planned: Planned, named: Mapping[str, object] | None = None, *, surel
     budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
     run = _Search(planned=planned, job=job, named=named, budget=budget)
     alone = Layout(world_size=1, precision=planned.precision)
-    if broken := first_broken(job, alone, RULES_OF_DEGREES):  # independent of the degrees: due to model or precision
+    if broken := first_broken(job, alone, of_degrees=True):  # independent of the degrees: due to model or precision
         run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
         return run.found
     for split in run.splits():

@@ -17,8 +17,7 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.api import Snapshot, finding
 from probes.gpu.facts import Gpu, GpuFacts
-from probes.gpu.health import WORDS, XID_CAUSES, named_xids, xids_of
-from probes.gpu.health import finding as gpu_finding
+from probes.gpu.health import WORDS, XID_CAUSES, finding as gpu_finding, named_xids, xids_of
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaFacts, RdmaPort
 

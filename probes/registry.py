@@ -51,17 +51,15 @@ def _reconcile(snapshot: Snapshot, finding: Finding) -> Finding | None:
         return None if any(gpu.bus_id == finding.subject and gpu.error is None for gpu in gpus.gpus) else finding
     if finding.code != "pci.nic.no_rdma" or rdma is None:
         return finding
-    if any(device.bus_id == finding.subject for device in rdma.devices):
+    # RoCE LAG has one RDMA device for all functions of a card
+    cards = {device.bus_id.rpartition(".")[0] for device in rdma.devices if device.bus_id and device.bond}
+    if finding.subject.rpartition(".")[0] in cards or any(d.bus_id == finding.subject for d in rdma.devices):
         return None
     unplaced = [device.name for device in rdma.devices if device.bus_id is None and device.kind not in ("rxe", "siw")]
     if not unplaced:
         return finding
-    return replace(
-        finding,
-        status=Status.UNKNOWN,
-        message=f"Whether this NIC has an RDMA device is unknown: sysfs does not place {', '.join(unplaced[:4])}.",
-        remedy="Scan on the host, with all of /sys.",
-    )
+    why = f"Whether this NIC has an RDMA device is unknown: sysfs does not place {', '.join(unplaced[:4])}."
+    return replace(finding, status=Status.UNKNOWN, message=why, remedy="Scan on the host, with all of /sys.")
 
 
 def failures(snapshot: Snapshot) -> tuple[Finding, ...]:

@@ -25,16 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from probes.api import Failed, Outcome, Snapshot, Source, host_name
-from probes.wire import (
-    KIND,
-    METHODS,
-    SCHEMA_VERSION,
-    Json,
-    OutcomeError,
-    RecordingError,
-    from_json,
-    outcome_from_json,
-)
+from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, OutcomeError, RecordingError, from_json, outcome_from_json
 
 Probes = Sequence[Source[Any]]
 

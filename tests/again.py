@@ -4,8 +4,6 @@ A fault fails twice. What fails once on a busy machine and passes alone is unste
 is not hidden either. Ends with pytest's exit code, of the second run where there was one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

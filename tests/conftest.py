@@ -1,7 +1,5 @@
 """What every test shares: the corpus, the recordings, goldens, and the rule that CI skips nothing installable."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

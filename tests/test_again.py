@@ -1,7 +1,5 @@
 """That a failure which repeats is a failure, and one that does not is named (docs/decisions/0008)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

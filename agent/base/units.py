@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hardware.units import bits as bits
-from hardware.units import rate as rate
+from hardware.units import bits as bits, rate as rate
 
 if TYPE_CHECKING:
     from contracts.finding import Interval

@@ -21,8 +21,7 @@ from planner.lint.values import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.increases import CODES as RISING_CODES
-from probes.increases import risen_since
+from probes.increases import CODES as RISING_CODES, risen_since
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci import probe as pci_probe

@@ -22,8 +22,7 @@ from probes.pci import probe as pci_probe
 from probes.pci.facts import PciFacts
 from probes.registry import ALL, SCAN_CODES
 from topology.build import build
-from topology.check import CODES as TOPOLOGY_CODES
-from topology.check import departures
+from topology.check import CODES as TOPOLOGY_CODES, departures
 from topology.expected import FAILS_BELOW
 from topology.paths import Bar as BarName
 

@@ -148,11 +148,11 @@ def _unread_in_words(reading: Reading) -> str:
 def _read_in_words(reading: Reading) -> str:
     """Describe how many variables were read, in which format and where."""
     found = reading.names()
-    unreached = [
-        f"{each.name} ({f'line {each.line}: ' if each.line else ''}{each.why})" for each in reading.unreached[:5]
-    ]
+    unreached = units.some(
+        [f"{each.name} ({f'line {each.line}: ' if each.line else ''}{each.why})" for each in reading.unreached]
+    )
     if unreached and not found:
-        return f"0 variables reach the job, form: {reading.form}; not checked: {', '.join(unreached)}"
+        return f"0 variables reach the job, form: {reading.form}; not checked: {unreached}"
     if not found:
         return f"0 variables of NCCL or its plugins read from a {reading.form}: everything is at its default"
     places = list(dict.fromkeys(each.place for each in reading.environments))
@@ -163,10 +163,10 @@ def _read_in_words(reading: Reading) -> str:
     if more := len(reading.environments) - len(places):
         parts.append(f"{more} more set only under a condition or for one command")
     if elsewhere:
-        listed = ", ".join(f"{name}={raw}" for name, raw in sorted(elsewhere.items())[:5])
+        listed = units.some([f"{name}={raw}" for name, raw in sorted(elsewhere.items())])
         parts.append(f"{len(elsewhere)} with a value from elsewhere, of which only the name is judged: {listed}")
     if unreached:
-        parts.append(f"not checked, as the job does not get it: {', '.join(unreached)}")
+        parts.append(f"not checked, as the job does not get it: {unreached}")
     if reading.files:
-        parts.append(f"not read: {', '.join(reading.files[:5])}")
+        parts.append(units.some(reading.files, "not read: "))
     return "; ".join(parts)

@@ -120,7 +120,8 @@ def show(out: Console, found: Verdict) -> None:
             out.print(f"{name}: {escape(', '.join(row))}")
     for number, cause in enumerate(found.causes, 1):
         share = f", {cause.share:.0%} of the wait" if cause.share is not None else ""
-        out.print(f"{number}. [bold]{escape(cause.code)}[/bold]{share}: {escape(cause.message)}")
+        message = f": {escape(cause.message)}" if cause.message != rest else ""  # the first line has it already
+        out.print(f"{number}. [bold]{escape(cause.code)}[/bold]{share}{message}")
         for line in cause.evidence:
             indented(out, f"[dim]{escape(line)}[/dim]")
         if cause.action:

@@ -21,8 +21,7 @@ from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.imex.probe import ImexFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.limits.probe import LimitsFacts
-from probes.limits.probe import size as limit_words
+from probes.limits.probe import LimitsFacts, size as limit_words
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import threading
 import time
@@ -94,7 +93,9 @@ def _median_seconds(run: Callable[[], object], wait: Callable[[], None], repeat_
         run()
         wait()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    from statistics import median  # also imports decimal and random, which the starting process does not need
+
+    return median(seconds)
 
 
 def _layer(torch: Any, request: CalibrationRequest, dtype: Any) -> Any:

@@ -169,7 +169,7 @@ def _count_weights(model: ModelSpec, train: TrainSpec, layers: float, tp: int, p
     return {
         "layers": layers, "layer": layer, "largest": largest, "ends": ends, "local": local,
         "trained": local if full else adapters,
-        "whole": 0.0 if full else (trained_weights(model, train) - lora_weights(model, train)) / tp,
+        "whole": 0.0 if full else (trained_weights(model, train) - lora_weights(model, train)) / (tp * pp),
         "routed": here if ep > 1 else 0.0,
         "routed_trained": (here if full else routed / (cut * pp)) if ep > 1 else 0.0,
     }  # fmt: skip
@@ -378,10 +378,6 @@ class Engine:
             return share.tokens * vocab / share.layout.tp * self.logits_bytes
         whole = share.tokens * vocab / share.layout.tp * 2.0
         return min(whole, 1024.0 * vocab / share.layout.tp * self.logits_bytes)  # in chunks of 1024 tokens
-
-    def load(self, share: Share) -> float:
-        """Return the bytes used next to the weights while a model is loaded, before the first step."""
-        return 0.0
 
     def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
         """Return the bytes of node memory that `ranks` ranks use while they load a model file, without page cache.

@@ -42,6 +42,9 @@ def machine(name: str) -> Known:
             return row
     near = difflib.get_close_matches(wanted, [row.name for row in catalogue()], n=3, cutoff=0.4)
     hint = "; --sweep compares several machines" if "," in name else f"; nearest: {', '.join(near)}" if near else ""
+    gpu = re.sub(r"(?<=[a-z])(?=[0-9])", " ?", re.sub(r"\A\d+x|[\W_]", "", wanted))  # rtx4090 is named "RTX 4090"
+    if with_gpu := [row.name for row in catalogue() if gpu and re.search(rf"\b{gpu}\b", row.gpu.lower())]:
+        hint = f"; with this GPU: {', '.join(with_gpu[:3])} (--ranks-per-node uses fewer of its GPUs)"
     raise MachineError(f"machine={name!r}: not in the catalogue{hint}; --machine list names all")
 
 

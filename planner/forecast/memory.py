@@ -70,10 +70,6 @@ def memory_parts(
     gradients, activations, logits = _count_backward(engine, share, gradients, stored)
     held = in_weights + gradients + optimizer + gathered + activations + logits
     on_gpu = _CONTEXT_BYTES + (layout.world_size > 1) * NCCL_BYTES
-    load = engine.load(share)
-    if in_weights + load + gathered > held:  # the peak is during loading, before the first step
-        in_weights, gradients, optimizer, activations, logits = in_weights + load, 0.0, 0.0, 0.0, 0.0
-        held = in_weights + gathered
     return MemoryParts(
         weights=in_weights,
         gradients=gradients,

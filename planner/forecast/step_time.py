@@ -490,7 +490,7 @@ def _time_pipeline(step: _StepInputs, micro: _MicroBatchTimes, gather: float) ->
 
     Each stage boundary carries activations forward and gradients back. In 1F1B a stage waits for both exchanges
     (Megatron-LM's send_forward_recv_backward and its mirror, torch's Schedule1F1B). In an interleaved schedule they
-    overlap with the compute of other chunks, except for one per chunk.
+    overlap with the compute of other chunks, except for one per chunk and what takes longer than this compute.
     """
     layout = step.layout
     if layout.pp == 1:
@@ -500,7 +500,8 @@ def _time_pipeline(step: _StepInputs, micro: _MicroBatchTimes, gather: float) ->
     one = step.job.links.send_seconds(step.message_bytes, strides(layout)[3], layout.pp)
     waits = 2.0 if layout.virtual_stages == 1 else 0.5 * layout.virtual_stages
     send = one * (2.0 * (layout.pp - 1) + waits * layout.gradient_accumulation)
-    return bubble, send
+    hiding = micro.forward + micro.backward  # all chunks of a micro-batch; a slow network is busy for longer
+    return bubble, max(send, (2.0 * layout.virtual_stages * one - hiding) * layout.gradient_accumulation)
 
 
 def _time_optimizer(step: _StepInputs, micro: _MicroBatchTimes) -> tuple[float, float]:

@@ -304,16 +304,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=_choose_style(value))
-
-
-def _choose_style(value: str) -> str | None:
-    """Return the block style for a text of several lines that it can represent; PyYAML does not check this."""
-    if not all(letter.isprintable() or letter in "\n\t" for letter in value):
-        return '"'
-    lines = value.split("\n")
-    whole = not value[:1].isspace() and all(line == line.rstrip() for line in lines)
-    return "|" if len(lines) > 1 and whole else None
+    """Write a text of several lines as a block. PyYAML does not check that a block can represent all its characters."""
+    is_plain = all(letter.isprintable() or letter in "\n\t" for letter in value)
+    style = ("|" if "\n" in value else None) if is_plain else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -22,10 +22,8 @@ from planner.advice import Recommendation
 from planner.kubernetes.manifests import Document, JobError, check_form, from_template
 from planner.nccl_env.devices import PortChoice, choose_ports, exact_if_needed
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.situation import NodeView, PortView, Reason, Setting
-from planner.nccl_env.situation import networks as subnets
+from planner.nccl_env.situation import NodeView, PortView, Reason, Setting, networks as subnets
 from probes.api import Snapshot
-from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.pci.facts import PciFacts
 
 # Private addresses: RFC 1918, RFC 6598, RFC 4193. The user chose only the first range; the others are computed
@@ -58,7 +56,7 @@ def ranges(cidr: str, gateway: str | None, count: int) -> list[tuple[str, str | 
     return [(f"{first[0] + step}/{first.prefixlen}", str(first_hop + step) if first_hop else None) for step in steps]
 
 
-def fit(snapshot: Snapshot, names: Iterable[str]) -> set[str]:
+def _fit(node: NodeView, names: Iterable[str]) -> set[str]:
     """Return the RoCE interfaces among `names` that are suitable for training on a node; all if none is.
 
     A pod starts only if each of its networks can be created. So these are excluded: ports that the recommendation
@@ -66,11 +64,9 @@ def fit(snapshot: Snapshot, names: Iterable[str]) -> set[str]:
     macvlan (drivers/net/macvlan.c: EBUSY).
     """
     left = set(names)
-    known = {link.name: link for link in _list_links(snapshot)}
-    masters = {name: known[name].master for name in left if name in known}
-    routed = {link.name for link in known.values() if link.kind == "vrf"}  # allows a macvlan on its members
-    free = {name for name in left if masters.get(name) is None or masters[name] in routed}
-    for wanted in (free, {name for name, _ in _list_ports(snapshot)}):
+    routed = {link.name for link in node.links if link.kind == "vrf"}  # allows a macvlan on its members
+    joined = {link.name for link in node.links if link.master is not None and link.master not in routed}
+    for wanted in (left - joined, {name for name, _ in _list_ports(node)}):
         left = left & wanted or left
     return left
 
@@ -78,8 +74,8 @@ def fit(snapshot: Snapshot, names: Iterable[str]) -> set[str]:
 def in_use(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
     """Return the ranges that overlap a subnet of these nodes, as text with the interface; empty if none does."""
     found = [
-        f"{network} ({link.name} of {snapshot.hostname} has {there})"
-        for snapshot in snapshots for link in _list_links(snapshot) for network in networks for there in subnets(link)
+        f"{network} ({link.name} of {node.hostname} has {there})"
+        for node in map(_make_view, snapshots) for link in node.links for network in networks for there in subnets(link)
         if ipaddress.ip_network(network).overlaps(there)
     ]  # fmt: skip
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
@@ -99,7 +95,8 @@ def attached(
     no ring across rails. `resource` is the device plugin's name of the HCAs; None if the user named them. The
     recommendation is unchanged if a node does not train over these interfaces (but over InfiniBand).
     """
-    rails = [[view for name, view in _list_ports(snapshot) if name in interfaces] for snapshot in snapshots]
+    nodes = [_make_view(snapshot) for snapshot in snapshots]
+    rails = [[port for name, port in _list_ports(node) if name in interfaces] for node in nodes]
     if not all(rails):
         return advice
     seen = f"net1 to net{len(networks)}: {', '.join(interfaces)}"
@@ -107,7 +104,7 @@ def attached(
     needs = [Setting(name="network", value=name, reason=where) for name in networks]
     if resource:
         needs.append(Setting(name="resource", value=f"{resource}: 1", reason=where))
-    pod_settings = _make_settings(advice.backend, snapshots, rails, seen, len(networks))
+    pod_settings = _make_settings(advice.backend, nodes, rails, seen, len(networks))
     named = {setting.name for setting in pod_settings}
     others = [setting for setting in advice.settings if setting.name not in named]
     notes = tuple(note for note in advice.notes if note.topic not in named)
@@ -115,7 +112,7 @@ def attached(
 
 
 def _make_settings(
-    backend: str, snapshots: Sequence[Snapshot], rails: Sequence[Sequence[PortView]], seen: str, count: int
+    backend: str, nodes: Sequence[NodeView], rails: Sequence[Sequence[PortView]], seen: str, count: int
 ) -> list[Setting]:
     first = Reason(rule="The first rail's network is every pod's net1", evidence=seen, source=_MULTUS)
     if backend != "nccl":
@@ -123,11 +120,10 @@ def _make_settings(
     name = exact_if_needed(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
     made = [Setting(name="NCCL_SOCKET_IFNAME", value=name, reason=first)]
     values, has_others = set(), False
-    for snapshot, ports in zip(snapshots, rails, strict=True):
-        view = _make_view(snapshot)
+    for node, ports in zip(nodes, rails, strict=True):
         choice = PortChoice(chosen=tuple(ports), secondary={port.device.name: "net1" for port in ports})
-        values.add(hca_list(view, choice))
-        has_others |= bool({port.name for port in view.default_ports()} - {port.name for port in ports})
+        values.add(hca_list(node, choice))
+        has_others |= bool({port.name for port in node.default_ports()} - {port.name for port in ports})
     # With several values the nodes name their HCAs differently, so no single list is correct. Without other ports
     # NCCL chooses these by itself, and a list of names can become wrong.
     if len(values) == 1 and has_others:
@@ -139,9 +135,9 @@ def _make_settings(
     return [*made, Setting(name="NCCL_CROSS_NIC", value="0", reason=apart)]
 
 
-def _list_ports(snapshot: Snapshot) -> list[tuple[str, PortView]]:
+def _list_ports(node: NodeView) -> list[tuple[str, PortView]]:
     """Return the RoCE ports recommended for NCCL, each with the interface on which a macvlan can be created."""
-    ports = [view for view in choose_ports(_make_view(snapshot)).chosen if view.port.link_layer == "Ethernet"]
+    ports = [view for view in choose_ports(node).chosen if view.port.link_layer == "Ethernet"]
     return [(name, view) for view in ports if (name := view.device.bond or view.port.netdev)]
 
 
@@ -196,11 +192,12 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
     RoCE must be scanned with the host network, because a pod sees only its macvlan. Interfaces with the same name on
     different nodes are taken to be on the same rail. Raises JobError if the nodes have no such port in common.
     """
-    found = [_list_roce_mtus(snapshot) for snapshot in snapshots]
-    suitable = [fit(snapshot, mtus) for snapshot, mtus in zip(snapshots, found, strict=True)]
+    nodes = [_make_view(snapshot) for snapshot in snapshots]
+    found = [_list_roce_mtus(node) for node in nodes]
+    suitable = [_fit(node, mtus) for node, mtus in zip(nodes, found, strict=True)]
     names = set.intersection(*suitable) if suitable else set()
     common = {name: min(mtus[name] for mtus in found) for name in names}
-    layers = [{view.port.link_layer for view in _make_view(snapshot).default_ports()} for snapshot in snapshots]
+    layers = [{view.port.link_layer for view in node.default_ports()} for node in nodes]
     infiniband = bool(layers) and all("InfiniBand" in of_node for of_node in layers)
     if not (common or infiniband):
         raise JobError(
@@ -209,11 +206,11 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
         )
     # nvidia_peermem requires the peer memory interface of NVIDIA's NIC driver (CUDA's GPUDirect RDMA guide). If the
     # module is loaded, the driver is already installed on the node.
-    loaded = [facts.peermem_loaded for snapshot in snapshots if (facts := snapshot.facts(PciFacts))]
-    there = True if loaded and len(loaded) == len(snapshots) and all(loaded) else None
+    loaded = [facts is not None and facts.peermem_loaded for node in nodes for facts in (node.facts(PciFacts),)]
+    there = True if loaded and all(loaded) else None
     defaults: dict[str, Any] = {"interfaces": (), "infiniband": infiniband, "host_mofed": there}
     if common:
-        ports = {port for snapshot in snapshots for name in common for port in _list_netdevs(snapshot, name)}
+        ports = {port for node in nodes for name in common for port in _list_netdevs(node, name)}
         defaults |= {
             "interfaces": tuple(sorted(common)), "ports": tuple(sorted(ports)), "mtu_bytes": min(common.values()),
         }  # fmt: skip
@@ -223,29 +220,23 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
 def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     """Return the RoCE netdevs whose names exist only inside a pod, so a network for them is not valid on the node."""
     inside = {
-        link.name for snapshot in snapshots for link in _list_links(snapshot)
-        if (link.role == "secondary" or link.parent_elsewhere) and link.name in _list_roce_mtus(snapshot)
+        link.name for node in map(_make_view, snapshots) for link in node.links
+        if (link.role == "secondary" or link.parent_elsewhere) and link.name in _list_roce_mtus(node)
     }  # fmt: skip
     return tuple(sorted(inside))
 
 
-def _list_links(snapshot: Snapshot) -> tuple[Interface, ...]:
-    facts = snapshot.facts(InterfacesFacts)
-    return facts.interfaces if facts else ()
-
-
-def _list_netdevs(snapshot: Snapshot, name: str) -> tuple[str, ...]:
+def _list_netdevs(node: NodeView, name: str) -> tuple[str, ...]:
     """Return the netdevs by which the device plugin finds an interface: a bond's members, a VLAN's parent, itself."""
-    known = _list_links(snapshot)
-    if members := tuple(link.name for link in known if link.master == name):
-        return members
-    return tuple(link.parent for link in known if link.name == name and link.kind == "vlan" and link.parent) or (name,)
+    members = tuple(link.name for link in node.links if link.master == name)
+    parents = (link.parent for link in node.links if link.name == name and link.kind == "vlan" and link.parent)
+    return members or tuple(parents) or (name,)
 
 
-def _list_roce_mtus(snapshot: Snapshot) -> dict[str, int]:
-    mtus = {link.name: link.mtu_bytes for link in _list_links(snapshot)}
+def _list_roce_mtus(node: NodeView) -> dict[str, int]:
+    mtus = {link.name: link.mtu_bytes for link in node.links}
     found: dict[str, int] = {}
-    for view in _make_view(snapshot).default_ports():
+    for view in node.default_ports():
         if view.port.link_layer == "Ethernet" and view.port.netdev:
             name = view.device.bond or view.port.netdev  # the kernel creates no macvlan on a member of a bond
             known = view.port.netdev_mtu_bytes if name == view.port.netdev else None

@@ -154,11 +154,13 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
         _get_name(each): each["data"] for each in objects if each.get("kind") == "ConfigMap" and each.get("data")
     }
     jobs = [job for each in objects if (job := _parse_job(each, configs)) is not None]
-    runtimes = {(job.kind, job.name): job for job in jobs if job.kind.endswith("Runtime")}
+    places = {(job.kind, job.name): at for at, job in enumerate(jobs)}
     for at, job in enumerate(jobs):
-        if job.kind == "TrainJob" and (runtime := runtimes.get(_runtime_of(job))) is not None:
-            jobs[at] = replace(job, nodes=job.nodes or runtime.nodes,
-                               ranks_per_node=job.ranks_per_node or runtime.ranks_per_node)  # fmt: skip
+        if job.kind == "TrainJob" and (of_runtime := places.get(_runtime_of(job))) is not None:
+            runtime = jobs[of_runtime]  # its pods are those of the TrainJob
+            nodes, ranks = job.nodes or runtime.nodes, job.ranks_per_node or runtime.ranks_per_node
+            for place in (at, of_runtime):
+                jobs[place] = replace(jobs[place], nodes=nodes, ranks_per_node=ranks)
     if not jobs:
         kinds = dict.fromkeys(str(each.get("kind")) for each in objects)
         hint = next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), _BY_HAND)
@@ -187,8 +189,8 @@ def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[st
 
     Raises WrapError, and EditError of planner.kubernetes.yaml_edit if lines cannot be inserted into the text.
     """
-    text = text if text.endswith("\n") else text + "\n"
-    manifest = documents(text)
+    end = "" if text.endswith("\n") else "\n"  # of the last line; it is removed from the result
+    manifest = documents(text + end)
     notes: list[str] = []
     for job, wanted in zip(jobs_in(manifest), additions, strict=True):
         if wanted is None:
@@ -198,7 +200,7 @@ def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[st
         for name, value in wanted.annotations.items():
             annotations = _ensure(_ensure(job.document, "metadata", {}), "annotations", {})
             annotations.setdefault(f"{PREFIX}/{name}", value)
-    return extended(text, manifest), list(dict.fromkeys(notes))
+    return extended(text + end, manifest).removesuffix(end), list(dict.fromkeys(notes))
 
 
 class _Wrapper:
@@ -215,6 +217,11 @@ class _Wrapper:
         self._add_variables()
         if empty := ", ".join(name for name, count in part.limits.items() if count is None):
             self._note("no_number", names=empty)
+        ranks, is_runtime = self._job.ranks_per_node or 0, self._job.kind.endswith("Runtime")
+        if part.gpus and ranks > part.gpus and not is_runtime:  # a TrainJob may replace the GPUs of its runtime
+            self._note("too_many_ranks", ranks=ranks, gpus=part.gpus)
+        if wanted.settings and re.search(r"\bmpi(?:run|exec)\b", " ".join(part.command)):
+            self._note("mpirun")
         self._add_resources()
         if part.pod is None:
             self._note("of_runtime")
@@ -308,7 +315,8 @@ class _Wrapper:
                 wanted[name] = count
         part = self._part
         if part.resources.get("claims"):
-            self._note("claims", names=", ".join(wanted) or "none")
+            if wanted:
+                self._note("claims", names=", ".join(wanted))
             return
         has = part.requested
         if part.pod is None and not has and wanted and not asks_for_gpus(wanted):

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from contracts.finding import Status
-from contracts.yaml_text import Plain, YamlTextError, load_all
+from contracts.yaml_text import Plain, Text, YamlTextError, load_all
 from planner.lint.script import (
     NAME,
     NAMED,
@@ -38,7 +38,7 @@ from planner.lint.values import finding, members
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
-_MOST_BRANCHES = 4  # maximum number of branches of one template condition that are read
+_MOST_BRANCHES = 8  # maximum number of texts of one template
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
 _INSTRUCTIONS = words()["documents"]["instructions"]
@@ -65,26 +65,33 @@ def parse(text: str, kind: str) -> list[list[Any]]:
 def _without_templates(text: str) -> list[str]:
     """Remove Helm and Jinja templates: lines with only a template are dropped, values become unknown (OPEN).
 
-    Returns a text with the first branch of each condition, one with the second (or last) branches, and so on.
+    Returns a text with the first branch of each condition, and more until each branch is in one of them.
     """
-    plain = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL)
-    blocks: list[list[int]] = []  # last branch of each enclosing block
-    rows: list[tuple[str, list[tuple[int, list[int]]]]] = []  # with the branch in each of them
+    plain = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
+    last: list[int] = []  # the last branch of each block
+    inside: list[int] = []  # the enclosing blocks
+    rows: list[tuple[str, dict[int, int]]] = []  # with the branch in each enclosing block
     for row in plain.splitlines():
         step = pattern("template_step").match(row.strip())
         if step and step[1].startswith("end"):
-            blocks = blocks[:-1]
-        elif step and step[1] in ("else", "elif") and blocks:
-            blocks[-1][0] += 1
-        elif step and len(blocks) < _LIMIT_DEPTH and not pattern("closed_template").search(step[2]):
-            blocks = [*blocks, [0]]
+            inside = inside[:-1]
+        elif step and step[1] in ("else", "elif") and inside:
+            last[inside[-1]] += 1
+        elif step and len(inside) < _LIMIT_DEPTH and not pattern("closed_template").search(step[2]):
+            inside = [*inside, len(last)]
+            last.append(0)
         drops = pattern("only_template").fullmatch(row.strip()) and not re.match(r".*:\s*\{\{", row)
         row = "" if drops else pattern("template").sub(OPEN, row)
-        rows.append((row, [(block[0], block) for block in blocks]))
-    return list(dict.fromkeys(
-        "\n".join(row if all(own == min(number, last) for own, (last,) in inside) else "" for row, inside in rows)
-        for number in range(_MOST_BRANCHES)
-    ))  # fmt: skip
+        rows.append((row, {block: last[block] for block in inside}))
+    texts: list[str] = []
+    left = rows
+    while left and len(texts) < _MOST_BRANCHES:
+        # the branches with the first line that is in no text yet; another condition has the branch of this number
+        taken = [left[0][1].get(block, min(len(texts), most)) for block, most in enumerate(last)]
+        shown = [all(taken[block] == branch for block, branch in own.items()) for _, own in rows]
+        texts.append("\n".join(row if shows else "" for (row, _), shows in zip(rows, shown, strict=True)))
+        left = [each for each in left if each[0].strip() and any(taken[at] != own for at, own in each[1].items())]
+    return texts or [""]
 
 
 def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
@@ -99,7 +106,9 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
         _compare_replicas(walk.found)
         used = {name for names in walk.taken.values() for name in names}
         for source, script in walk.found.items():
-            if walk.config_of.get(source) in used or not (any(script.settings()) or script.inner):
+            if walk.config_of.get(source) in used or not (
+                any(script.settings()) or script.inner or script.unread or script.files
+            ):
                 continue
             before = first.setdefault(source, Script() if number else script)
             if number:
@@ -186,10 +195,14 @@ class _Walk:
             elif (own or (here and NAME.match(word))) and not isinstance(value, dict | list):
                 self._add(source, word, value)
             elif value is None and pattern("own_setting").match(word):  # a list item without its dash
-                self._add(source, *word.split("=", 1))
+                self._add_pair(word, source, _line(word))
             else:
                 if name == "envFrom":
                     self._env_from(value, source)
+                if self._compose and name in ("env_file", "extends"):
+                    files = [each.get("path", each.get("file")) if isinstance(each, dict) else each
+                             for each in (value if isinstance(value, list) else [value])]  # fmt: skip
+                    self._at(source).files += [str(each) for each in files if each]
                 self._visit(
                     value, source if name in words()["documents"]["silent"] else f"{source} {name}", depth + 1, word
                 )
@@ -259,6 +272,9 @@ class _Walk:
         for entry in entries if isinstance(entries, list) else ():
             reference = entry.get("configMapRef") if isinstance(entry, dict) else None
             name = str(reference.get("name")) if isinstance(reference, dict) else ""
+            secret = entry.get("secretRef") if isinstance(entry, dict) else None
+            if isinstance(secret, dict):
+                self._at(source).files.append(f"Secret {secret.get('name')}")
             if not name:
                 continue
             if name not in self._configs:
@@ -274,12 +290,11 @@ class _Walk:
         """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""
         if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
             for word in words:
-                name, equals, value = word.partition("=")
-                if equals:
-                    self._add(source, name, value)
+                self._add_pair(word, source, _line(word))
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
-        self._at(source).add(read_shell("\n".join(words) if lines else shlex.join(words), line=0))
+        first = next((_line(word) for word in words if lines or NAMED.search(word)), 0)
+        self._at(source).add(read_shell("\n".join(words) if lines else shlex.join(words), line=first))
 
     def _text(self, text: str, source: str, key: str) -> None:
         """Take a string value that contains assignments, a script, a command line or another document."""
@@ -290,22 +305,27 @@ class _Walk:
         ]
         if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for row in rows):
             for row in rows:
-                self._add(source, *row.split("=", 1))
+                self._add_pair(row, source, _line(text))
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
-            self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=0))
+            self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=_line(text)))
         elif pattern("document").search(text) and "\n" in text and "<<" not in text:
-            self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=0))
+            self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=_line(text)))
         else:
-            self._at(source).add(read_shell(text, line=0))
+            self._at(source).add(read_shell(text, line=_line(text)))
 
-    def _add(self, source: str, name: str, value: Any) -> None:
+    def _add(self, source: str, name: str, value: Any, line: int = 0) -> None:
         text = scalar(value)
         found = expand(text) if "$" in text else text
         if re.search(r"\$\([A-Za-z_]", text):  # $(NAME) is replaced by Kubernetes with a variable of the container
             found = OPEN
         raw = text.replace(OPEN, "{{...}}")
-        self._at(source).set(Assigned(name=name, value=found, raw=raw))
+        self._at(source).set(Assigned(name=name, value=found, raw=raw, line=line or _line(value)))
+
+    def _add_pair(self, entry: str, source: str, line: int) -> None:
+        """Add NAME=VALUE, or NAME, whose value Compose takes from its own environment."""
+        name, equals, value = entry.partition("=")
+        self._add(source, name, value if equals else OPEN, line)
 
     def _at(self, source: str) -> Script:
         return self.found.setdefault(source, Script())
@@ -318,6 +338,11 @@ def _configs(documents: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield str(metadata.get("name")) if isinstance(metadata, dict) else "", data
         elif isinstance(items, list):
             yield from _configs(items)
+
+
+def _line(value: Any) -> int:
+    """Return the line of a scalar of YAML; 0 if it is unknown."""
+    return value.line if isinstance(value, Text) else 0
 
 
 def scalar(value: Any) -> str:

@@ -28,6 +28,7 @@ MOST_VALUE = 1 << 16  # characters; a variable can double itself in each step
 MOST_LEVELS = 60  # nesting of blocks, substitutions and defaults
 _MOST_WORK = 1 << 25  # characters read, loop iterations included; takes a few seconds
 
+_COMMENT = re.compile(rb"`[ \t]*#[^`\n]*`")  # as in `# the ranks`; the grammar ends it at the end of the line
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"(?!\".*\*)\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")  # "${NAME[*]}" is one word
 NEXT_ITEM = "\0"  # ends each item in the value of an array
@@ -66,6 +67,7 @@ def parse(source: bytes) -> Node | None:
     left, start = _BUDGET.get([_MOST_SECONDS]), time.process_time()
     if source.count(b"|") > _MOST_PIPES:
         return None
+    source = _COMMENT.sub(lambda match: b" " * len(match[0]), source)
 
     def stop(_offset: int, _has_error: bool) -> bool:
         return time.process_time() - start > left[0]

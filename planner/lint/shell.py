@@ -117,6 +117,7 @@ class _Reader(Expander):
         self.script = Script()
         self._ways, self._way = [_Way()], _Way()
         self._met: set[str] = set()  # conditions, on all ways
+        self._outcomes: dict[str, bool] = {}  # of the conditions that were met on this way
         self._launches: dict[object, _Launch] = {}
         self._started = 0  # number of program starts, repetitions included
         self._exported: set[str] = set()  # variables that are exported anywhere
@@ -149,7 +150,7 @@ class _Reader(Expander):
         """
         first, self._ways, self._met = self.scope, [_Way()], set()
         for way in self._ways:
-            self.scope, self._way, self._left, self._written = first.copy(), way, "", {}
+            self.scope, self._way, self._left, self._written, self._outcomes = first.copy(), way, "", {}, {}
             if self._commands > _MOST_COMMANDS or not self.spend(0):
                 break
             start()
@@ -258,11 +259,14 @@ class _Reader(Expander):
             self._met.add(key)
             labels = (*self._way.labels, f"else of {label}" if likely else label)
             self._ways.append(_Way({**self._way.choices, key: not likely}, labels))
-        return self._way.choices.get(key, likely)
+        return self._outcomes.setdefault(key, self._way.choices.get(key, likely))
 
     def _succeeds(self, node: Node, title: str, *, likely: bool | None = None) -> bool:
         """Return whether a command succeeds on this way. By default a program is likely to, and a test to fail."""
-        while node.type == "list":  # its last command decides
+        while node.type == "list":
+            decides = node.children[1].type == "||"
+            if self._succeeds(node.children[0], self._title([node.children[0]])) == decides:
+                return decides
             node = node.children[-1]
         text = self.text(node)
         is_assigned = node.type in _CERTAIN and "$(" not in text and "`" not in text
@@ -273,7 +277,11 @@ class _Reader(Expander):
             tested = node.children[-1] if node.type == "negated_command" else node
             is_test = tested.type == "test_command" or text.startswith("((")
             likely = is_test == (node.type == "negated_command")
-        return self._decide(text, f"if {title}", likely=likely)
+        succeeds = self._decide(text, f"if {title}", likely=likely)
+        for test, name in re.findall(r"-([nz])\s+\"?\$\{?(\w+)", text):  # the variable is not empty behind this test
+            if succeeds == (test == "n") and (found := self.scope.variables.get(name)) and not found.value:
+                self.scope.variables[name] = found._replace(value=OPEN)
+        return succeeds
 
     def _list(self, node: Node) -> None:
         """Follow `a && b || c`. The grammar nests such lists to the left, so a loop replaces deep recursion."""
@@ -286,7 +294,8 @@ class _Reader(Expander):
         for sign, each in reversed(chain):
             self._commands += 1
             if is_followed and not self._left:
-                likely = sign == "||" if node.type == "test_command" else None  # what follows a test is unlikely
+                is_guard = node.type == "test_command" and each.type != "test_command"  # what it guards is unlikely
+                likely = sign == "||" if is_guard else None
                 success = self._succeeds(node, self._title([node]), likely=likely)
             is_followed = success == (sign == "&&")
             self._follow([each] if is_followed else [])
@@ -587,7 +596,7 @@ class _Reader(Expander):
             match part.does:
                 case "set":
                     sets = sets or is_judged(part.name)
-                    self.set(Assigned(part.name, part.text, part.raw, line), exported=True)
+                    self.set(Assigned(part.name, part.text, part.raw, where), exported=True)
                 case "run" | "prose":
                     self._follow_nested(part.text, where, surely=part.does == "run")
                 case "file":
@@ -640,7 +649,7 @@ class _Reader(Expander):
         if len(text) > MOST_OPTIONS or NAMED.search(text):
             self._report(line, f"the commands of {program}")
         if program == "eval":
-            self.script.files.append(f"the commands that eval gets in line {line}")
+            self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
             if starts_ranks(text[:MOST_OPTIONS].split()):
                 self.script.starts.append(line)
             self._launch(f"the command of line {line}", sure=False)

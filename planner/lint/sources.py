@@ -100,7 +100,7 @@ def _reading(text: str, kind: str) -> Reading:
     unreached = [each for each in lost if is_read(each.name)]
     if kind in _DOCUMENTS:
         lost = _unfound(text, found, SETS, "{name} is in a place where no variable is read")
-        unread = [*lost, *(each for each in unread if each.line)]
+        unread = [*lost, *unread]
     return Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
@@ -229,7 +229,7 @@ def _lines(text: str, kind: str, first: int) -> Script:
         name, equals, value = (bare if kind == "env" else row).partition("=")
         if not bare or (bare[0] == "#" and (kind == "env" or row[0] == "#")):
             continue
-        if kind == "env" and (not equals or (" " in name.strip() and not name.startswith("export "))):
+        if kind == "env" and (not equals or " " in name.strip()):
             if not re.fullmatch(r"\w+", bare.strip()):  # NAME alone: docker takes the value from its own environment
                 script.unread.append(Unread(line=number, why="no NAME=VALUE"))
         elif name and equals and (kind == "env" or name not in script.always):
@@ -286,6 +286,8 @@ def guess_kind(text: str, name: str = "") -> str:
     if re.match(r"[A-Za-z_][^\s\0=]*=[^\0]*\0", text):  # /proc/PID/environ; another file with a NUL is binary
         return "process"
     by_name = _first(_PATTERNS["by_name"], name)
+    if by_name == "env" and (text.startswith("#!") or pattern("exports").search(text)):
+        return "shell"  # a shell reads it with `source`
     if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
         return by_name
     if kind := _first(_PATTERNS["surely"], text):

@@ -43,14 +43,10 @@ RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADD
 
 def parse_version(text: str) -> Version:
     """Parse a release to a tuple: "2.21.5+cuda12.4" becomes (2, 21, 5); missing parts become 0."""
-    parts = re.split(r"[+-]|\.post", text.strip().lstrip("v"))[0].split(".")
-    try:
-        numbers = [int(part) for part in parts]
-    except ValueError:
-        raise ValueError(f"NCCL version {text!r}: must look like 2.21.5") from None
-    if not 1 <= len(numbers) <= 4:
+    release = re.split(r"[+-]|\.post", text.strip().lstrip("v"))[0]
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+){0,3}", release):
         raise ValueError(f"NCCL version {text!r}: must look like 2.21.5")
-    return padded(numbers)
+    return padded(map(int, release.split(".")))
 
 
 def padded(version: Iterable[int]) -> Version:
@@ -82,13 +78,8 @@ def names() -> Mapping[str, NcclName]:
     table: dict[str, NcclName] = {}
     for row in _read_rows("nccl_env_names.tsv"):
         name, status, *releases, doc_class, kind, default, reader = row.split("\t")
-        if status not in ("current", "removed", "other"):
-            raise ValueError(f"nccl_env_names.tsv: status {status!r} is not current, removed or other")
         first, last = (parse_version(each) if each else None for each in releases)
-        table[name] = NcclName(
-            name=name, status=cast("Status", status), first=first, last=last, doc_class=doc_class, kind=kind,
-            default=default, reader=reader,
-        )  # fmt: skip
+        table[name] = NcclName(name, cast("Status", status), first, last, doc_class, kind, default, reader)
     return MappingProxyType(table)
 
 
@@ -113,7 +104,7 @@ class PluginName(NamedTuple):
 def plugin_names() -> tuple[PluginName, ...]:
     """Return the table by plugin; full names come before prefixes."""
     found = [
-        PluginName(plugin=plugin, name=name.rstrip("*"), prefix=name.endswith("*"), reader=reader, source=source)
+        PluginName(plugin, name.rstrip("*"), name.endswith("*"), reader, source)
         for plugin, name, reader, source in (row.split("\t") for row in _read_rows("plugin_env_names.tsv"))
     ]
     return tuple(sorted(found, key=lambda each: (each.prefix, each.name)))
@@ -177,22 +168,12 @@ def replacement(name: str) -> str | None:
 # Settings that platforms publish.
 
 
-class Source(NamedTuple):
-    """Where a recipe is published, and the date of the revision that was used."""
-
-    name: str
-    date: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Recipe(NamedTuple):
     """Settings published by one source."""
 
-    source: Source
+    source: str  # its name, and the date of the revision that was used
     values: Mapping[str, str]
-    set: frozenset[str] = frozenset()  # recommended without change on a recognised platform
-    by: str = ""  # who sets them, if not the user
-    more: tuple[Source, ...] = ()  # further sources of the same values
+    set: frozenset[str]  # recommended without change on a recognised platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,14 +203,11 @@ class Platform:
 def platforms() -> tuple[Platform, ...]:
     """Read the table of platforms."""
     data = read_table(__file__, "data/platforms.toml")
-    sources = {name: Source(**row) for name, row in data["source"].items()}
+    sources = {name: f"{row['name']}, {row['date']}" for name, row in data["source"].items()}
     recipes = {
-        name: Recipe(
-            source=sources[row["source"]], values=row["values"], set=frozenset(row.get("set", ())),
-            by=row.get("by", ""), more=tuple(sources[each] for each in row.get("more", ())),
-        )
+        name: Recipe(sources[row["source"]], row["values"], frozenset(row.get("set", ())))
         for name, row in data["recipe"].items()
-    }  # fmt: skip
+    }
     rows = []
     for row in data["platform"]:
         lists = {key: tuple(row.get(key, ())) for key in ("script", "catalogue")}

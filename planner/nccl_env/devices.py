@@ -270,15 +270,13 @@ def _drop_other_pods(node: NodeView, ports: Sequence[PortView]) -> dict[str, str
 
 def _drop_minor_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Keep one link layer, the one with the higher total rate: InfiniBand and Ethernet ports cannot communicate."""
-    rates: dict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
+    rates: dict[str, list[float]] = defaultdict(list)
     for view in ports:
-        layer = view.port.link_layer or ""
-        rates[layer] += view.port.rate_bytes_per_second or 0.0
-        counts[layer] += 1
-    if len(counts) < 2 or (len(set(counts.values())) == 1 and len(set(rates.values())) == 1):
+        rates[view.port.link_layer or ""].append(view.port.rate_bytes_per_second or 0.0)
+    sizes = {layer: (sum(each), len(each)) for layer, each in rates.items()}
+    if len(set(sizes.values())) < 2:
         return {}  # one layer, or two fabrics of equal size, which `ib_hca` reports
-    main = max(counts, key=lambda layer: (rates[layer], counts[layer], layer == "InfiniBand"))
+    main = max(sizes, key=lambda layer: (*sizes[layer], layer == "InfiniBand"))
     return {
         view.name: f"{view.port.link_layer}, while the training fabric is {main}"
         for view in ports

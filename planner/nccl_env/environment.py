@@ -98,14 +98,13 @@ def vendor_script(case: Situation) -> Note | None:
         info = node.facts(HostinfoFacts)
         there = next((path for path in row.script if info and path in info.vendor_files), None)
         listed = " ".join(f"{name}={value}" for name, (value, _) in row.values().items())
-        source = row.recipes[0].source
         if not row.script:
             how = f"set the variables that Google publishes with the installer of the {row.plugin} plugin"
         elif there or info is None:
             how = f"source {there or row.script[0]} in the job's command"
         else:
             how = f"install the {row.plugin} plugin and source its script, {row.script[0]}: it is not on this disk"
-        evidence = f"{node.hostname}: {row.name}; {source.name}, {source.date}"
+        evidence = f"{node.hostname}: {row.name}; {row.recipes[0].source}"
         return note("platform.vendor_script", evidence, how=how, listed=listed)
     return None
 

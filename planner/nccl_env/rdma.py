@@ -10,8 +10,8 @@ import ipaddress
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from hardware.machines import catalogue
 from hardware.units import gigabits
-from planner.forecast.machines import machine
 from planner.nccl_env import version_text
 from planner.nccl_env.devices import (
     PortChoice,
@@ -146,9 +146,8 @@ def _is_known_machine(node: NodeView, choice: PortChoice) -> bool:
     row = reference_of(node.topology) if node.topology else None
     if row is not None and row.nics == count:
         return True
-    platform = recognise(node)
-    known = [machine(name) for name in platform.catalogue] if platform else []
-    return any((each.nics, each.gpus) == (count, node.gpu_count()) for each in known)
+    names = platform.catalogue if (platform := recognise(node)) else ()
+    return any((each.nics, each.gpus) == (count, node.gpu_count()) for each in catalogue() if each.name in names)
 
 
 def _note_no_hca(case: Situation) -> Note:
@@ -177,16 +176,12 @@ def _describe_efa(case: Situation) -> str:
 
 def _describe_choice(choice: PortChoice, down: Sequence[PortView]) -> str:
     parts = [f"{interface} is on {device}" for device, interface in choice.secondary.items()]
-    parts += [f"{_join(choice.chosen)}: {_describe_fabric(choice.chosen)}"]
+    layers = sorted({view.port.link_layer or "?" for view in choice.chosen})
+    rates = sorted({gigabits(view.port.rate_bytes_per_second or 0) for view in choice.chosen})
+    parts += [f"{_join(choice.chosen)}: {'/'.join(layers)} {'/'.join(rates)}"]
     parts += [f"left out {name}: {why}" for name, why in (choice.dropped | choice.far).items()]
     parts += [f"{view.name} is {view.port.state}: NCCL ignores it until it is repaired" for view in down]
     return "; ".join(parts)
-
-
-def _describe_fabric(ports: Sequence[PortView]) -> str:
-    layers = sorted({view.port.link_layer or "?" for view in ports})
-    rates = sorted({gigabits(view.port.rate_bytes_per_second or 0) for view in ports})
-    return f"{'/'.join(layers)} {'/'.join(rates)}"
 
 
 def _join(ports: Sequence[PortView]) -> str:
@@ -303,7 +298,7 @@ def ib_addr_family(case: Situation) -> Setting | Note | None:
     if not all(_has_family(view, 6) for _, view in roce):
         return note("addr_family.mixed", _list_ports(roce, _families))
     evidence = _list_ports(without, lambda view: f"{view.name} {len(view.port.gids)} GIDs, none IPv4 of RoCE v2")
-    return setting("addr_family.ipv6", "AF_INET6", evidence, *_needs_dynamic_gid(case))
+    return setting("addr_family.ipv6", "AF_INET6", evidence, *([] if case.nccl_version else ["gid_index.read_since"]))
 
 
 def ib_roce_version(case: Situation) -> Setting | None:
@@ -312,12 +307,8 @@ def ib_roce_version(case: Situation) -> Setting | None:
     has_v2 = any(gid.type == "RoCE v2" for _, view in roce for gid in view.port.gids)
     if not roce or has_v2 or case.older_than(_DYNAMIC_GID) is True:
         return None
-    return setting("roce_version.v1", "1", _list_ports(roce, lambda view: view.name), *_needs_dynamic_gid(case))
-
-
-def _needs_dynamic_gid(case: Situation) -> tuple[str, ...]:
-    """Return the text for an unknown NCCL release: the variable is read since `_DYNAMIC_GID`."""
-    return ("gid_index.read_since",) if case.nccl_version is None else ()
+    evidence = _list_ports(roce, lambda view: view.name)
+    return setting("roce_version.v1", "1", evidence, *([] if case.nccl_version else ["gid_index.read_since"]))
 
 
 def ib_traffic_class(case: Situation) -> Setting | Note | None:

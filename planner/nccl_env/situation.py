@@ -145,10 +145,9 @@ def fabrics(node: NodeView) -> dict[str, int]:
         layer = {"InfiniBand": "infiniband", "Ethernet": "roce"}.get(view.port.link_layer or "")
         if layer and view.device.kind == "hca":
             found[layer] = found.get(layer, 0) + 1
-    plain = [each for each in node.links if each.role in ("host", "secondary", "pod-default")]
-    wired = [each for each in plain if each.master is None and each.running is not False]
     if not any(found.values()):
-        found["ethernet"] = len(wired)
+        plain = [each for each in node.links if each.role in ("host", "secondary", "pod-default")]
+        found["ethernet"] = sum(each.master is None and each.running is not False for each in plain)
     return {name: count for name, count in found.items() if count}
 
 
@@ -159,20 +158,17 @@ def recognise(node: NodeView) -> Platform | None:
         sku = node.topology.sku if node.topology and not node.snapshot else None
         return next((row for row in platforms() if sku in row.catalogue), None)
     cloud = cloud_of(info)
-    names = " ".join(node.gpu_names())
-    there = fabrics(node)
+    there, is_amd = fabrics(node), bool(node.amd_gpus() and not node.gpu_count())
     for row in platforms():
-        if not row.recognised or (row.cloud and (cloud is None or cloud[0] != row.cloud)):
-            continue
-        if row.product and re.search(row.product, info.product or "") is None:
-            continue
-        if row.amd != bool(node.amd_gpus() and not node.gpu_count()):
-            continue
-        if row.gpu and re.search(row.gpu, names) is None:
-            continue
-        if row.fabric and there.get(row.fabric, 0) < max(1, row.nics):
-            continue
-        return row
+        conditions = (
+            row.recognised and row.cloud in (None, cloud[0] if cloud else None),
+            re.search(row.product or "", info.product or ""),
+            row.amd == is_amd,
+            re.search(row.gpu or "", " ".join(node.gpu_names())),
+            not row.fabric or there.get(row.fabric, 0) >= max(1, row.nics),
+        )
+        if all(conditions):
+            return row
     return None
 
 
@@ -480,8 +476,7 @@ def published(case: Situation, name: str) -> Setting | None:
         return None  # the machine's configuration file already sets it, possibly differently
     evidence = "; ".join(dict.fromkeys(_describe_evidence(node, row) for node in probed))
     rule = f"Published for {row.name}. Nothing that a probe reads on a node can confirm the value"
-    source = f"{recipe.source.name}, {recipe.source.date}"
-    return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
+    return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=recipe.source))
 
 
 def settings_as_published(case: Situation) -> Iterator[Setting]:

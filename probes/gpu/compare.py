@@ -177,20 +177,22 @@ def _report_missing_links(gpu: Gpu, most: int) -> Finding:
     """Report missing NVLinks relative to GPUs of the same model, or relative to the board.
 
     On boards with NVSwitch all links lead to the switch. With direct links, if no GPU of this model has more, a bridge
-    may not be installed or a peer may not be assigned to this VM: WARN on a soldered board, INFO on a PCIe card.
+    may not be installed or a peer may not be assigned to this VM: WARN on a soldered board, INFO on a PCIe card. A PCIe
+    card without any active link has no bridge, even if others have one: INFO.
     """
     active, whole = active_links(gpu), max(most, _count_fitted_links(gpu))
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
+    alone = not active and bool(gpu.name) and not soldered(gpu.name or "")
     if active < most:
-        status = Status.FAIL
+        status = Status.INFO if alone else by_loss(1.0 - active / whole)
     elif not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
         status = Status.WARN if gpu.name and soldered(gpu.name) else Status.INFO
     else:
         status = by_loss(1.0 - active / whole)
     return finding(
-        "gpu.nvlink.missing" + " unlisted" * (not gpu.nvlinks), gpu, status, active=active, whole=whole,
-        down=f"links {down}" if down else "none", share=100 * active / whole,
+        "gpu.nvlink.missing" + (" bridge" if alone else " unlisted" * (not gpu.nvlinks)), gpu, status, active=active,
+        whole=whole, down=f"links {down}" if down else "none", share=100 * active / whole,
         replace=WORDS["nvlinks"]["direct" if direct else "switched"],
     )  # fmt: skip
 

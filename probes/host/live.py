@@ -258,10 +258,5 @@ def _register_memory(device: str, length: int) -> Json:
     from pyverbs.mr import MR
     from pyverbs.pd import PD
 
-    with (
-        _as_oserror(),
-        Context(name=device) as context,
-        PD(context) as domain,
-        MR(domain, length, _LOCAL_WRITE),
-    ):
+    with _as_oserror(), Context(name=device) as context, PD(context) as domain, MR(domain, length, _LOCAL_WRITE):
         return {"registered_bytes": length, "pid": os.getpid()}

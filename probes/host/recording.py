@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from contracts import bounded
-from contracts.plain import PlainError
-from contracts.plain import loads as plain
+from contracts.plain import PlainError, loads as plain
 from contracts.redaction import without_secrets
 from probes.host.nvml import ERROR_CODES, failure
 from probes.host.protocol import GpuHandle, Host, NvmlError

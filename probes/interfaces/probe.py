@@ -33,7 +33,7 @@ def check(facts: InterfacesFacts) -> Iterator[Finding]:
         values = {"name": name, "network": network}
         yield finding(TEXTS, "interfaces.network.missing", Status.FAIL, name, evidence, **values)
     for interface in facts.interfaces:
-        yield from _check_down(interface)
+        yield from _check_down(facts, interface)
         yield from _check_address(facts, interface)
         yield from _check_mtu(facts, interface)
     yield from _compare_mtus(facts)
@@ -141,15 +141,17 @@ def _speed(interface: Interface) -> str:
     return f", {gigabits(rate)}" if rate else ""
 
 
-def _check_down(interface: Interface) -> Iterator[Finding]:
+def _check_down(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
     given = interface.role == "secondary" or interface.multus_network is not None
     # A host interface that is down, without address or bond, may intentionally have no cable.
     used = interface.rdma_device is not None and bool(_list_routable(interface) or interface.master)
-    if (given or used) and (interface.up is False or interface.running is False):
+    bond = next((i for i in facts.interfaces if i.name == interface.master and i.kind in ("bond", "team")), None)
+    if (given or used or bond) and (interface.up is False or interface.running is False):
         state = "down" if interface.up is False else "up without a carrier"
         # a network assigned to the pod; without it, the job uses the pod network at half the speed or less
         status = Status.FAIL if given else Status.WARN
-        yield finding(TEXTS, "interfaces.link.down", status, interface.name, interface=interface, state=state)
+        key = "interfaces.link.down" + " member" * bool(bond and bond.running)
+        yield finding(TEXTS, key, status, interface.name, interface=interface, state=state)
 
 
 def _check_address(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
@@ -217,9 +219,7 @@ def _compare_speeds(facts: InterfacesFacts) -> Iterator[Finding]:
         for interface in group:
             rate = interface.speed_bytes_per_second or 0.0
             if rate < most:
-                seen = [
-                    f"{NET}/{i.name}/speed: {(i.speed_bytes_per_second or 0) * 8 / 1e6:g}" for i in (interface, best)
-                ]
+                seen = [f"{NET}/{i.name}/speed: {(i.speed_bytes_per_second or 0) * 8e-6:g}" for i in (interface, best)]
                 yield finding(
                     TEXTS, "interfaces.speed.low", by_loss(1.0 - rate / most), interface.name, tuple(seen),
                     speed=_speed(interface)[2:], best=best.name, most=_speed(best)[2:],

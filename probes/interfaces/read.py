@@ -350,10 +350,7 @@ LLDP_FOLDER = "/run/systemd/netif/lldp"
 _BYTES_MAX = 1 << 14
 _FRAME_HEADER, _ETHERTYPE = 14, b"\x88\xcc"
 _CHASSIS, _PORT, _SYSTEM_NAME = 1, 2, 5
-_TEXT = {
-    _CHASSIS: (6, 7),
-    _PORT: (1, 5, 7),
-}  # subtypes with text: interface name or alias, or locally assigned
+_TEXT = {_CHASSIS: (6, 7), _PORT: (1, 5, 7)}  # subtypes with text: interface name or alias, or locally assigned
 _NAME_MAX = 64
 
 

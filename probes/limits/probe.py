@@ -124,14 +124,22 @@ def _check_shm(facts: LimitsFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, seen, remedy=remedy)
         return
     seen = (f"statvfs(/dev/shm): {size(total)}, {'unknown' if free is None else size(free)} free", facts.whose)
-    values = {"shm": SHM, "size": size(total), "free": size(free), "remedy": remedy}
     gpus = facts.gpus or 0
+    needed = gpus * SHM_SEGMENT_BYTES if gpus > 1 else 0
+    values = {
+        "shm": SHM,
+        "size": size(total),
+        "free": size(free),
+        "remedy": remedy,
+        "gpus": gpus,
+        "needed": size(needed),
+    }
     if free is not None and free < NCCL_BUFFER_BYTES:
         yield finding(TEXTS, "limits.shm.full", Status.FAIL, SHM, seen, **values)
-    elif gpus > 1 and total < gpus * SHM_SEGMENT_BYTES:
-        needed = size(gpus * SHM_SEGMENT_BYTES)
-        key = "limits.shm.small ranks"
-        yield finding(TEXTS, key, Status.FAIL, SHM, seen, gpus=gpus, needed=needed, **values)
+    elif total < needed:
+        yield finding(TEXTS, "limits.shm.small ranks", Status.FAIL, SHM, seen, **values)
+    elif free is not None and free < needed:
+        yield finding(TEXTS, "limits.shm.full ranks", Status.FAIL, SHM, seen, **values)
     elif total < SHM_WANTED_BYTES:
         yield finding(TEXTS, "limits.shm.small", Status.WARN, SHM, seen, **values)
 

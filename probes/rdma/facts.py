@@ -58,6 +58,7 @@ class RdmaDevice:
     firmware: str | None = None
     is_vf: bool | None = None
     bond: str | None = None  # bond whose traffic this device carries: "bond0"
+    bond_members: tuple[tuple[str, str | None], ...] = ()  # (interface, operstate), if all members carry traffic
     uverbs: str | None = None  # "/dev/infiniband/uverbs0"
     uverbs_usable: bool | None = None  # whether this user may open it
     driver: str | None = None  # "mlx5_core", "efa", "bnxt_en"

@@ -22,17 +22,7 @@ from contracts.tables import read_table
 from hardware.nics import fastest
 from hardware.units import gigabits
 from probes.api import Sample, fact_samples, finding, known_samples, probe_of
-from probes.rdma.facts import (
-    OTHER,
-    RAIL,
-    ROCE_V2,
-    SOURCE,
-    RdmaDevice,
-    RdmaFacts,
-    RdmaPort,
-    ipv4_of,
-    is_link_local,
-)
+from probes.rdma.facts import OTHER, RAIL, ROCE_V2, SOURCE, RdmaDevice, RdmaFacts, RdmaPort, ipv4_of, is_link_local
 
 TEXTS, WORDS = read_table(__file__, "findings.toml"), read_table(__file__, "words.toml")
 _WAITING = ("INIT", "ARMED")  # for the subnet manager
@@ -85,6 +75,7 @@ def _check_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[F
                 yield from check_width(device, port)
                 yield from check_gids(device, port)
                 yield from check_mtu(device, port)
+                yield from _check_bond(device, port)
         yield from _check_permission(device)
     for members in _group_alike(devices):
         yield from _compare_rates(members)
@@ -129,18 +120,21 @@ def _check_active(facts: RdmaFacts) -> Iterator[Finding]:
 def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     if port.state is None:
         yield _report_port("rdma.port.unknown", device, port)
-    elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
+    elif port.state != "ACTIVE":
         state = f"{port.state} ({port.physical_state or 'physical state unknown'})"
         if not _is_needed(facts, device, port):
             yield _report_port("rdma.port.down unused", device, port, state=state)
             return
-        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _list_ports(facts.devices))
+        kin = [(d, p) for d, p in _list_ports(facts.devices) if d.model == device.model]
+        sisters = sum(p.state == "ACTIVE" for _, p in kin)
         carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software RDMA adds no link
         # a port's share of the ports of its model; no loss if ports of this model carry no GPU traffic
         status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
-        key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING)
-        yield _report_port(key, device, port, status, state=state, sisters=counted)
+        layers = {str(p.link_layer) for _, p in kin if p.state == "ACTIVE"}
+        other = port.state == "DOWN" and bool(layers) and port.link_layer not in layers
+        key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING) + " layer" * other
+        yield _report_port(key, device, port, status, state=state, sisters=counted, layers=" and ".join(sorted(layers)))
 
 
 def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
@@ -173,6 +167,14 @@ def _get_card(device: RdmaDevice) -> str:
 
 def _get_function(device: RdmaDevice) -> str:
     return device.bus_id.rpartition(".")[2] if device.bus_id else ""
+
+
+def _check_bond(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Report a bond (RoCE LAG) with members that are down: the port stays ACTIVE and keeps the rate of one member."""
+    if down := [name for name, state in device.bond_members if state == "down"]:
+        names, count = ", ".join(down), len(device.bond_members)
+        status, seen = by_loss(len(down) / count), tuple(f"/sys/class/net/{name}/operstate: down" for name in down)
+        yield _report_port("rdma.port.rate bond", device, port, status, seen, names=names, down=len(down), count=count)
 
 
 def _compare_rates(members: Ports) -> Iterator[Finding]:
@@ -366,10 +368,8 @@ def samples(facts: RdmaFacts) -> Iterator[Sample]:
             labels = (device.name, str(port.port))
             about = (port.link_layer or "", port.netdev or "", device.kind)
             yield Sample(metric="rdma_port_info", value=1, labels=(*labels, *about))
-            indices = (
-                ("rdma_port_nccl_gid_index", nccl_gid_index(port)),
-                ("rdma_port_rocev2_gid_index", rocev2_gid_index(port)),
-            )
+            by_nccl, by_type = nccl_gid_index(port), rocev2_gid_index(port)
+            indices = (("rdma_port_nccl_gid_index", by_nccl), ("rdma_port_rocev2_gid_index", by_type))
             yield from known_samples(indices, labels)
             yield from fact_samples(__file__, port, labels)
     if facts.memlock_proof:

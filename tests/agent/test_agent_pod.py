@@ -1,11 +1,8 @@
 """The shipped agent's own pod is not a job: what its manifest gives it puts no finding on a sound node."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 from agent_pod import OVERLAYS, PodHost, agent_of, healthy, in_pod
@@ -50,7 +47,7 @@ def test_what_the_engine_gives_every_pod_is_judged_in_the_agents(memlock: int | 
     assert statuses(found, "limits.memlock.low") == {status}
 
 
-def test_one_verb_at_a_time_runs_in_the_agents_container(tmp_path: Path) -> None:
+def test_one_verb_at_a_time_runs_in_the_agents_container(tmp_path):
     """A second verb waits until the first has ended; the agent itself does not wait. Each uses 60 of 256 MiB."""
     environment = {**os.environ, "TOPOFLIGHT_ROLE": "agent", "TOPOFLIGHT_STATE": str(tmp_path)}
     with (tmp_path / "verb.lock").open("w") as first:

@@ -1,34 +1,26 @@
 """Imports: docs/explanation/architecture.md draws those of the packages, and each verb loads what it needs alone."""
 
-from __future__ import annotations
-
 import re
 import tomllib
-from pathlib import Path
 
 import grimp
 import pytest
 from rigs.command import python
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
-ROOT = Path(__file__).parent.parent.parent
 PACKAGES = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 )
 
 
-def real_arrows() -> set[tuple[str, str]]:
-    """(package, imported package) of every import statement, those inside functions too."""
+def test_the_pictures_arrows_are_the_real_imports() -> None:
+    """An import without an arrow, or an arrow without an import, is a page that lies; imports in functions count."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     found = ((name, other) for name in graph.modules for other in graph.find_modules_directly_imported_by(name))
-    return {pair for a, b in found if (pair := (a.split(".")[0], b.split(".")[0])) and pair[0] != pair[1]}
-
-
-def test_the_pictures_arrows_are_the_real_imports() -> None:
-    """An import without an arrow, or an arrow without an import, is a page that lies."""
+    real = {pair for a, b in found if (pair := (a.split(".")[0], b.split(".")[0])) and pair[0] != pair[1]}
     page = (ROOT / "docs/explanation/architecture.md").read_text()
     drawn = set(re.findall(r"^\s+(\w+) --> (\w+)$", page, re.MULTILINE))
-    assert drawn == real_arrows()
+    assert drawn == real
 
 
 H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
@@ -47,15 +39,11 @@ print("\\n== modules", *sys.modules)
 MARK = "== modules"
 
 
-def loaded(*words: str, given: str = "") -> set[str]:
-    """Names of the modules that a verb's process holds at its end."""
-    return set(python(CODE, *words, given=given).stdout.rpartition(MARK)[2].split())
-
-
 @each_row(("words", "without"), rows_of(__file__, "verb_imports.yaml")("verbs"))
 def test_a_verb_loads_what_it_needs(words: str, without: list[str]) -> None:
     """No server, no other verb's readers; what is named with a package covers what lies in it."""
-    found = loaded(*words.format(H100=H100, MATRIX=MATRIX).split(), given="NCCL_DEBUG=INFO\n")
+    done = python(CODE, *words.format(H100=H100, MATRIX=MATRIX).split(), given="NCCL_DEBUG=INFO\n")
+    found = set(done.stdout.rpartition(MARK)[2].split())
     assert "agent.cli.main" in found
     assert not {name.split(".")[0] for name in found} & SERVERS
     unneeded = {name for name in found for other in without if name == other or name.startswith(f"{other}.")}

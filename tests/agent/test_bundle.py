@@ -1,7 +1,5 @@
 """The support bundle: one bounded file without secrets, that replays."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

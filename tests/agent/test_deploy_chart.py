@@ -1,12 +1,9 @@
 """The Helm chart says what the Kustomize overlays say, takes what its values promise, and is packed whole."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,12 @@ import jsonschema
 import kubernetes_validate
 import yaml
 from kustomization import LOADER, helm, render
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from test_deploy_manifests import CUSTOM, OVERLAYS
 
 from agent.checks.expect import KEYS, read_file
 from agent.checks.verdict import GateError
 
-ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "deploy/chart"
 Document = dict[str, Any]
 CHANGED_BY_VALUES = ("ConfigMap", "DaemonSet", "NetworkPolicy", "PodMonitor")
@@ -60,7 +56,7 @@ def test_the_chart_renders_what_the_overlay_renders(overlay: str) -> None:
         assert made[key] == document, key
 
 
-def test_golden_values_that_no_overlay_sets_arrive_and_are_valid(golden: Callable[..., None]) -> None:
+def test_golden_values_that_no_overlay_sets_arrive_and_are_valid(golden):
     """Every other value, in a namespace of another name: the golden is what chart_values.yaml changes."""
     values = Path(__file__).with_name("chart_values.yaml")
     documents = template("--values", str(values), "--namespace", "elsewhere")

@@ -1,7 +1,5 @@
 """What is shipped: the images as text and their build step on a host (tests/images builds them), and the wheel."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,11 +15,10 @@ import man_page
 import pytest
 import yaml
 from hatchling.builders.wheel import WheelBuilder
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.checks.findings import PAGES
 
-ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "deploy/images"
 
 

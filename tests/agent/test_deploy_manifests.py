@@ -1,7 +1,5 @@
 """Every overlay of deploy/: strictly valid, without the rights it promises not to have, and what its docs say."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -13,9 +11,8 @@ import yaml
 from kustomization import CLUSTER_SCOPED, render
 from rigs import crds
 from rigs.command import parse
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
-ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
 BESIDE = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
 BENCH = [ROOT / "deploy/bench/job", ROOT / "deploy/bench/openshift", ROOT / "deploy/bench/search"]

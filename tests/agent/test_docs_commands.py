@@ -1,7 +1,5 @@
 """Every command, snippet and example of the documentation is run or, where it needs a cluster or makes load, parsed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -17,17 +15,14 @@ import click
 import kubernetes_validate
 import pytest
 import yaml
-from rigs.command import parse as parse_command
-from rigs.command import topoflight
+from rigs.command import parse as parse_command, topoflight
 from rigs.recorded import path_of
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from test_tutorials import PAGES as TUTORIALS
 
 from agent.checks.expect import parse
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, cli
-
-ROOT = Path(__file__).parent.parent.parent
 
 FOLLOWED = {ROOT / "docs" / page for page in (*TUTORIALS, "ko/openshift.md", "ko/eks.md")}
 PAGES = sorted(
@@ -102,9 +97,7 @@ def filled(line: str, folder: Path) -> list[str]:
 
 @pytest.mark.long
 @each_row(("page", "line", "piped"), ours)
-def test_a_command_of_the_pages_can_be_typed(
-    page: str, line: str, piped: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_the_pages_can_be_typed(page, line, piped, folder, monkeypatch):
     """Its verb and options exist; where it only reads, it is run and neither refused nor broken."""
     words = filled(line, folder)
     assert words[0] in VERBS, page
@@ -151,17 +144,13 @@ def texts_of_the_product() -> Iterator[tuple[str, str]]:
                 yield f"{source.relative_to(ROOT)}:{number}", re.sub(r"\{\w+\}", "7", line.rstrip("'\""))
 
 
-def said_by_the_product() -> Iterator[tuple[str, str, list[str]]]:
-    """(Place, verb, words after it) of each command of ours in the texts of the code: remedies, notes, errors."""
-    for place, text in texts_of_the_product():
-        for found in re.finditer(r"\btopoflight ([a-z][a-z-]*)((?: [^\s`;()|]+)*)", text):
-            yield place, found[1], re.split(r"[,:]? ", re.split(r"[,:] ", found[2])[0])[1:]
-
-
 def test_a_command_that_the_product_names_can_be_typed() -> None:
+    """In the texts of the code: remedies, notes, errors."""
     wrong, seen = [], 0
-    for place, verb, words in said_by_the_product():
-        known = options(verb)
+    command = re.compile(r"\btopoflight ([a-z][a-z-]*)((?: [^\s`;()|]+)*)")
+    named = ((place, *found) for place, text in texts_of_the_product() for found in command.findall(text))
+    for place, verb, more in named:
+        known, words = options(verb), re.split(r"[,:]? ", re.split(r"[,:] ", more)[0])[1:]
         for word, value in zip(words, [*words[1:], ""], strict=False):
             if not re.fullmatch(r"--[a-z-]+", word):
                 continue

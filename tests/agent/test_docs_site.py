@@ -1,41 +1,33 @@
 """The reference pages and the site: one full entry for every code and alert, no warning, nothing from another host."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 from alerts import ALERTS, DOCS
 from click.testing import CliRunner
-from rigs.tables import each_row
+from rigs.command import interpreter
+from rigs.tables import ROOT, each_row
 
 from agent.checks.findings import PAGES, sections
 from agent.checks.history import AT_ONCE
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, explain
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.values import CODES as ENV_CODES
-from planner.lint.values import texts
-
-ROOT = Path(__file__).parents[2]
+from planner.lint.values import CODES as ENV_CODES, texts
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """Built as `make docs` builds it."""
     made = tmp_path_factory.mktemp("site")
     (recipe,) = re.findall(r"^docs: \$\(READY\)\n\t\$\(BIN\)/mkdocs (.+)$", (ROOT / "Makefile").read_text(), re.M)
-    command = [sys.executable, "-m", "mkdocs", *recipe.split(), "--site-dir", str(made)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = interpreter("-m", "mkdocs", *recipe.split(), "--site-dir", made)
     assert done.returncode == 0, done.stdout + done.stderr
     return made
 
 
-def test_every_page_shows_the_version_and_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_every_page_shows_the_version_and_loads_nothing_from_elsewhere(site):
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 30
@@ -52,7 +44,7 @@ def test_every_page_shows_the_version_and_loads_nothing_from_elsewhere(site: Pat
         assert not re.findall(r"url\([\"']?https?:", sheet.read_text(encoding="utf-8")), sheet
 
 
-def test_what_others_link_to_is_there(site: Path) -> None:
+def test_what_others_link_to_is_there(site):
     """Each alert's runbook_url, a heading for each code that `explain` knows, and a section for each command."""
     texts = {page: page.read_text(encoding="utf-8") for page in sorted((site / "reference").rglob("*.html"))}
     for alert in ALERTS:
@@ -64,7 +56,7 @@ def test_what_others_link_to_is_there(site: Path) -> None:
 
 
 @each_row("page", sorted((ROOT / "docs" / "how-to").glob("*.md")))
-def test_a_how_to_guide_has_goal_prerequisites_commands_verify_and_undo(page: Path) -> None:
+def test_a_how_to_guide_has_goal_prerequisites_commands_verify_and_undo(page):
     text = page.read_text(encoding="utf-8")
     parts = (
         r"\*\*Goal:\*\* ",

@@ -1,7 +1,5 @@
 """docs/reference/exit-codes.md: every verb in it, and every code run here or in the test named."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -16,14 +14,13 @@ import pytest
 from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.command import process, topoflight
 from rigs.recorded import path_of
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.cli.main import VERBS, cli
 from agent.jobs.networks import DEFAULT_NETWORKS
 from planner.kubernetes.manifests import DEVICE_CLASSES, RESTARTS
 from planner.lint.sources import KINDS
 
-ROOT = Path(__file__).parent.parent.parent
 TABLE = tomllib.loads(Path(__file__).with_name("exit_codes.toml").read_text(encoding="utf-8"))
 CASES = {(row["verb"], row["code"]): row for row in TABLE["cases"]}
 MACHINES = {"SOUND": path_of(), "SICK": path_of("sick-h100-dead-hca"), "L40S": path_of("l40s-4x-pcie"),
@@ -45,19 +42,13 @@ def filled(row: dict[str, Any], **places: Path) -> tuple[list[str], str]:
     return words, TABLE.get(given, given)
 
 
-def documented() -> set[tuple[str, int]]:
-    """Return the codes that the page lists for each verb, and code 2 of every verb."""
-    cells: set[tuple[str, int]] = set()
+def test_the_page_names_every_verb_and_each_cell_has_its_proof() -> None:
+    """A verb or a code that is added without its line and its case is found here."""
+    cells: set[tuple[str, int]] = set()  # of each verb those that the page lists, and 2
     for line in (ROOT / "docs/reference/exit-codes.md").read_text().splitlines():
         if found := re.match(r"\| `([a-z-]+)` \| (.*) \|$", line):
             cells |= {(found[1], int(code)) for code in re.findall(r"\*\*(\d+)\*\* \w", found[2])}
             cells.add((found[1], 2))
-    return cells
-
-
-def test_the_page_names_every_verb_and_each_cell_has_its_proof() -> None:
-    """A verb or a code that is added without its line and its case is found here."""
-    cells = documented()
     assert {verb for verb, _ in cells} == set(VERBS)
     assert cells == {*CASES, *RANKS, *ELSEWHERE}
     for place in ELSEWHERE.values():

@@ -1,7 +1,5 @@
 """`--expect`: what a node must have. Absent is failed, unread is unknown, a word not understood is named."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +13,12 @@ from kustomization import render
 from rigs.command import topoflight
 from rigs.fleet import fleet_of, record_of
 from rigs.recorded import H100, changed, facts, of_code, path_of, snapshot, statuses, with_outcomes, with_ports
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.checks.expect import KEYS, expectation, parse, read_file
 from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, build_view, judge
-from agent.cluster.nodes import NodeRecord, record_of_view
-from agent.cluster.nodes import checks_of as gate_of_nodes
+from agent.cluster.nodes import NodeRecord, checks_of as gate_of_nodes, record_of_view
 from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State
@@ -29,7 +26,6 @@ from contracts.finding import Finding
 from probes.api import Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 
-ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load(Path(__file__).with_name("expectations.yaml").read_text(encoding="utf-8"))
 ALL_OF_IT = "gpus=8,gpu=H100,nvlink=NV18,hcas=8,rate=200,gdr=on,interface=eno1,driver=550"
 
@@ -83,9 +79,7 @@ LARGE = [("gpus: 8\n" + "#" * 70000, "larger than 65536"), (f"interface: [{', '.
     ("text", "told", "of_file"),
     [*((*row, False) for row in ROWS["wrong"]), *((*row, True) for row in (*ROWS["files"], *LARGE))],
 )
-def test_what_is_not_understood_is_an_error_that_names_what_is_allowed(
-    text: str, told: str, of_file: bool, tmp_path: Path
-) -> None:
+def test_what_is_not_understood_is_an_error_that_names_what_is_allowed(text, told, of_file, tmp_path):
     """Of a file with its name, never a silent half."""
     path = tmp_path / "expect.yaml"
     path.write_text(text)

@@ -1,7 +1,5 @@
 """The gate's table of exit codes, and that unknown is never a pass."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.tables import each_row, rows_of
 
@@ -28,9 +26,7 @@ def test_exit_codes(statuses: tuple[str, ...], required: bool, fail_on: str, cod
 
 
 @each_row(("status", "stopped", "word", "code"), rows("stopped"))
-def test_a_stopped_run_is_no_pass_and_what_had_failed_stays_a_failure(
-    status: str, stopped: str, word: str, code: int
-) -> None:
+def test_a_stopped_run_is_no_pass_and_what_had_failed_stays_a_failure(status, stopped, word, code):
     verdict = judge([check(status)], stopped=stopped)
     assert (verdict.word, verdict.exit_code) == (word, code)
 

@@ -1,12 +1,8 @@
 """--baseline: only what got worse fails; --nodes and --selector: the gate over what agents publish; the exit codes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import build
 import pytest
@@ -42,7 +38,7 @@ def preflight(*words: object) -> Result:
     return topoflight("preflight", "-q", *words)
 
 
-def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
+def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path):
     """By a report of the sick machine and of the good one, and by what --save kept."""
     sick, good, saved = (tmp_path / name for name in ("sick", "good", "saved.json"))
     assert preflight("--host", SICK, "-o", f"json={sick}", "--save", saved).exit_code == 3
@@ -59,9 +55,7 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
 
 
 @each_row(("buses", "subject"), [(("61", "c3"), "gpus=8"), (("4f",), "hcas=10")])
-def test_a_device_that_left_the_bus_is_worse_than_the_baseline(
-    buses: tuple[str, ...], subject: str, tmp_path: Path
-) -> None:
+def test_a_device_that_left_the_bus_is_worse_than_the_baseline(buses, subject, tmp_path):
     """Nothing of it is left that a check could fail on; both ways round."""
 
     def without(tree: Tree) -> Machine:
@@ -91,7 +85,7 @@ def test_a_device_that_left_the_bus_is_worse_than_the_baseline(
 
 
 @pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+def api(tmp_path, monkeypatch):
     """Three nodes: one good, one sick, one silent; a fourth that publishes nothing."""
     with ApiServer() as server:
         for name, machine, age in (("good", H100, 0), ("sick", "sick-h100-dead-hca", 0), ("old", H100, 7200)):
@@ -137,7 +131,7 @@ def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
     assert isinstance(held.records()[0], NodeRecord) and check.status == "fail"
 
 
-def test_a_report_of_nodes_is_written_whole(api: ApiServer, tmp_path: Path) -> None:
+def test_a_report_of_nodes_is_written_whole(api, tmp_path):
     """--report with --nodes: every file, each node with what it published, also one that nobody heard of."""
     folder = tmp_path / "report"
     done = preflight("--nodes", "good,sick,never", "--report", folder)

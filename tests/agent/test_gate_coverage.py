@@ -1,10 +1,7 @@
 """What the PCI bus shows must have been measured: a driver that hangs or crashes is no pass, on any surface."""
 
-from __future__ import annotations
-
 import time
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ from probes.scanner import Scanner
 
 
 @pytest.fixture
-def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
+def hung(tmp_path, monkeypatch):
     """An agent's state over a recorded machine's files and a driver whose start hangs."""
     root, environment = resident.restore(tmp_path)
     for name, value in {**environment, "FAKE_NVML_INJECT": "nvmlInit=hang"}.items():

@@ -1,7 +1,5 @@
 """Findings over time: raised by the second scan, cleared by the third without; what changed, and counters that rise."""
 
-from __future__ import annotations
-
 import html
 import re
 import time
@@ -49,9 +47,7 @@ def at(view: View, seconds: float, name: str = "n") -> View:
 
 
 @each_row(("scans", "words"), rows("flicker"))
-def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without(
-    tray: Snapshot, scans: str, words: str
-) -> None:
+def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without(tray, scans, words):
     """By the first letters of scans (sound, down, or blind: its probe failed) and of the verdicts after each."""
     views = {"s": build_view((tray,)), "d": build_view((port_down(tray),)),
              "b": build_view((with_outcomes(tray, rdma=Absent(why="not read")),))}  # fmt: skip

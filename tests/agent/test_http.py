@@ -1,7 +1,5 @@
 """Every endpoint of the agent on recorded machines: formats, errors as problem documents, and a start that is ready."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -11,7 +9,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -76,9 +73,7 @@ def test_recommendations_as_environment_files(client: TestClient) -> None:
 
 
 @each_row(("endpoint", "status", "detail"), rows("problems"))
-def test_errors_are_problem_documents_that_name_what_is_allowed(
-    client: TestClient, endpoint: str, status: int, detail: str
-) -> None:
+def test_errors_are_problem_documents_that_name_what_is_allowed(client, endpoint, status, detail):
     """RFC 9457, with the offending value."""
     response = client.get(endpoint)
     assert response.status_code == status
@@ -157,7 +152,7 @@ def connects(port: int) -> bool:
     return True
 
 
-def test_who_asks_while_the_agent_is_loading_waits_and_is_answered(tmp_path: Path) -> None:
+def test_who_asks_while_the_agent_is_loading_waits_and_is_answered(tmp_path):
     """On a slow disk the libraries take seconds: the kubelet's first question is not refused meanwhile."""
     (tmp_path / "sitecustomize.py").write_text(HELD)
     opened, port = tmp_path / "open", free_port()

@@ -1,7 +1,5 @@
 """POST /runs: who may, what is taken, kept and shown."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -11,22 +9,20 @@ import click
 import pytest
 import yaml
 from kustomization import render
-from rigs.agents import agent, bearer
-from rigs.agents import tokens as tokens_in
+from rigs.agents import agent, bearer, tokens as tokens_in
 from rigs.pods import templates
 from rigs.results import RUN
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from starlette.testclient import TestClient
 
 from agent.base import result_store
 from agent.cli.launch import launch
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.answers import MOST_VALUES, PostedRecord
+from agent.http.server import MOST_VALUES, PostedRecord
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import manifests
 
-ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"
 HEADERS = bearer()
 AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
@@ -34,6 +30,7 @@ STEPS = PostedRecord.model_json_schema()["properties"]["step_seconds"]["maxItems
 RECORD: dict[str, Any] = {
     **RUN, "model": {"name": "a-model-of-ours"}, "measured": {"step_seconds": 0.25}, "step_seconds": [0.25] * 20,
     "layout": {"family": "FSDP", "effective": {"world_size": 2, "placements": {"dp_shard:S(0)": 97}}},
+    "transports": ["NET/Socket/0"], "nccl": {"interfaces": ["net1"]},
 }  # fmt: skip
 
 
@@ -69,7 +66,8 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
-    assert "a-model-of-ours" in http.get("/").text
+    page = http.get("/").text
+    assert "a-model-of-ours" in page and "NET/Socket/0, net1" in page
     assert len(stored_runs(folder)) == 1
 
 
@@ -118,9 +116,7 @@ def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, ca
         ({"data": {"name": "é" * 200_000}}, "to keep"),
     ],
 )  # fmt: skip
-def test_a_wrong_record_is_refused_and_what_is_wrong_named(
-    tokens: Tokens, folder: Path, change: dict[str, Any], named: str
-) -> None:
+def test_a_wrong_record_is_refused_and_what_is_wrong_named(tokens, folder, change, named):
     """A problem document, and nothing is kept."""
     http = agent(MACHINE, folder, tokens=tokens)  # of its own: an agent takes a dozen posts a minute
     answer = posted(http, **change)
@@ -227,9 +223,7 @@ def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
     assert left == ["kept.json", "runs/.new.json.x", "runs/kept.json"]
 
 
-def test_what_is_held_in_memory_is_bounded_in_bytes(
-    tokens: Tokens, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_in_memory_is_bounded_in_bytes(tokens, folder, monkeypatch):
     """The newest that the bound has room for are shown, from one rendered copy."""
     (folder / "runs").mkdir()
     for number in range(result_store.STORED_RUNS):

@@ -1,10 +1,7 @@
 """A measurement decides: bars and their causes, severity by cost, NVLS, MNNVL, RDMA writes, a stopped run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,9 +65,7 @@ def checks(made: BenchResult, machine: str = HGX) -> dict[tuple[str, str], Findi
 
 
 @each_row(("machine", "op", "busbw", "more", "status", "message", "remedy"), rows("costs"))
-def test_a_result_is_judged_by_what_it_costs(
-    machine: str, op: str, busbw: float, more: dict[str, Any], status: str, message: list[str], remedy: list[str]
-) -> None:
+def test_a_result_is_judged_by_what_it_costs(machine, op, busbw, more, status, message, remedy):
     """By the links of the machine; the cause is named."""
     check = checks(result(machine, {op: busbw}, **more), machine)[BUSBW, op]
     assert check.status == status
@@ -123,7 +118,7 @@ def test_mnnvl_off_in_a_domain_is_named_as_the_cause() -> None:
         assert "share the NVLink domain" not in checks(other, TRAY)[BUSBW, "all_gather"].message
 
 
-def test_a_baseline_is_the_first_bar(tmp_path: Path) -> None:
+def test_a_baseline_is_the_first_bar(tmp_path):
     """Also of gloo, which no links judge: a third of what it was is a failure."""
     before = replace(result(HGX, {"all_gather": 0.3}, size=1 << 24), backend="gloo")
     before = replace(before, measurements=tuple(replace(m, backend="gloo", bars=()) for m in before.measurements))
@@ -219,7 +214,7 @@ def test_a_port_that_is_slower_than_in_the_baseline_is_the_cause() -> None:
     assert "in packets of 256 bytes" in check.message and "rdma.mtu.small" in check.remedy
 
 
-def test_a_baseline_is_what_save_wrote(tmp_path: Path) -> None:
+def test_a_baseline_is_what_save_wrote(tmp_path):
     path = tmp_path / "base.json"
     path.write_text(json.dumps(plain.write(written(NDR))))
     assert read_baseline(path).writes["mlx5_0:1"].bytes_per_second == NDR
@@ -228,7 +223,7 @@ def test_a_baseline_is_what_save_wrote(tmp_path: Path) -> None:
         read_baseline(path)
 
 
-def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_command_says_what_is_missing(tmp_path):
     """Exit code 1 where perftest is not installed."""
     missing = CliRunner().invoke(bench, ["--rdma", "node0"], env={"PATH": str(tmp_path)})
     assert missing.exit_code == 1 and "apt-get install perftest" in missing.output
@@ -267,7 +262,7 @@ def test_a_stopped_measurement_fails_a_preflight_and_is_unknown_to_an_agent() ->
     assert must_be_measured(checks_of_bench(WHOLE, ())) == checks_of_bench(WHOLE, ())
 
 
-def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) -> None:
+def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path):
     """One that measured something does, with its mark."""
     result_store.save_benchmark_result(WHOLE, tmp_path)
     assert result_store.save_benchmark_result(replace(CUT, measurements=()), tmp_path) is None

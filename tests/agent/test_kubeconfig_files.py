@@ -1,13 +1,10 @@
 """The way to the API server: KUBECONFIG with several files, merged as kubectl merges them, and what a user may hold."""
 
-from __future__ import annotations
-
 import json
 import os
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +66,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def heard() -> Iterator[tuple[str, list[Asked]]]:
+def heard():
     """The URL of a server that answers everything with an empty object, and what it was asked."""
     with answering() as found:
         yield found

@@ -1,9 +1,6 @@
 """A job on this host: the gate before it, its plan, and the record that stays of one which failed or was killed."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,13 @@ from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import advise
+from agent.advice.advise import Request, advise
 from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
-from agent.advice.request import Request
 from agent.base.options import RequestError
 from agent.checks.measured import Baseline
 from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
-from agent.http.answers import read_record
+from agent.http.server import read_record
 from agent.jobs.launch import Launched, record_of
 from agent.jobs.preflight import stopping
 from contracts import run_record
@@ -75,9 +71,7 @@ def launched(folder: Path, code: int, log: str = "") -> Launched:
 
 
 @each_row(("written", "kept"), rows("failed_job"))
-def test_the_record_of_a_failed_job_is_its_own(
-    tmp_path: Path, written: dict[str, object], kept: dict[str, object]
-) -> None:
+def test_the_record_of_a_failed_job_is_its_own(tmp_path, written, kept):
     """Of this start only; the end of a job that was killed is told by what was seen."""
     path = tmp_path / "run.json"
     code = written["exit_code"] or -9
@@ -106,9 +100,7 @@ def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeyp
 @pytest.mark.ranks
 @pytest.mark.alone
 @pytest.mark.timeout(900)
-def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_the_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_the_launch(tmp_path, monkeypatch):
     """Real ranks, of which one dies in a way that no scan can see."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ.get('RANK') == '1' and os._exit(9)\n")
@@ -206,7 +198,7 @@ FATE = "rank 1 was ended by SIGKILL; run the same command again to resume from t
 
 
 @pytest.fixture
-def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
+def posted(monkeypatch):
     """What an agent is sent."""
     with answering((201, {}, b"{}")) as (url, found):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
@@ -243,9 +235,7 @@ def test_the_launcher_posts_no_end_that_the_job_posted_itself(tmp_path: Path, po
     assert posted == []
 
 
-def test_an_agent_that_is_away_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_agent_that_is_away_costs_a_line(tmp_path, monkeypatch, capfd):
     """The record is written all the same."""
     monkeypatch.setenv("TOPOFLIGHT_AGENT", "file:///etc/passwd")
     assert ended(tmp_path) == run_record.read(tmp_path / "run.json")
@@ -270,9 +260,7 @@ DATA = ["dataset_name=openai/gsm8k"]
 
 
 @each_row(("machine", "network", "evidence", "near"), rows("plan"))
-def test_the_job_reads_from_the_plan_what_the_hosts_have(
-    tmp_path: Path, machine: str, network: str | None, evidence: str, near: str | None
-) -> None:
+def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, network, evidence, near):
     """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)

@@ -1,11 +1,8 @@
 """Metrics by the rules of the field: names, units, labels, bounds; and the values on recorded machines."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -172,7 +169,7 @@ def test_reasons_of_failures_are_a_closed_set() -> None:
     assert len(words) <= int(LABELS["reason"][1]) and "server" in words
 
 
-def test_golden_exposition_of_measurements(full: View, golden: Callable[..., None]) -> None:
+def test_golden_exposition_of_measurements(full, golden):
     """A benchmark, a run with its forecast, and the age of each fact.
 
     GPUDirect RDMA is counted for send and receive apart; sizes, ranks and transports are cut; what the record does not

@@ -1,11 +1,8 @@
 """Healthy NICs of many platforms pass the gate, and one real fault of one rail on the same machines fails it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import platform_machines
@@ -176,7 +173,7 @@ def test_what_serves_storage_costs_no_step() -> None:
 
 
 @pytest.mark.corpus
-def test_shared_recordings_of_healthy_nodes_pass(corpus: Path) -> None:
+def test_shared_recordings_of_healthy_nodes_pass(corpus):
     for name in ("lom_real", "dualport_onecable", "oci_h100"):
         assert not bad(scan(load(corpus / "defects" / "machines" / f"{name}.json.gz"))), name
 
@@ -189,11 +186,7 @@ def with_fault(snapshot: Snapshot, name: str, fault: str) -> Snapshot:
     rdma, links, pci = (recorded.facts(kind, snapshot) for kind in (RdmaFacts, InterfacesFacts, PciFacts))
     (device,) = (each for each in rdma.devices if each.name == name)
     netdevs = {port.netdev for port in device.ports}
-    changed = {
-        "down": {"running": False, "speed_bytes_per_second": None},
-        "slow": {},
-        "mtu": {"mtu_bytes": 1500},
-    }
+    changed = {"down": {"running": False, "speed_bytes_per_second": None}, "slow": {}, "mtu": {"mtu_bytes": 1500}}
     if fault == "gone":
         devices = tuple(each for each in rdma.devices if each is not device)
         interfaces = tuple(each for each in links.interfaces if each.name not in netdevs)

@@ -1,13 +1,10 @@
 """The terminal: what is read first, 80 columns, the same finding once, plain in a pipe, the matrix whole for tools."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +15,11 @@ from rigs.results import benchmark, measurement
 from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
-from agent.advice.request import Request
+from agent.advice.advise import Request
 from agent.checks.findings import grouped
 from agent.cli.bench import show_networks
 from agent.jobs.networks import Bar, NetworkBars
-from agent.terminal import advice as advice_view
-from agent.terminal import findings as findings_view
-from agent.terminal import hosts, topology
+from agent.terminal import advice as advice_view, findings as findings_view, hosts, topology
 from agent.terminal.measured import bench
 from contracts.finding import Finding, Status
 
@@ -124,7 +119,7 @@ def test_every_verb_is_plain_and_fits_a_pipe(words: str, folder: None) -> None:
     assert printed(words)
 
 
-def test_golden_texts(folder: None, golden: Callable[..., None]) -> None:
+def test_golden_texts(folder, golden):
     """The verdict comes first; ten times the same is said once; a line of a log is quoted to the letter."""
     texts = [f"$ topoflight {words}\n{printed(words)}" for words in rows_of(__file__)("golden")()]
     golden("terminal.txt", "\n".join(texts))
@@ -220,19 +215,6 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     assert drawn(show_networks, failed).startswith("✗ not every network was measured: net1 failed →")
 
 
-def fleet(folder: Path, faults: dict[str, list[int]], total: int) -> list[str]:
-    """Recordings of nodes by number: those of `faults` are the built sick machines, the rest healthy."""
-    kinds = {number: kind for kind, numbers in faults.items() for number in numbers}
-    names = []
-    for number in range(total):
-        content = json.loads(path_of(kinds.get(number, H100)).read_text())
-        name = f"gpu-{number:03d}"
-        content["hostname"] = content["answers"]["identity"][""]["hostname"] = name
-        (folder / f"{name}.json").write_text(json.dumps(content))
-        names.append(name)
-    return names
-
-
 def expanded(text: str) -> set[str]:
     """The nodes that a list in Slurm's form stands for."""
     found = set(re.findall(r"gpu-\d{3}", text))
@@ -245,7 +227,12 @@ def expanded(text: str) -> set[str]:
 def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
     """One fault on ten nodes, another on one: the lines do not grow with the nodes, and none is left out."""
     faults = {"sick-h100-dead-hca": [*range(1, 11)], "sick-h100-memlock-64KiB": [11]}
-    names = fleet(tmp_path, faults, 12)
+    kinds, names = {number: kind for kind, numbers in faults.items() for number in numbers}, []
+    for number in range(12):
+        content = json.loads(path_of(kinds.get(number, H100)).read_text())
+        names.append(f"gpu-{number:03d}")
+        content["hostname"] = content["answers"]["identity"][""]["hostname"] = names[-1]
+        (tmp_path / f"{names[-1]}.json").write_text(json.dumps(content))
     lines = lines_of("preflight", "-q", "--host", tmp_path, columns=60)
     text = "\n".join(lines)
     assert lines[0].startswith("✗ FAIL ") and len(lines) < 50

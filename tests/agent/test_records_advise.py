@@ -1,7 +1,5 @@
 """What travels in a node's record: facts without what is the node's own, from which other agents build its graph."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import ipaddress
@@ -14,7 +12,7 @@ from rigs.tables import each_row
 
 from agent.checks.verdict import build_view
 from agent.cluster.nodes import MOST_FACTS_BYTES, NodeRecord, pack_facts, to_resource
-from agent.http.state import own_fleet
+from agent.http.worker import Known
 from probes.api import Failed, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
@@ -69,17 +67,14 @@ def moved(node: Snapshot) -> Snapshot:
     return replace(made, hostname="another", taken_at_seconds=9.0)
 
 
-def later(record: NodeRecord) -> str:
-    """As a later agent may write: a field that is needed here has another name."""
-    other = {"status": "ok", "facts": {"interfaces": [{"called": "eth0"}]}}
-    return packed(json.dumps({**json.loads(unpacked(record)), "interfaces": other}))
-
-
 def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
     """Without facts that this release reads, the probes are failed, with the node's name; there is no graph."""
     for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
         new = record_of(machine, "n1")
-        of_later = through_the_api(replace(new, name="n2", facts=later(new)))
+        # a later agent may write a field that is needed here with another name
+        other = {"status": "ok", "facts": {"interfaces": [{"called": "eth0"}]}}
+        facts = packed(json.dumps({**json.loads(unpacked(new)), "interfaces": other}))
+        of_later = through_the_api(replace(new, name="n2", facts=facts))
         outcomes = fleet_of(new, of_later).snapshot(of_later).outcomes.values()
         assert all(isinstance(one, Failed) and "n2" in one.error for one in outcomes)
         assert fleet_of(of_later).topology(of_later) is None
@@ -98,7 +93,9 @@ def test_a_record_whose_compressed_facts_are_broken_is_unknown_too() -> None:
 def test_the_own_node_is_silent_after_three_missed_scans() -> None:
     """An agent that does not publish: its node is not silent between two scans that are far apart."""
     seen = replace(build_view((snapshot("cpu-only-vm"),)), made_at_seconds=1000.0)
-    (often,), (seldom,) = (own_fleet(seen, seconds).records() for seconds in (30.0, 3600.0))
+    known = Known()
+    known.view = seen
+    (often,), (seldom,) = (known.fleet("hosts", seconds).records() for seconds in (30.0, 3600.0))
     assert often.silent(1200.0) and not seldom.silent(1000.0 + 3 * 3600.0) and seldom.silent(1001.0 + 3 * 3600.0)
 
 

@@ -1,7 +1,5 @@
 """Reports in every format: whole or absent, naming the node of each finding, safe against what others have written."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

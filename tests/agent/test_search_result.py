@@ -1,7 +1,5 @@
 """What is made of the result of a search: findings, summary, picture, metrics, page, and the file between them."""
 
-from __future__ import annotations
-
 import html
 import json
 import random
@@ -77,11 +75,10 @@ def test_a_result_is_told_alike_everywhere(count, faults, links, codes, first, b
     assert page.count("<svg") == plainly.count("<svg") + 1
 
 
-def damaged(**changes):
-    return {**plain.write(searched(8, {3: ("slow", 1.0, "both")}, {})), **changes}
+SLOW = plain.write(searched(8, {3: ("slow", 1.0, "both")}, {}))
 
 
-@each_row("text", ["", "{}", "[1]", *(json.dumps(damaged(**changes)) for changes in (
+@each_row("text", ["", "{}", "[1]", *(json.dumps(SLOW | changes) for changes in (
     {"hosts": ["gpu-0"]}, {"drawn": [9]}, {"drawn": [0]}, {"pairs": [[0, 1]]}, {"verdicts": []}, {"seconds": "1"},
 ))])  # fmt: skip
 def test_a_damaged_result_is_left_out(text, tmp_path):

@@ -3,8 +3,6 @@
 Secrets are planted in a machine, a record and a log; each output of the product is searched for each form.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 import gzip
@@ -12,7 +10,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +123,7 @@ ValueError: {PLANTED}
 
 
 @pytest.fixture
-def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, str]]:
+def outputs(tmp_path, caplog):
     """Every output by name."""
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()

@@ -1,27 +1,21 @@
 """Severity follows what a finding costs a job: from a tenth of a multi-node step on it is a failure."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from rigs.recorded import NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_facts, with_ports
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 from agent.checks.findings import sections
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import build_view, with_environment
 from contracts.finding import Status, by_loss
-from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 
-ROOT = Path(__file__).parents[2]
 README_CASE = "r760xa-2xA40-bf3"
 
 
@@ -102,17 +96,13 @@ def test_settings_that_no_environment_was_read_for_change_nothing() -> None:
     assert statuses(unread, "topology.gdr.path") == {"fail"}
 
 
-def gpu0(**changes: Any) -> Snapshot:
-    """The H100 whose first GPU is otherwise."""
+@each_row(("changes", "code", "wanted"), rows_of(__file__)("slow_gpu"))
+def test_what_slows_one_gpu_costs_every_rank(changes, code, wanted):
+    """By its clock where that is known, by NVML's factor of two where hardware slows it."""
     first, *others = facts(GpuFacts).gpus
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
-    return changed(snapshot(), GpuFacts, gpus=(replace(first, **changes), *others))
-
-
-@each_row(("changes", "code", "wanted"), rows_of(__file__)("slow_gpu"))
-def test_what_slows_one_gpu_costs_every_rank(changes: dict[str, Any], code: str, wanted: str) -> None:
-    """By its clock where that is known, by NVML's factor of two where hardware slows it."""
-    assert statuses(gpu0(**changes), code) == {wanted}
+    slow = changed(snapshot(), GpuFacts, gpus=(replace(first, **changes), *others))
+    assert statuses(slow, code) == {wanted}
 
 
 # The page ----------------------------------------------------------------------------------------------------------

@@ -5,22 +5,18 @@ The surface is codes, metrics, verbs, options, variables, endpoints. A differenc
 golden` rewrites findings, exposition and advice; read the difference.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import click
 from rigs.recorded import H100, NAMES, view
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent import metrics
-from agent.advice.advise import for_view
-from agent.advice.request import Request
+from agent.advice.advise import Request, for_view
 from agent.base.options import _rows
 from agent.base.output import document
 from agent.checks.measured import ALL_CODES
@@ -30,20 +26,11 @@ from agent.http.state import State
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.values import CODES as ENV_CODES
 
-ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")
 
 
 # Where a process's own variables come from, and by what a name is asked of them.
 ASKED = re.compile(r"""(?:os\.environ|host\.environment\(\)|\bgetenv)(?:\.get|\.pop)?[(\[]\s*"([^"]+)\"""")
-
-
-def codes() -> dict[str, list[str]]:
-    return {"gate": sorted(ALL_CODES), "environment": sorted(ENV_CODES), "log": sorted(LOG_CODES)}
-
-
-def metric_names() -> dict[str, list[str]]:
-    return {family.exposed: list(family.labels) for family in metrics.CATALOGUE}
 
 
 def options(command: click.Command) -> list[str]:
@@ -95,8 +82,8 @@ def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
     golden(
         "surface.json",
         {
-            "finding_codes": codes(),
-            "metrics": metric_names(),
+            "finding_codes": {"gate": sorted(ALL_CODES), "environment": sorted(ENV_CODES), "log": sorted(LOG_CODES)},
+            "metrics": {family.exposed: list(family.labels) for family in metrics.CATALOGUE},
             "verbs": verbs(),
             "environment_variables": variables(),
             "endpoints": endpoints(),

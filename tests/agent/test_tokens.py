@@ -1,14 +1,10 @@
 """Who may use which endpoint: token files, TokenReview and SubjectAccessReview over HTTP, and what a refusal says."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re
 import socket
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,19 +19,18 @@ from starlette.testclient import TestClient
 
 from agent.cluster.client import Client
 from agent.http.access import Tokens, grant
-from agent.http.answers import MOST_RECORD_BYTES
-from agent.http.server import MOST_BODY_BYTES
+from agent.http.server import MOST_BODY_BYTES, MOST_RECORD_BYTES
 
 USER = "system:serviceaccount:ci:gate"
 
 
 @pytest.fixture
-def http(tmp_path: Path) -> TestClient:
+def http(tmp_path):
     return agent(tokens=tokens(tmp_path))
 
 
 @pytest.fixture
-def api() -> Iterator[ApiServer]:
+def api():
     with ApiServer() as server:
         server.reviewed[TOKEN] = {"authenticated": True, "audiences": ["topoflight"],
                                   "user": {"username": USER, "groups": ["system:authenticated"]}}  # fmt: skip
@@ -66,7 +61,7 @@ def test_a_token_file_opens_the_gate(http: TestClient) -> None:
         assert "Authorization: Bearer" in response.json()["grant"]
 
 
-def test_a_token_added_to_the_file_is_in_at_once(tmp_path: Path) -> None:
+def test_a_token_added_to_the_file_is_in_at_once(tmp_path):
     """The file is read for each token that is not remembered; one taken out is out within seconds."""
     judge = tokens(tmp_path)
     for token in (TOKEN, "z" * 20):
@@ -76,7 +71,7 @@ def test_a_token_added_to_the_file_is_in_at_once(tmp_path: Path) -> None:
 
 
 @each_row(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])
-def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: int) -> None:
+def test_a_weak_token_file_stops_the_agent(tmp_path, content, mode):
     """Short tokens, or a file that everyone may read."""
     path = tmp_path / "tokens"
     path.write_text(content)
@@ -85,7 +80,7 @@ def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: i
     assert done.exit_code == 2 and str(path) in done.output
 
 
-def test_a_state_folder_that_is_named_is_made(tmp_path: Path) -> None:
+def test_a_state_folder_that_is_named_is_made(tmp_path):
     """Before the agent listens; 192.0.2.1 is an address of no host (RFC 5737), so that the agent ends there."""
     state = tmp_path / "folder" / "state"
     done = topoflight("serve", "--state", state, "--address", "192.0.2.1", "--port", "0", "--host", path_of())
@@ -141,7 +136,7 @@ def asking(source: str, token: str) -> Request:
     return Request(scope)
 
 
-def test_the_token_is_judged_before_the_body_is_read(tmp_path: Path) -> None:
+def test_the_token_is_judged_before_the_body_is_read(tmp_path):
     """A body that is announced and never comes keeps nobody busy."""
     for method, path in (("POST", "/preflight"), ("POST", "/runs")):
         app = agent(tokens=tokens(tmp_path)).app
@@ -186,7 +181,7 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
 
 
 @each_row(("path", "most"), [("/preflight", MOST_BODY_BYTES), ("/runs", MOST_RECORD_BYTES)])
-def test_bodies_of_posts_are_bounded(path: str, most: int, tmp_path: Path) -> None:
+def test_bodies_of_posts_are_bounded(path, most, tmp_path):
     """413, whatever length is announced."""
     http = agent(tokens=tokens(tmp_path))
     headers, body = {**bearer(), "Content-Type": "application/json"}, b" " * (most + 1)

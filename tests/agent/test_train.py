@@ -1,14 +1,10 @@
 """`topoflight preflight --train` on this host: two real ranks, a fine-tune that learns, a report that says so."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rigs.command import process
 
 pytestmark = [pytest.mark.ranks, pytest.mark.real, pytest.mark.timeout(900)]
 
@@ -20,10 +16,7 @@ LOSS_RATIO = 0.5
 def test_the_whole_command_measures_trains_and_reports(tmp_path: Path) -> None:
     """Verified collectives, a run that is what was asked for, its forecast beside it, and no pass without a GPU."""
     folder = tmp_path / "reports"
-    done = subprocess.run(
-        [sys.executable, "-m", "agent.cli", "preflight", "--train", "--report", str(folder)],
-        capture_output=True, text=True, timeout=800, check=False, env={**os.environ, "COLUMNS": "80"},
-    )  # fmt: skip
+    done = process("preflight", "--train", "--report", folder, seconds=800)
     assert (folder / "report.json").exists(), done.stderr
     assert {"report.json", "report.html", "junit.xml"} <= {p.name for p in folder.iterdir()}
     report = json.loads((folder / "report.json").read_text())

@@ -1,7 +1,5 @@
 """What surrounds a user: pipes that close, terminals of any encoding and width, files that refuse, Ctrl-C."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -4,18 +4,14 @@ Imports inside functions count as well, since a verb that hides an import still 
 checkers only do not count.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import grimp
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.cli.main import VERBS
 
-ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("agent", "planner", "topology", "collectives", "probes", "contracts", "hardware", "finetune")
 
 # The lines that each verb may reach; a number is only ever lowered.

@@ -1,7 +1,5 @@
 """A trainer that is not ours: its manifest wrapped and its pods run, and the same script launched on this host."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator
@@ -9,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -218,7 +215,7 @@ def test_a_script_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @each_row(("place", "value"), rows_of(__file__)("odd_members"))
-def test_a_manifest_of_another_shape_is_refused_in_words(tmp_path: Path, place: str, value: Any) -> None:
+def test_a_manifest_of_another_shape_is_refused_in_words(tmp_path, place, value):
     """A member of another kind than its API knows, anywhere in the job: an answer or a refusal, never a traceback."""
     config, job = yaml.safe_load_all(manifest(tmp_path))
     place = place.replace("POD", "spec.pytorchReplicaSpecs.Master.template.spec")

@@ -1,7 +1,5 @@
 """Chromium, the accessibility rules and running agents for the tests in a real browser."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

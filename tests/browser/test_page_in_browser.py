@@ -1,7 +1,5 @@
 """The pages in a real Chromium: every recorded machine, by keyboard, in the dark, narrow, without scripts."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -22,10 +20,9 @@ from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import resources
 from rigs.recorded import NAMES, snapshot
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
-from agent.advice.advise import for_view
-from agent.advice.request import Request
+from agent.advice.advise import Request, for_view
 from agent.base import units
 from agent.cluster.nodes import Fleet
 from agent.http import pages
@@ -38,7 +35,6 @@ from contracts import plain
 
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).parent.parent.parent
 MEASURED = Path(__file__).parent / "measured"  # real results of our own tools; nccl.log is written by hand
 SCREEN = 800  # pixels of a small laptop: what is seen without scrolling
 SICK = {fault.machine: fault for fault in FAULTS}  # what a newcomer has to read first
@@ -143,10 +139,7 @@ def every_page(
     return pages_of | {"runs": address, "fleet": console(64)}
 
 
-def test_no_page_is_wider_than_a_phone(
-    chromium: Tabs, machines: dict[str, str], agent: Callable[..., tuple[str, State]], console: Callable[[int], str],
-    tmp_path: Path,
-) -> None:  # fmt: skip
+def test_no_page_is_wider_than_a_phone(chromium, machines, agent, console, tmp_path):
     """Wide drawings and tables scroll inside themselves, or become narrow."""
     wide = []
     with chromium.tab(width=390, height=740) as tab:
@@ -266,9 +259,7 @@ def drawn(tab: Tab, address: str) -> float:
 
 
 @pytest.mark.parametrize("width", [1440, 390])
-def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
-    chromium: Tabs, axe: str, console: Callable[[int], str], width: int
-) -> None:
+def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(chromium, axe, console, width):
     """Within twenty times what one node takes (measured: 2 to 5 times), without a shift, no wider than the window."""
     with chromium.tab(width=width, height=900) as tab:
         for _ in range(4):  # other work may have had the cores
@@ -295,9 +286,7 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
 NCCL_LOG = MEASURED / "nccl.log"
 
 
-def test_a_measured_run_is_shown_with_what_proves_it(
-    chromium: Tabs, axe: str, agent: Callable[..., tuple[str, State]], tmp_path: Path
-) -> None:
+def test_a_measured_run_is_shown_with_what_proves_it(chromium, axe, agent, tmp_path):
     """A benchmark that was really run, with NCCL's log: its fault is the first finding, with the lines that prove it.
 
     The run names its own hosts, as a job of two pods does; the page of the node shows it all the same.
@@ -323,9 +312,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
 
 
 @pytest.mark.real
-def test_runs_are_shown_with_their_network_and_their_forecast(
-    chromium: Tabs, agent: Callable[..., tuple[str, State]], tmp_path: Path
-) -> None:
+def test_runs_are_shown_with_their_network_and_their_forecast(chromium, agent, tmp_path):
     """Three real runs of one fine-tune over three networks."""
     shutil.copytree(MEASURED / "runs", tmp_path / "runs")
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)

@@ -1,11 +1,8 @@
 """What the tests of the log reader share: rows of evidence_rows.toml and the prefix of NCCL's lines."""
 
-from __future__ import annotations
-
 import html
 import json
 import tomllib
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +10,12 @@ HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "
 
 
-@cache
-def _tables() -> dict[str, list[Any]]:
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLES: dict[str, list[Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def rows(name: str) -> list[Any]:
     """Rows of one table: tuples, or single lines."""
-    return [tuple(row) if isinstance(row, list) else row for row in _tables()[name]]
+    return [tuple(row) if isinstance(row, list) else row for row in TABLES[name]]
 
 
 def dressed(form: str, number: int, line: str, **more: object) -> str:

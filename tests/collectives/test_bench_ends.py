@@ -14,8 +14,7 @@ import pytest
 from rigs.benchmarks import SCRIPT
 from rigs.waiting import eventually
 
-from collectives.bench import processes
-from collectives.bench import run as bench
+from collectives.bench import processes, run as bench
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600), pytest.mark.usefixtures("forked_ranks")]
 STARTED = sys.executable  # ranks of this interpreter are started for real

@@ -1,7 +1,5 @@
 """What a benchmark is held against: bars from the links of the ranks that ran, told by every host."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -82,9 +80,7 @@ def test_hosts_of_unknown_links_and_gloo_have_no_expected_rate() -> None:
 
 
 @each_row(("environment", "version", "algorithm"), rows("algorithm"))
-def test_the_algorithm_is_that_of_version_and_environment(
-    environment: dict[str, str], version: str, algorithm: str
-) -> None:
+def test_the_algorithm_is_that_of_version_and_environment(environment, version, algorithm):
     rows = hello("hgx-h100-8xH100-8hca", 8, environment=environment, versions={"nccl": version})
     found = held("hgx-h100-8xH100-8hca", "all_reduce", 1 << 30, rows)["as it is"]
     assert found.algorithm == algorithm

@@ -4,17 +4,16 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from rigs.benchmarks import SCRIPT
 from rigs.netns import RANKS_ON_HOSTS, hosts
+from rigs.tables import ROOT
 
 from collectives.bench import results
 
 pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(1200), *RANKS_ON_HOSTS]
 
-ROOT = Path(__file__).parents[2]
 DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0
 
 

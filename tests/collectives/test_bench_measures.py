@@ -6,8 +6,7 @@ import pytest
 from rigs.benchmarks import measured
 from rigs.command import python
 
-from collectives.bench import results
-from collectives.bench import run as bench
+from collectives.bench import results, run as bench
 from collectives.bench.ops import OPS
 from collectives.bench.results import Bar
 from contracts import plain

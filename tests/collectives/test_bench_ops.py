@@ -1,25 +1,15 @@
 """A collective is a record: its sizes, its factor, its row in the documentation, and an eye for wrong data."""
 
 import re
-from pathlib import Path
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
-from collectives.bench.ops import (
-    GRAIN_BYTES,
-    OPS,
-    UNKNOWN_SOURCE,
-    allocate,
-    fill,
-    matches,
-    moved_bytes,
-    write_pattern,
-)
+from collectives.bench.ops import GRAIN_BYTES, OPS, UNKNOWN_SOURCE, allocate, fill, matches, moved_bytes, write_pattern
 
 pytestmark = pytest.mark.long  # it imports torch
 
-DOCUMENT = Path(__file__).parents[2] / "docs/reference/bus-bandwidth.md"
+DOCUMENT = ROOT / "docs/reference/bus-bandwidth.md"
 
 
 def rows():

@@ -1,13 +1,10 @@
 """Several runs, several files, packed files, texts of other programs: which of them a log is of, what is missing."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
 import lzma
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 from click.testing import CliRunner
@@ -34,7 +31,7 @@ def test_generations_by_name() -> None:
 FIRST, SECOND = rows("first_run"), rows("second_run")
 
 
-def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
+def test_a_folder_is_one_verdict_with_places(tmp_path):
     """One rank per file, packed or not, with the name of the file behind each line; what is no text is left out."""
     (tmp_path / "rank0.log").write_text("\n".join(SECOND) + "\n")
     (tmp_path / "sub").mkdir()
@@ -57,7 +54,7 @@ def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
     assert "2, no line of rank 1" in topoflight("evidence", tmp_path / "rank0.log").output
 
 
-def test_folders_of_runs_are_told_apart_by_communicator(tmp_path: Path) -> None:
+def test_folders_of_runs_are_told_apart_by_communicator(tmp_path):
     """Files of two runs lie in the order of their names: each goes to its own run."""
     for number, lines in enumerate((FIRST, SECOND)):
         for rank in (0, 1):
@@ -77,9 +74,7 @@ def test_folders_of_runs_are_told_apart_by_communicator(tmp_path: Path) -> None:
         ({"100:1": "900:9", "nranks 2": "nranks 16"}, "mixed_networks"),  # of the same host and process
     ],
 )
-def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(
-    other: dict[str, str], expected: str, tmp_path: Path
-) -> None:
+def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(other, expected, tmp_path):
     """By hosts and sizes of communicators, in either order of the files, and in `why` too."""
     text = "\n".join(FIRST)
     for old, new in other.items():
@@ -97,7 +92,7 @@ def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_a_packed_log_is_read_as_it_is(pack: object, tmp_path: Path) -> None:
+def test_a_packed_log_is_read_as_it_is(pack, tmp_path):
     """By its first bytes, whatever its name; from standard input too; of several members; and cut short."""
     assert callable(pack)
     log = ("\n".join([*SECOND, *["x" * 400] * 12]) + "\n").encode() * 500
@@ -114,7 +109,7 @@ def test_a_packed_log_is_read_as_it_is(pack: object, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
 
 
-def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
+def test_what_cannot_be_unpacked_says_so(tmp_path):
     """A format that is not read, and a damaged file."""
     path = tmp_path / "nccl.log"
     damaged = bytearray(gzip.compress(bytes(range(256)) * 400))
@@ -135,9 +130,7 @@ def test_what_cannot_be_unpacked_says_so(tmp_path: Path) -> None:
 
 @each_row("pack", [bytes, gzip.compress])
 @each_row(("name", "text", "code", "word", "hosts", "exit_code"), rows("other_texts"))
-def test_other_texts_prove_no_channel(
-    pack: Callable[[bytes], bytes], name: str, text: str, code: str, word: str, hosts: list[str], exit_code: int
-) -> None:
+def test_other_texts_prove_no_channel(pack, name, text, code, word, hosts, exit_code):
     """Saved RAS, ibstat and kernel logs; the faults in a kernel log are found."""
     verdict = evidence.read_files([io.BytesIO(pack(text.encode()))])
     first = verdict.problems[0]

@@ -1,9 +1,6 @@
 """Every form a channel line has had, and what each proves."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from evidence_rows import rows
@@ -83,7 +80,7 @@ def test_what_a_collector_wraps_around_a_line_is_no_part_of_its_value(before: st
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
-def test_a_log_in_another_encoding_is_read(encoding: str, tmp_path: Path) -> None:
+def test_a_log_in_another_encoding_is_read(encoding, tmp_path):
     """PowerShell redirects in UTF-16, and editors save with a byte order mark."""
     log = tmp_path / "train.log"
     lines = [*SOCKETS, *([HEAD + "Channel 00/0 : 2[0] -> 1[1] [receive] via NET/Socket/0"] * 20_000)]
@@ -95,7 +92,7 @@ def test_a_log_in_another_encoding_is_read(encoding: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("redraws", [400, 60_000])
-def test_a_progress_bar_of_any_length_hides_no_message(redraws: int, tmp_path: Path) -> None:
+def test_a_progress_bar_of_any_length_hides_no_message(redraws, tmp_path):
     """A bar redraws itself with carriage returns: thousands of bytes before the first newline."""
     bar = "".join(f"\r {n % 100}%|####      | {n}/{redraws} [00:01<00:20,  1.20it/s]" for n in range(redraws))
     log = tmp_path / "train.log"
@@ -108,7 +105,7 @@ def test_a_progress_bar_of_any_length_hides_no_message(redraws: int, tmp_path: P
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("times", [1, 12_000])  # so many are more than a block
-def test_every_line_end_ends_the_last_line(end: str, times: int, tmp_path: Path) -> None:
+def test_every_line_end_ends_the_last_line(end, times, tmp_path):
     """A channel before the file's last line end is whole; without one the tag may have been next."""
     log = tmp_path / "train.log"
     log.write_bytes((SOCKETS[-1] + end).encode() * times)
@@ -117,7 +114,7 @@ def test_every_line_end_ends_the_last_line(end: str, times: int, tmp_path: Path)
     assert (evidence.read_files([log]).send.total, evidence.read_files([log]).torn_lines) == (times - 1, 1)
 
 
-def test_a_log_in_one_json_string_is_read(tmp_path: Path) -> None:
+def test_a_log_in_one_json_string_is_read(tmp_path):
     """Some collectors give the whole log as one value."""
     log = tmp_path / "logs.json"
     log.write_text(json.dumps({"logs": "step\n" * 400_000 + "\n".join(SOCKETS)}))

@@ -1,7 +1,5 @@
 """Every fault that a log can show has a code, its lines and a first action; how a job ended is told beside it."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -10,9 +8,7 @@ from evidence_rows import INFO, rows
 from rigs.logs import read
 from rigs.tables import each_row
 
-from collectives.nccl_log import evidence
-from collectives.nccl_log import lines as evidence_lines
-from collectives.nccl_log import problems as evidence_problems
+from collectives.nccl_log import evidence, lines as evidence_lines, problems as evidence_problems
 from collectives.nccl_log.codes import CODES, PROVIDERS, SIGNS
 
 

@@ -1,13 +1,10 @@
 """A log of any size is read in one pass, with flat memory and exact line numbers."""
 
-from __future__ import annotations
-
 import io
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rigs.command import python
 from rigs.logs import read
 

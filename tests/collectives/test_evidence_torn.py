@@ -1,7 +1,5 @@
 """What launchers, searches, terminals, collectors and interleaving writers do to a log does not change its verdict."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable
@@ -10,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from evidence_rows import dressed, rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rigs.logs import read
 from rigs.tables import each_row
 
@@ -122,11 +119,6 @@ def lines_of(host: str) -> list[str]:
 LOG = [line for host in HOSTS for line in lines_of(host)]
 
 
-def file(number: int) -> str:
-    """The file of the line, one for each process."""
-    return f"nccl.{HOSTS[number // PER_HOST]}.{10 + number % 2}"
-
-
 def mark(number: int) -> str:
     """What grep -C puts behind a name or a number: the search found every fourth line."""
     return ":" if number % 4 == 0 else "-"
@@ -140,16 +132,13 @@ def torn(line: str, *cuts: int) -> list[str]:
     return [row for part in parts[:-1] for row in (f"{CRI} stdout P {part}", noise)] + [f"{CRI} stdout F {parts[-1]}"]
 
 
-def pretty(message: str) -> str:
-    """As systemd breaks an object over lines."""
-    return json.dumps({"_PID": "1", "MESSAGE": message, "_HOSTNAME": "gpu-a"}, indent="\t", separators=(",", " : "))
-
-
 DRESSES: dict[str, Callable[[int, str], str]] = {
-    **{name: lambda n, line, form=form: dressed(form, n, line, host=HOSTS[n // PER_HOST], file=file(n), mark=mark(n),
-                                                node=n // PER_HOST) for name, form in rows("dresses")},
+    **{name: lambda n, line, form=form: dressed(  # the files are one for each process
+        form, n, line, host=HOSTS[n // PER_HOST], mark=mark(n), node=n // PER_HOST,
+        file=f"nccl.{HOSTS[n // PER_HOST]}.{10 + n % 2}") for name, form in rows("dresses")},
     "grep -A1 with separators": lambda n, line: f"{n + 1}{':' if n % 2 else '-'}{line}" + "\n--" * (n % 2 == 0),
-    "journalctl -o json-pretty": lambda _, line: pretty(line),
+    "journalctl -o json-pretty": lambda _, line: json.dumps(  # systemd breaks an object over lines
+        {"_PID": "1", "MESSAGE": line, "_HOSTNAME": "gpu-a"}, indent="\t", separators=(",", " : ")),
     "CRI, torn": lambda n, line: "\n".join(torn(line, 7 * n % len(line), 11 * n % len(line))),
 }  # fmt: skip
 

@@ -1,7 +1,5 @@
 """Whole verdicts: of short logs (tests/golden/evidence.jsonl has a log a line), and experts' of the corpus's logs."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import fields
@@ -43,17 +41,13 @@ def test_golden_verdicts() -> None:
 
 
 LOGS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "nccl_logs"
+CASES = json.loads((LOGS / "index.json").read_text()) if (LOGS / "index.json").is_file() else []
 GDRDMA = {"on": True, "off": False, "partial": "partial", "none": None}
-
-
-def cases() -> list[dict[str, Any]]:
-    index = LOGS / "index.json"
-    return json.loads(index.read_text()) if index.is_file() else []
 
 
 @pytest.mark.corpus
 @pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case["file"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
 def test_the_verdict_is_the_experts(case: dict[str, Any]) -> None:
     """Every field that the index states, no problem beyond those it lists, and proof by number and text of lines."""
     path = LOGS / case["file"]

@@ -1,17 +1,13 @@
 """`make gpu` as far as a host without a GPU goes: every step runs or says why not, and stands on the page at once."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from rigs.command import topoflight
+from rigs.command import interpreter, topoflight
+from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from bench.gpu import RUNS, config_file
-
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, str(ROOT / "bench" / "gpu.py")]
 
 
 @pytest.mark.ranks
@@ -20,8 +16,7 @@ COMMAND = [sys.executable, str(ROOT / "bench" / "gpu.py")]
 def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
     """Bus bandwidth beside torch alone, and a fine-tune's forecast beside what was measured."""
     page = tmp_path / "gpu.md"
-    done = subprocess.run([*COMMAND, "--cpu", "--page", str(page), "--seconds", "600"], capture_output=True, text=True,
-                          timeout=800, check=False)  # fmt: skip
+    done = interpreter("bench/gpu.py", "--cpu", "--page", page, "--seconds", 600, seconds=800)
     assert done.returncode == 0, done.stdout + done.stderr
     text = page.read_text()
     assert "no GPU" in text.splitlines()[2] and "## Not reached" not in text
@@ -36,8 +31,7 @@ def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
 @each_row(("name", "more"), RUNS.items())
 def test_every_run_of_the_tier_can_be_launched_on_a_gpu(name, more, tmp_path):
     """Planned for one H100, with the model and the rows that the tier makes: nothing of it is refused."""
-    host = ROOT / "tests" / "machines" / "hgx-h100-8xH100-8hca.json"
-    words = ["--api", "job", "--dry-run", "--image", "x", "--host", host, "--nodes", "1", "--ranks", "1"]
+    words = ["--api", "job", "--dry-run", "--image", "x", "--host", path_of(), "--nodes", "1", "--ranks", "1"]
     path = config_file(tmp_path, more, model=more.get("model", "gpu"))
     lengths = ["--lengths", "2048:256"]  # without them a process of the job's reads the rows
     done = topoflight("launch", *words, *lengths, *more.get("options", ()), "--no-preflight", "--config", path)
@@ -50,10 +44,9 @@ def test_no_page_of_a_gpu_is_written_without_one(tmp_path):
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this host has a GPU")
     page = tmp_path / "gpu.md"
-    done = subprocess.run([*COMMAND, "--page", str(page)], capture_output=True, text=True, timeout=250, check=False)
+    done = interpreter("bench/gpu.py", "--page", page)
     assert done.returncode == 2 and "no NVIDIA GPU" in done.stderr and not page.exists()
-    done = subprocess.run([*COMMAND, "--cpu"], capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 2 and "--cpu needs --page" in done.stderr
-    done = subprocess.run([*COMMAND, "--cpu", "--page", str(page), "--seconds", "0"], capture_output=True, text=True,
-                          timeout=250, check=False)  # fmt: skip
+    done = interpreter("bench/gpu.py", "--cpu")
+    assert done.returncode == 2 and "--cpu requires --page" in done.stderr
+    done = interpreter("bench/gpu.py", "--cpu", "--page", page, "--seconds", 0)
     assert done.returncode == 1 and "## Not reached\n\n- Links against nvidia-smi" in page.read_text()

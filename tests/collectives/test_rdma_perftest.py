@@ -1,8 +1,6 @@
 """Driving ib_write_bw: the lines of both sides, how its words are read, and how it ends. A stand-in meets over TCP as
 perftest does; real traffic runs on the Soft-RoCE guests."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from rigs.netns import RANKS_ON_HOSTS, hosts
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(1800), *RANKS_ON_HOSTS]
 
-ROOT = Path(__file__).parents[2]
 HOSTS, RATE, SLOW = 6, "100mbit", "15mbit"
 
 

@@ -1,7 +1,5 @@
 """The readers of what jobs leave: PyTorch's flight recorder and watchdog, NCCL's RAS."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable
@@ -25,11 +23,6 @@ def entry(number: int, **members: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def dump(*entries: dict[str, Any]) -> dict[str, Any]:
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
-    return {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": list(entries)}
-
-
 FORMS = {
     "pickle 2": lambda data: pickle.dumps(data, protocol=2),
     "pickle 4": lambda data: pickle.dumps(data, protocol=4),
@@ -39,7 +32,9 @@ FORMS = {
 
 @each_row("form", FORMS)
 def test_a_dump_reads_alike_in_each_form(form: str) -> None:
-    raw = FORMS[form](dump(entry(1), entry(2, state="started", retired=False, profiling_name="nccl:broadcast")))
+    entries = [entry(1), entry(2, state="started", retired=False, profiling_name="nccl:broadcast")]
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    raw = FORMS[form]({"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries})
     found = rank_files.read(raw, rank=1)
     assert [(c.op, c.number, c.done) for c in found.calls] == [("all_reduce", 1, True), ("broadcast", 2, False)]
     assert found.groups == {"0": (0, 1, 2)}

@@ -1,7 +1,5 @@
 """Debian's prometheus and promtool: from the PATH, or unpacked from the package into .cache (no service is started)."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

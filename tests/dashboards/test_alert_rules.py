@@ -1,22 +1,18 @@
 """Alerts: one source, a runbook section each, codes and metrics that exist, and promtool's own judgement."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-from pathlib import Path
 
 import generate
 import pytest
 import yaml
 from alerts import ALERTS, DOCS
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.checks.findings import sections
 from agent.checks.measured import ALL_CODES
 from agent.metrics import CATALOGUE
 
-ROOT = Path(__file__).parent.parent.parent
 RULES = ROOT / "dashboards" / "rules.yaml"
 RUNBOOK = ROOT / "docs/reference/alerts.md"
 
@@ -100,7 +96,7 @@ def test_links_lead_where_the_operator_says() -> None:
 
 
 @pytest.mark.prometheus
-def test_promtool_sees_the_page_of_the_node_by_its_name(programs: dict[str, str], tmp_path: Path) -> None:
+def test_promtool_sees_the_page_of_the_node_by_its_name(programs, tmp_path):
     """With an address from outside the link names the node, and without a node's name it leads to the fleet."""
     made = generate.made(page="https://p.test/fleet/")
     whole = yaml.safe_load(made["dashboards/rules_test.yaml"])

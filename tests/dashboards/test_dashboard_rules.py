@@ -3,8 +3,6 @@
 Specification: https://github.com/grafana/dashboard-linter/tree/main/docs (each rule is named beside its test).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -15,11 +13,10 @@ from typing import Any
 import generate
 import promql_parser
 import yaml
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.metrics import CATALOGUE, OWN
 
-ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "dashboards").glob("*.json"))
 DECLARED = {family.exposed: family for family in CATALOGUE}
 NEED_UNITS = ("stat", "timeseries", "table", "gauge", "bargauge")

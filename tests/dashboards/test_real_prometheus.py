@@ -4,15 +4,12 @@ The healthy machine fills every panel that may not be empty, and each sick one v
 the panels that claim to show it. No Grafana is needed: a panel draws what its expressions return.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import http.client
 import json
 import sys
 import time
 import urllib.parse
-from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -22,13 +19,12 @@ import boards
 import pytest
 import resident
 import yaml
-from boards import Panel
 from rigs.agents import agent
 from rigs.faults import FAULTS, Fault
 from rigs.recorded import path_of
 from rigs.results import benchmark, measurement
 from rigs.serving import START_SECONDS, port_of, serving
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from rigs.waiting import eventually
 
 from collectives.bench.results import Bar, BenchResult, Straggler
@@ -38,7 +34,6 @@ from contracts.run_record import RunRecord, dumps, record_of
 
 pytestmark = pytest.mark.prometheus
 
-ROOT = Path(__file__).parent.parent.parent
 HEALTHY, PCIE, ROCE = "hgx-h100-8xH100-8hca", "l40s-4x-pcie", "r760xa-2xA40-bf3"
 HOT, NO_PEERMEM = "sick-h100-thermal", "sick-h100-no-peermem"
 SICK = sorted({machine for _, panel in boards.panels() for machine in panel.shows})
@@ -134,7 +129,7 @@ def start(stack: ExitStack, command: list[str], log: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def prometheus(programs, tmp_path_factory):
     """Agents on loopback, each with what benchmark and run left, and a Prometheus that scrapes them all the time.
 
     The healthy machine's is `topoflight serve` itself, a process of its own.
@@ -201,7 +196,7 @@ def wait_for(server: Prometheus, folder: Path) -> None:
 
 @pytest.mark.real
 @each_row("panel", lambda: (panel for _, panel in boards.panels()), ids=lambda panel: panel.title)
-def test_panel_has_something_to_draw(prometheus: Prometheus, panel: Panel) -> None:
+def test_panel_has_something_to_draw(prometheus, panel):
     """On the healthy machine every expression answers, unless the panel may be empty there; then another fills it."""
     for target in panel.targets:
         if not panel.quiet:
@@ -210,7 +205,7 @@ def test_panel_has_something_to_draw(prometheus: Prometheus, panel: Panel) -> No
 
 
 @each_row(("panel", "machine"), lambda: ((panel, machine) for _, panel in boards.panels() for machine in panel.shows))
-def test_sick_machine_differs_from_its_healthy_twin(prometheus: Prometheus, panel: Panel, machine: str) -> None:
+def test_sick_machine_differs_from_its_healthy_twin(prometheus, panel, machine):
     """What the panel draws is not what it draws of the same machine in health, which agrees with itself a while ago."""
     healthy = [prometheus.shown(target.expr, twin(machine)) for target in panel.targets]
     sick = [prometheus.shown(target.expr, machine) for target in panel.targets]

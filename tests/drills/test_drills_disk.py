@@ -1,7 +1,5 @@
 """A full disk."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

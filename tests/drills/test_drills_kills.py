@@ -1,7 +1,5 @@
 """SIGKILL of a launch that has saved a checkpoint; SIGTERM of a whole preflight."""
 
-from __future__ import annotations
-
 import json
 import signal
 

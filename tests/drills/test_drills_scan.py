@@ -1,7 +1,5 @@
 """Drivers and files that hang, crash, lie or go while a scan asks them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,35 +1,31 @@
 """A client of the API server that KUBECONFIG names, or of the stand-in where it names none."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from api_server import CRD, ApiServer, write_kubeconfig
 from e2e_client import client_of
 from rigs.waiting import eventually
 
-from agent.cluster.client import ApiError, Client, connect, path_of
+from agent.cluster.client import ApiError, connect, path_of
 
 
 @pytest.fixture
-def api() -> Iterator[ApiServer]:
+def api():
     """The stand-in, always: for what a real server does not do on demand."""
     with ApiServer() as server:
         yield server
 
 
 @pytest.fixture
-def kubeconfig(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ApiServer:
+def kubeconfig(api, tmp_path, monkeypatch):
     """The stand-in, and the way to it in KUBECONFIG."""
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
     return api
 
 
 @pytest.fixture(scope="session")
-def definition() -> Iterator[None]:
+def definition():
     """On a real server: the NodeTopology definition, established; taken away where nobody had it before."""
     if not os.environ.get("KUBECONFIG"):
         yield
@@ -55,7 +51,7 @@ def definition() -> Iterator[None]:
 
 
 @pytest.fixture
-def client(request: pytest.FixtureRequest, definition: None) -> Iterator[Client]:
+def client(request, definition):
     """The real server where there is one, else the stand-in: the same tests."""
     made = connect() if os.environ.get("KUBECONFIG") else client_of(request.getfixturevalue("api"))
     yield made

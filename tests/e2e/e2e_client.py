@@ -1,7 +1,5 @@
 """What the end-to-end tests share apart from fixtures: a client of the stand-in, and the agent as a process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A stand-in API server on which each job of compare-networks ends at once and leaves a record of its run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

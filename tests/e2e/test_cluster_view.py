@@ -1,7 +1,5 @@
 """Publishing and listing: the same promises against a real API server (KUBECONFIG) and against the stand-in."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -35,9 +33,10 @@ from agent.cluster.nodes import (
     record_of_view,
     row,
 )
-from agent.http import state as server_state
+from agent.http import worker
 from agent.http.server import create
-from agent.http.state import Publisher, Records, State
+from agent.http.state import Publisher, State
+from agent.http.worker import Known
 
 NODES = path_of(API_VERSION, PLURAL)
 
@@ -109,11 +108,7 @@ def test_the_definition_bounds_every_field() -> None:
 def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, node: str) -> None:
     """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
     finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
-    largest = replace(
-        record_of(H100, node),
-        findings=(finding,) * MOST_FINDINGS,
-        facts="f" * MOST_FACTS_LETTERS,
-    )
+    largest = replace(record_of(H100, node), findings=(finding,) * MOST_FINDINGS, facts="f" * MOST_FACTS_LETTERS)
     publisher = Publisher(client, lambda: largest)
     publisher.write(largest)
     assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
@@ -278,9 +273,7 @@ def test_any_agent_answers_for_the_cluster(api: ApiServer, tmp_path: Path, monke
     assert http.get("/cluster?node=n9").status_code == 404
 
 
-def test_a_server_that_refuses_connections_is_said(
-    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_refuses_connections_is_said(api, tmp_path, monkeypatch):
     http = agent(api, tmp_path, monkeypatch)
     api.down()
     for path in ("/nodes", "/cluster"):
@@ -289,27 +282,25 @@ def test_a_server_that_refuses_connections_is_said(
         assert answer.headers["Retry-After"]
 
 
-def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(
-    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(api, tmp_path, monkeypatch):
     """Unchanged records are the same objects; where the server is away, the records of the last list stay."""
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
     for name in ("n1", "n2"):
         publish_in(api, name)
-    held = Records()
-    before = {one.name: one for one in held.fleet().records()}
+    held = Known()
+    before = {one.name: one for one in held.fleet("kubernetes", 30.0).records()}
     publish_in(api, "n2", NAMES[0])
     publish_in(api, "n3")
-    assert len(held.fleet().records()) == 2, "the list is a few seconds old"
-    monkeypatch.setattr(server_state, "LIST_SECONDS", 0.0)
-    after = {one.name: one for one in held.fleet().records()}
+    assert len(held.fleet("kubernetes", 30.0).records()) == 2, "the list is a few seconds old"
+    monkeypatch.setattr(worker, "LIST_SECONDS", 0.0)
+    after = {one.name: one for one in held.fleet("kubernetes", 30.0).records()}
     assert sorted(after) == ["n1", "n2", "n3"] and after["n2"] != before["n2"]
     assert after["n1"].facts is before["n1"].facts and after["n1"] == before["n1"]
     api.down()
-    assert len(held.fleet().records()) == 3 and "cannot be reached" in str(held.error)
+    assert len(held.fleet("kubernetes", 30.0).records()) == 3 and "cannot be reached" in str(held.error)
     api.up()
     api.delete(NODES, "", "n1")
-    assert [one.name for one in held.fleet().records()] == ["n2", "n3"] and held.error is None
+    assert [one.name for one in held.fleet("kubernetes", 30.0).records()] == ["n2", "n3"] and held.error is None
 
 
 def test_a_server_that_hangs_stalls_no_other_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,6 @@
 """compare-networks on a cluster: a job a network, its pods' words read back; the API server is the stand-in."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,7 @@ SECONDS = {"eth0": 9.0, "net1": 4.0, "rdma": 3.0}  # of a step
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Networks]:
+def cluster(tmp_path, monkeypatch):
     forecast = RunForecast(step_seconds=Interval(low=1.0, mid=2.0, high=5.0))
     with Networks(tmp_path, "sft", SECONDS, forecast) as server:
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", server.url)))

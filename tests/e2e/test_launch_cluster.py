@@ -1,14 +1,11 @@
 """launch --api creates the job through the API; the same against a real server where its CRDs are installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from api_server import ApiServer
 from click.testing import CliRunner
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
@@ -34,7 +31,7 @@ def printed(*words: str) -> dict[str, dict[str, Any]]:
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
 
 
-def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig: ApiServer) -> None:
+def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig):
     """-o yaml is a stream, -o json a List; both are the objects that the launch makes, and nothing is made."""
     done = CliRunner().invoke(launch, [*WORDS, "--api", "trainjob", "--dry-run", "-o", "json"])
     assert done.exit_code == 0, done.output
@@ -113,7 +110,7 @@ def test_what_a_dry_run_warns_of(base: str, words: list[str], told: str) -> None
     assert told in said if told else said == ""
 
 
-def test_the_claim_is_printed_and_made(kubeconfig: ApiServer) -> None:
+def test_the_claim_is_printed_and_made(kubeconfig):
     """--storage-class makes the claim that the pods mount, writable by all of them."""
     more = ["--api", "job", "--name", "sft", "--storage-class", "cephfs", "--storage-size", "80Gi"]
     claim = printed(*NO_CLAIM, *more)["PersistentVolumeClaim"]
@@ -166,9 +163,7 @@ def launched(*words: str) -> Any:
         ("job", None, 1, "is not done; nothing was created"),
     ],
 )
-def test_a_job_that_was_there_stays_and_its_state_is_said(
-    kubeconfig: ApiServer, kind: str, condition: str | None, code: int, told: str
-) -> None:
+def test_a_job_that_was_there_stays_and_its_state_is_said(kubeconfig, kind, condition, code, told):
     """What is left to do is in the message."""
     assert launched("--api", kind).exit_code == 0
     ((_, namespace, name), former) = next(
@@ -183,7 +178,7 @@ def test_a_job_that_was_there_stays_and_its_state_is_said(
     assert now["metadata"]["uid"] == before
 
 
-def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
+def test_what_was_there_is_not_called_created(kubeconfig):
     """A claim stays as it is, whatever its size; a ConfigMap is updated."""
     claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "shared"}, "spec": {"resources": "of its owner"}}
     kubeconfig.put("/api/v1/persistentvolumeclaims", "default", claim)
@@ -197,7 +192,7 @@ def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
     assert kubeconfig.of_kind("PersistentVolumeClaim")[0]["spec"] == {"resources": "of its owner"}
 
 
-def test_the_api_servers_warnings_are_shown_once(kubeconfig: ApiServer) -> None:
+def test_the_api_servers_warnings_are_shown_once(kubeconfig):
     """Although each object is sent twice."""
     kubeconfig.warnings = ['would violate PodSecurity "restricted:latest"', "spec.x: deprecated"]
     done = launched("--api", "job")
@@ -206,8 +201,7 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig: ApiServer) -> None:
     assert [line.partition("says: ")[2] for line in warned] == kubeconfig.warnings
 
 
-@each_row(("status", "ended", "words"), rows("pods"))
-def test_the_state_of_a_pod_in_words(status: dict[str, Any], ended: bool, words: str) -> None:
-    """Why it waits, or which container ended and why."""
-    pod = {"metadata": {"name": "sft-0"}, "status": status}
-    assert (cluster_job.how_failed(pod) if ended else cluster_job.why_waiting(pod)) == words
+@each_row(("status", "words"), rows("pods"))
+def test_the_state_of_a_pod_in_words(status: dict[str, Any], words: str) -> None:
+    """Which container ended and why."""
+    assert cluster_job.how_failed({"metadata": {"name": "sft-0"}, "status": status}) == words

@@ -1,14 +1,11 @@
 """With --dra `launch` takes GPU and NIC from one PCIe root by a claim; a job over NVLink gets a ComputeDomain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from api_server import ApiServer
 from click.testing import CliRunner, Result
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
@@ -39,7 +36,7 @@ def limits(document: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def test_the_claim_takes_the_devices_and_nothing_else_does(kubeconfig: ApiServer) -> None:
+def test_the_claim_takes_the_devices_and_nothing_else_does(kubeconfig):
     """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
     run_job(*DRA)
     (template,) = kubeconfig.of_kind("ResourceClaimTemplate")
@@ -53,7 +50,7 @@ def test_the_claim_takes_the_devices_and_nothing_else_does(kubeconfig: ApiServer
     assert limits(job) == {}
 
 
-def test_without_the_option_the_device_plugins_are_asked(kubeconfig: ApiServer) -> None:
+def test_without_the_option_the_device_plugins_are_asked(kubeconfig):
     """Whatever the cluster serves; nothing of its DRA is read."""
     run_job()
     assert kubeconfig.of_kind("ResourceClaimTemplate") == []
@@ -61,7 +58,7 @@ def test_without_the_option_the_device_plugins_are_asked(kubeconfig: ApiServer) 
     assert not any("resource.k8s.io" in path for _, path in kubeconfig.requests)
 
 
-def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(kubeconfig: ApiServer) -> None:
+def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(kubeconfig):
     """The class of its examples takes every NIC of a node; another class selects what its maker meant.
 
     A class that is not named has its usual name.
@@ -87,7 +84,7 @@ def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(kubeconfig: ApiServer)
         (["--machine", "gb200-nvl72"], "compute-domain-default-channel.nvidia.com"),
     ],
 )
-def test_a_queue_is_told_of_classes_that_it_must_count(kubeconfig: ApiServer, words: list[str], classes: str) -> None:
+def test_a_queue_is_told_of_classes_that_it_must_count(kubeconfig, words, classes):
     """Kueue leaves a workload of unmapped classes waiting; without a queue nothing is said."""
     for queue in (["--queue", "team"], []):
         done = CliRunner().invoke(launch, [*words, *WORDS, *queue, "--dry-run"])
@@ -101,7 +98,7 @@ def refused(*words: str) -> Result:
     return done
 
 
-def test_a_cluster_without_dra_refuses_the_claim(kubeconfig: ApiServer) -> None:
+def test_a_cluster_without_dra_refuses_the_claim(kubeconfig):
     """Its API server does, in the dry run, by its own words and the object; nothing is made."""
     for path in [path for path in kubeconfig.kinds if "resource.k8s.io" in path]:
         del kubeconfig.kinds[path]
@@ -113,13 +110,13 @@ def test_a_cluster_without_dra_refuses_the_claim(kubeconfig: ApiServer) -> None:
 
 
 @each_row(("words", "told"), rows("no_class"))
-def test_what_names_no_class_is_refused(kubeconfig: ApiServer, words: tuple[str, ...], told: str) -> None:
+def test_what_names_no_class_is_refused(kubeconfig, words, told):
     """By its option, as a usage error."""
     done = refused(*words)
     assert done.exit_code == 2 and told in done.output
 
 
-def test_beside_multus_the_claim_takes_the_rdma_device_once(kubeconfig: ApiServer) -> None:
+def test_beside_multus_the_claim_takes_the_rdma_device_once(kubeconfig):
     """Without the claim the device plugin has it."""
     roce, named = path_of("r760xa-2xA40-bf3"), ("--resource", "rdma/shared_eth=1")
     made = {each["kind"]: each for each in yaml.safe_load_all(run_job("--dry-run", *named, host=roce).stdout)}
@@ -135,9 +132,7 @@ RACK = ["--machine", "gb200-nvl72", *WORDS]
 
 
 @pytest.mark.parametrize("words", [(), ("--no-compute-domain",)])
-def test_a_job_over_nvlink_is_made_with_its_compute_domain_unless_told_otherwise(
-    kubeconfig: ApiServer, words: tuple[str, ...]
-) -> None:
+def test_a_job_over_nvlink_is_made_with_its_compute_domain_unless_told_otherwise(kubeconfig, words):
     """The GPUs stay the device plugin's. Without it the job runs over the network."""
     done = CliRunner().invoke(launch, [*RACK, *words])
     assert done.exit_code == 0, done.output

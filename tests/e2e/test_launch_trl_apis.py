@@ -1,21 +1,17 @@
 """A user's own file of TRL's through `launch --api`: unchanged, on each job API, through the stand-in API server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from api_server import ApiServer
 from click.testing import CliRunner, Result
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.cli.launch import launch
 from contracts.job_config import read_config
-from contracts.job_plan import JobPlan, read
+from contracts.job_plan import read
 
 USERS = Path(__file__).parents[1] / "finetune" / "jobs" / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
 
@@ -27,15 +23,8 @@ def launched(kind: str, *more: str, config: Path = USERS, host: tuple[str, ...] 
     return CliRunner().invoke(launch, [*words, "--api", kind, "--name", "sft", *more])
 
 
-def planned(folder: Path, files: dict[str, Any]) -> JobPlan:
-    (folder / "plan.json").write_text(files["data"]["plan.json"])
-    return read(folder / "plan.json")
-
-
 @pytest.mark.parametrize(("kind", "created"), [("trainjob", "TrainJob"), ("pytorchjob", "PyTorchJob"), ("job", "Job")])
-def test_the_user_s_file_is_launched_as_it_stands(
-    kubeconfig: ApiServer, tmp_path: Path, kind: str, created: str
-) -> None:
+def test_the_user_s_file_is_launched_as_it_stands(kubeconfig, tmp_path, kind, created):
     """Admitted and created; the pods' one document says what the file says, and the plan is made around it."""
     dry = launched(kind, "--dry-run", "-o", "json")
     assert dry.exit_code == 0, dry.output
@@ -46,7 +35,8 @@ def test_the_user_s_file_is_launched_as_it_stands(
     printed = {each["kind"]: each for each in json.loads(dry.stdout)["items"]}
     assert printed["ConfigMap"]["data"]["plan.json"] == files["data"]["plan.json"]
     assert "--config" not in str(job) and "/etc/config/plan.json" in str(printed)
-    plan, (config, _, notes) = planned(tmp_path, files), read_config(USERS)
+    (tmp_path / "plan.json").write_text(files["data"]["plan.json"])
+    plan, (config, _, notes) = read(tmp_path / "plan.json"), read_config(USERS)
     assert plan.config == config  # every setting, and nothing beside it
     assert plan.notes == tuple(notes) and all(f"note: {text}" in done.stderr for text in notes)
     layout = plan.layout
@@ -59,9 +49,7 @@ def test_the_user_s_file_is_launched_as_it_stands(
 A40 = ("--machine", "2xa40-roce")  # the machine that the user's file is published for
 
 
-def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(tmp_path, monkeypatch):
     """Nothing says how long the rows are: 4096 tokens are assumed and named, and refuse nothing."""
     monkeypatch.delenv("KUBECONFIG", raising=False)
     wrong, memory = [], []
@@ -84,7 +72,7 @@ def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(
     assert memory == sorted(set(memory)) and memory[-1] < 48e9, memory
 
 
-def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer, tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig, tmp_path):
     """On 48 GB cards 32 rows of 4096 tokens do not fit: the largest batch that does is named, with accumulation."""
     there = (*A40, "--lengths", "4096:7473")
     done = launched("job", host=there)
@@ -104,9 +92,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer
 
 
 @each_row(("changed", "words"), ROWS["trl"])
-def test_other_words_of_such_a_file_are_what_is_planned(
-    tmp_path: Path, changed: dict[str, Any], words: list[str]
-) -> None:
+def test_other_words_of_such_a_file_are_what_is_planned(tmp_path, changed, words):
     """Each value of the layout that is printed is the file's."""
     job = tmp_path / "job.yaml"
     file = {**yaml.safe_load(USERS.read_text()), **changed}

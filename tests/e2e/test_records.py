@@ -1,7 +1,5 @@
 """A node's record shows what changed and since when; thousands of agents come back spread after an outage."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import random

@@ -6,7 +6,6 @@ The stand-in authorizes as RBAC does.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -39,7 +38,7 @@ def rights_of(documents: list[Document]) -> set[Right]:
     return found
 
 
-def test_every_request_of_the_agent_is_granted_and_every_right_is_used(tmp_path: Path) -> None:
+def test_every_request_of_the_agent_is_granted_and_every_right_is_used(tmp_path):
     """Start, publish, show the page of the cluster, judge a caller's token, end."""
     granted = {name: rights_of(render(ROOT / "deploy/daemonset/overlays" / name)) for name in OVERLAYS}
     rights = granted["kubernetes"]

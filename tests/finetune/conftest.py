@@ -1,12 +1,10 @@
 """What the tests of the fine-tune job share."""
 
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Where torch is imported: small matrices, of which more threads only wait for each other."""
     import sys
 

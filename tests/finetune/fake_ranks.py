@@ -85,11 +85,6 @@ class FourBit(torch.autograd.Function):
         return None, gradient.new_empty((*gradient.shape[:-1], ctx.width))
 
 
-def packed(weight):
-    """What 4-bit weights are stored in: a column of numbers of 16 bits, four weights in each."""
-    return torch.nn.Parameter(torch.empty((weight.numel() // 4, 1), dtype=weight.quant_storage), requires_grad=False)
-
-
 def without_memory(model, fake):
     """Every parameter and buffer as a tensor on the CPU that has no memory; tied ones stay tied."""
     made = {}
@@ -97,7 +92,8 @@ def without_memory(model, fake):
         for module in model.modules():
             for name, p in list(module._parameters.items()):
                 if type(p).__name__ == "Params4bit":
-                    made[id(p)] = packed(p)
+                    column = torch.empty((p.numel() // 4, 1), dtype=p.quant_storage)  # 16 bits hold four weights
+                    made[id(p)] = torch.nn.Parameter(column, requires_grad=False)
                     module.forward = partial(FourBit.apply, p.shape[0])
                 elif p is not None and id(p) not in made:
                     made[id(p)] = torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)

@@ -1,7 +1,5 @@
 """topoflight compare-networks on this host: what it makes, proves, draws and leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -19,7 +17,7 @@ import yaml
 from click.testing import CliRunner
 from rigs.benchmarks import OWN_LOCK
 from rigs.netns import hosts
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.cli.bench import compare_networks
 from agent.jobs import namespaces
@@ -27,7 +25,6 @@ from agent.jobs.networks import Bar, NetworkBars, _how_ended, bar_of, picture, p
 from contracts.finding import Interval
 from contracts.run_record import record_of
 
-ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 # A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.
 NETWORKS = ["--over", "eth0,60M", "--over", "net1,150M"]

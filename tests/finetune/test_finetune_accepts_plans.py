@@ -3,7 +3,6 @@
 import random
 import re
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from types import SimpleNamespace
 
@@ -37,18 +36,6 @@ MODELS = {
     "Mistral with a window": replace(model_named("Mistral-7B"), sliding_window=4096),
 }
 JOBS = [(method, packing) for method in ("lora", "qlora", "full") for packing in (False, True)]
-
-
-def train_of(method, packing=False):
-    return TrainSpec(method=method, packing=packing, sequence_length=2048, global_batch=64, engine="topoflight")
-
-
-@cache
-def best(machine, nodes, name, method, packing):
-    """The best of each family, not only the winner."""
-    found = search(plan(machines.cluster(machine, nodes), (), MODELS[name], train_of(method, packing)))
-    assert found.tried
-    return [candidate.layout for candidate in found.best]
 
 
 def reasons(layout, model, method, **more):
@@ -133,9 +120,12 @@ def test_recommended_combinations_are_accepted_and_among_those_compared_with_one
     }
     wanted = set()
     for (machine, nodes), name, (method, packing) in product(MACHINES, MODELS, JOBS):
-        for layout in best(machine, nodes, name, method, packing):
-            assert reasons(layout, MODELS[name], method) == [], layout
-            wanted |= set(combinations(layout, method, packing))
+        train = TrainSpec(method=method, packing=packing, sequence_length=2048, global_batch=64, engine="topoflight")
+        found = search(plan(machines.cluster(machine, nodes), (), MODELS[name], train))
+        assert found.tried
+        for candidate in found.best:  # of each family, not only the winner
+            assert reasons(candidate.layout, MODELS[name], method) == [], candidate.layout
+            wanted |= set(combinations(candidate.layout, method, packing))
     families = {family for family, *_ in wanted}
     assert len(families) > 10  # the search is as wide as it was
     assert families >= {"PP x TP x FSDP", "TP x DDP", "TP x HSDP", "PP x DDP"}

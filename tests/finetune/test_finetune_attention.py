@@ -1,11 +1,9 @@
 """Attention inside documents: equal to a dense mask in values and gradients, in memory that grows with the tokens."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from filled import filled_model
+from rigs.command import python
 from rigs.tables import each_row
 
 from contracts.job_config import JobConfig
@@ -87,7 +85,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 def test_a_row_of_128k_tokens_takes_no_memory_of_its_square():
     """Forward and backward: a mask of one byte would be 16 GiB; what is kept are a few tensors of the row's length."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = python(SCRIPT)
     row = LONG * (4 + 2 + 2) * 16 * 4  # queries, keys and values
     assert int(done.stdout) < 12 * row < LONG**2 / 16

@@ -2,18 +2,17 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from rigs.command import TORCHRUN, interpreter, python
 from rigs.tables import each_row
 
 from finetune import channels
 from finetune.channels import planned_channels, read_log, record
 
-ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 INFO = "node-a:4711:4720 [0] NCCL INFO "
 
@@ -43,10 +42,6 @@ def written(folder, version, net, gdr=True, selected=None):
     return path
 
 
-def differs(path, environment=None, transport=None, hosts=2):
-    return read_log(path, planned_channels(environment or {}, transport or {}), hosts=hosts).wrong
-
-
 @each_row("version", FORMS)
 @each_row(("network", "gdr", "environment", "transport", "wrong"), ROWS["channels"])
 def test_channels_are_held_against_the_plan(tmp_path, version, network, gdr, environment, transport, wrong):
@@ -71,7 +66,7 @@ def test_sending_without_gpudirect_is_what_older_gpus_do(tmp_path):
     path = tmp_path / "log"
     send, receive = (form.format(net="IB", tag=tag) for form, tag in zip(FORMS["2.14"], ("", "/GDRDMA"), strict=True))
     path.write_text(log(send, receive))
-    assert differs(path, {"NCCL_NET_GDR_LEVEL": "SYS"}) == ()
+    assert read_log(path, planned_channels({"NCCL_NET_GDR_LEVEL": "SYS"}, {}), hosts=2).wrong == ()
 
 
 @each_row("text", [None, "", "epoch 1\n", log(*start("2.21.5"), "Using network Socket"), log(*LOCAL)])
@@ -169,8 +164,7 @@ def test_the_log_s_name_is_spelled_as_nccl_does(named, path):
 
 def test_the_reader_of_the_log_brings_no_torch():
     """docs/decisions/0007."""
-    text = "import sys; import finetune.channels; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=False).returncode == 0
+    python("import sys; import finetune.channels; sys.exit('torch' in sys.modules)")
 
 
 RANK = """
@@ -201,9 +195,8 @@ def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
     for rank, network in enumerate(("IB", "Socket")):
         written(tmp_path, "2.27", network, gdr=False).rename(tmp_path / f"rank{rank}.log")
     (tmp_path / "rank.py").write_text(RANK)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*argv, str(tmp_path / "rank.py"), str(tmp_path)], env=env, check=True, timeout=500)
+    done = interpreter(*TORCHRUN, "--nproc_per_node=2", tmp_path / "rank.py", tmp_path, seconds=500)
+    assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(2))
     assert first[1] == second[1]
     (text,) = first[1]
@@ -246,10 +239,8 @@ def test_two_ranks_that_nccl_takes_for_two_hosts_are_held_to_the_plan(tmp_path, 
         f'{sys.executable} -m finetune.train --plan "{tmp_path}/plan.json" '
         f'"output_dir={tmp_path}/out" model_name_or_path=random:micro-llama max_steps=3 profile_steps=0\n'
     )
-    given = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
-    env = {**given, "PYTHONPATH": str(ROOT), "NCCL_IB_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
-    subprocess.run([*argv, "sh", str(tmp_path / "rank.sh")], env=env, check=False, timeout=280)
+    interpreter(*TORCHRUN, "--nproc_per_node=2", "--no-python", "sh", tmp_path / "rank.sh", seconds=280,
+                without=("NCCL_",), NCCL_IB_DISABLE="1")  # fmt: skip
     record = json.loads((tmp_path / "out/run.json").read_text())
     assert record["exit_code"] == code, record["reason"]
     assert record["nccl"]["hosts"] == 2

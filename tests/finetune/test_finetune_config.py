@@ -20,8 +20,7 @@ from contracts.job_config import (
     read_config,
     resolve_layout,
 )
-from contracts.job_plan import JobPlan, dumps
-from contracts.job_plan import read as read_plan
+from contracts.job_plan import JobPlan, dumps, read as read_plan
 from contracts.layout import Layout
 from finetune.parallel import settle_layout
 

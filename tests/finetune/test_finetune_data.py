@@ -1,10 +1,7 @@
 """Rows to batches: files and folders as the hub lays them out, shapes of rows, masks, packing, order, bounds."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rigs.command import interpreter, python
 from rigs.hub import Hub
 from rigs.tables import each_row, rows_of
 
@@ -23,7 +21,6 @@ from finetune.rows import IGNORED, encode, load_tokenizer
 rows = rows_of(__file__)
 
 pytestmark = pytest.mark.long
-ROOT = Path(__file__).parents[2]
 SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
 TALK = [{"role": "user", "content": "Née?"}, {"role": "assistant", "content": "Oui."}]
 SHAPES = {
@@ -238,10 +235,8 @@ def test_files_of_a_hub_that_are_not_downloaded(tmp_path):
     hub.add("datasets", "org/root", tmp_path / "set", listed=(f"{tmp_path}/root.jsonl",))
     hub.add("datasets", "org/large", tmp_path / "large")
     for name, split in (("org/up", "train"), ("org/root", "train"), ("org/large", "test"), ("org/large", "train")):
-        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
-        done = subprocess.run(
-            [sys.executable, "-c", code, name, split], env=environment, capture_output=True, text=True, check=False
-        )
+        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
+        done = interpreter("-c", code, name, split, **environment)
         if (name, split) == ("org/large", "train"):
             assert "ConfigError: dataset_name='org/large'" in done.stderr and "hf download --include" in done.stderr
         else:
@@ -358,11 +353,7 @@ def test_nothing_of_datasets_is_written_or_asked(tmp_path):
         "from contracts.job_config import JobConfig; from finetune.rows import load_rows\n"
         f"assert len(load_rows(JobConfig(dataset_name={str(tmp_path)!r}), 'train')) == 1\n"
     )
-    home = {"HF_HOME": "/proc/none", "HOME": "/proc/none", "XDG_CACHE_HOME": "/proc/none"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=280, env={**os.environ, **home}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(code, HF_HOME="/proc/none", HOME="/proc/none", XDG_CACHE_HOME="/proc/none")
 
 
 BAD_ROWS = {  # file -> content, words of the message

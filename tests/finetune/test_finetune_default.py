@@ -1,13 +1,10 @@
 """What the built-in job leaves: its log, an adapter that loads. That it learns is in tests/agent/test_train.py."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from rigs.command import TORCHRUN, interpreter
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,7 +12,6 @@ from contracts.job_config import read_config
 from finetune import data
 from finetune.rows import IGNORED, load_tokenizer
 
-ROOT = Path(__file__).parents[2]
 ROWS = "dataset_rows=320"  # 20 steps of 16
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
@@ -28,11 +24,9 @@ def trained(tmp_path_factory, forked_ranks):
     layout = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 8}
     said = {"step_seconds": {"low": 0.0, "mid": 1.0, "high": 1e9}}
     (folder / "plan.json").write_text(json.dumps({"layout": layout, "forecast": said}))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     settings = [f"output_dir={folder / 'out'}", "max_steps=20", ROWS, "report_to=[tensorboard]"]
-    argv = [*launch, "-m", "finetune.train", "--plan", str(folder / "plan.json"), *settings]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
+    argv = ["--nproc_per_node=2", "-m", "finetune.train", "--plan", folder / "plan.json", *settings]
+    done = interpreter(*TORCHRUN, *argv, seconds=1100)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder / "out", json.loads((folder / "out" / "run.json").read_text())
 

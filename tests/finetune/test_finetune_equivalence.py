@@ -1,14 +1,12 @@
 """Every layout computes what one process alone computes: losses and gradients, with LoRA, QLoRA and in full."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+from rigs.command import interpreter
 from rigs.tables import each_row
 
 from contracts.layout import Layout
@@ -16,7 +14,6 @@ from contracts.layout import Layout
 # a busy machine runs 30 cases at its own pace
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800), pytest.mark.usefixtures("forked_ranks")]
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 LAYOUTS = yaml.safe_load((HERE / "layouts.yaml").read_text())
 SHAPE, MODELS = map(yaml.safe_load((HERE / "models.yaml").read_text()).get, ("shape", "models"))
 # fp32 sums in another order: the largest seen is 7e-7; a wrong scale, a lost shard or a double count is above 1e-2.
@@ -52,11 +49,13 @@ def run_ranks(world, cases, folder):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({**SHAPE, **kind}))
     named = [{**c, "model": f"random:{folder / c['model']}"} if c.get("model") in MODELS else c for c in cases]
-    listed = folder / "cases.json"
-    listed.write_text(json.dumps(named))
-    argv = [sys.executable, str(HERE / "equivalence_ranks.py"), str(listed), str(world)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=1700)
+    return told("equivalence_ranks.py", named, folder / "cases.json", world, seconds=1700)
+
+
+def told(script, cases, listed, *words, **how):
+    """What a script says of these cases, by their names, and its stderr."""
+    listed.write_text(json.dumps(cases))
+    done = interpreter(HERE / script, listed, *words, **how)
     lines = [json.loads(x.split("CASE ", 1)[1]) for x in done.stdout.splitlines() if "CASE {" in x]
     return {one["name"]: one for one in lines}, done.stderr
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from rigs.hub import Hub, silent
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +29,6 @@ from transformers import (
 )
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
-ROOT = Path(__file__).parents[2]
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,

@@ -1,14 +1,9 @@
 """What loading takes of each rank's memory, and that an export is the model: real ranks on gloo."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from rigs.tables import each_row
-from test_finetune_equivalence import HERE, ROOT
+from rigs.tables import ROOT, each_row
+from test_finetune_equivalence import HERE, told
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from contracts.job_config import ConfigError, JobConfig
@@ -43,17 +38,14 @@ def loaded(tmp_path_factory, forked_ranks):
     model.save_pretrained(folder / "base", max_shard_size="40MB")
     assert len(list((folder / "base").glob("*.safetensors"))) > 3
     (folder / "base" / "model.fp16.safetensors").write_bytes(b"")  # of another precision: the index does not name it
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    argv = [sys.executable, str(HERE / "loading_ranks.py"), str(folder / "cases.json"), str(RANKS)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=850)
-    lines = [json.loads(x.split("CASE ", 1)[1]) for x in done.stdout.splitlines() if "CASE {" in x]
-    assert len(lines) == len(CASES), done.stderr[-3000:]
+    paths = f"{ROOT}:{HERE}"
+    found, errors = told("loading_ranks.py", CASES, folder / "cases.json", RANKS, seconds=850, PYTHONPATH=paths)
+    assert len(found) == len(CASES), errors[-3000:]
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
     ends = size - 12 * layer
     sizes = {"whole": size, "layer": layer, "ends": ends}
-    return folder, {one["name"]: one["ranks"] for one in lines}, sizes
+    return folder, {name: one["ranks"] for name, one in found.items()}, sizes
 
 
 @each_row("name", ["FSDP full", "TP x FSDP", "PP x FSDP"])

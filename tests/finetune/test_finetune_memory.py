@@ -1,15 +1,13 @@
 """Memory: where it runs out the job says what it had and what would fit; what is measured is what was forecast."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from rigs.command import interpreter
 from rigs.tables import each_row
-from test_finetune_equivalence import HERE, ROOT
+from test_finetune_equivalence import HERE
 
 from finetune.recorder import LIGHTER, ran_out
 
@@ -36,9 +34,7 @@ def job(tmp_path, forked_ranks):
             "output_dir": str(tmp_path / "out"), **more,
         }  # fmt: skip
         (tmp_path / "job.json").write_text(json.dumps(settings))
-        argv = [sys.executable, str(HERE / "limited_job.py"), "--config", str(tmp_path / "job.json")]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=500)
+        done = interpreter(HERE / "limited_job.py", "--config", tmp_path / "job.json", seconds=500)
         return done, json.loads((tmp_path / "out/run.json").read_text())
 
     return run

@@ -14,14 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.benchmarks import OWN_LOCK, require_own_lock
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 from rigs.waiting import eventually
 
 from finetune import pod
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_ranks")]
 PYTHON = sys.executable  # which starts torchrun and its ranks, where a pod of `forked_ranks` has them forked
-ROOT = Path(__file__).parents[2]
 # A rank without torch: it tells that it runs, and ends as its file says.
 RANK = """
 import os, pathlib, signal, sys, time

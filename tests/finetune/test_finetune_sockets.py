@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from finetune.channels import gloo_transports
 
-ROOT = Path(__file__).parents[2]
 INTERFACES = {"10.0.0.1": "net1", "192.0.2.1": "eth0", "10.0.0.2": "net1", "192.0.2.2": "eth0"}
 OVER_NET1 = (("10.0.0.1", 4001), ("10.0.0.2", 5001))
 OVER_ETH0 = (("192.0.2.1", 4002), ("192.0.2.2", 5002))

@@ -10,8 +10,6 @@ there are a few: the forecast is asked about the same few.
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from functools import cache
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_finetune_equivalence import HERE, ROOT
+from test_finetune_equivalence import told
 
 from contracts.layout import Layout
 from planner.forecast import machines
@@ -44,14 +42,10 @@ LENGTH, RANK = 2048, 16
 NORMS = 2e-4
 
 
-def training_of(method, world):
-    """A run on machines of eight H100s."""
-    return TrainSpec(method=method, sequence_length=LENGTH, global_batch=max(64, 2 * world), engine="topoflight")
-
-
 def planned(model, method, world):
-    """The planner's numbers."""
-    return plan(machines.cluster("p5.48xlarge", world // 8), (), model, training_of(method, world))
+    """The planner's numbers of a run on machines of eight H100s."""
+    train = TrainSpec(method=method, sequence_length=LENGTH, global_batch=max(64, 2 * world), engine="topoflight")
+    return plan(machines.cluster("p5.48xlarge", world // 8), (), model, train)
 
 
 def kind_of(layout):
@@ -110,14 +104,9 @@ def case_of(folder, name, method, layout, layers=None, stage=0):
 
 def traced(folder, cases):
     """What the tracer says of each case, by name."""
-    listed = folder / f"{len(list(folder.iterdir()))}.json"
-    listed.write_text(json.dumps(cases))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, str(HERE / "fake_ranks.py"), str(listed)]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=LIMIT - 100)
-    lines = [json.loads(x.split("CASE ", 1)[1]) for x in done.stdout.splitlines() if x.startswith("CASE {")]
-    assert len(lines) == len(cases), done.stderr[-3000:]
-    return {one["name"]: one for one in lines}
+    found, errors = told("fake_ranks.py", cases, folder / f"{len(list(folder.iterdir()))}.json", seconds=LIMIT - 100)
+    assert len(found) == len(cases), errors[-3000:]
+    return found
 
 
 def hold(got, name, method, layout, layers=None, stage=0):

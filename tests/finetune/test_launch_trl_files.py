@@ -1,16 +1,11 @@
 """A user's own file of TRL's through `launch` on this host: as it stands, with the stand-in hub's tiny weights."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from rigs.command import interpreter
 from rigs.hub import Hub
 from test_finetune_hub import model_at, parquet, sums
 from transformers import LlamaConfig
@@ -19,13 +14,12 @@ from agent.cli.launch import launch
 from contracts import job_plan, run_record
 from finetune.checkpoint import list_checkpoints
 
-ROOT = Path(__file__).parents[2]
 USERS = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def hub(tmp_path_factory):
     """Tiny weights under the name that the file has, and sums in GSM8K's form."""
     folder = tmp_path_factory.mktemp("hub")
     made = Hub()
@@ -41,12 +35,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path) -> None:
     """Ten epochs under FSDP in bf16 with full recomputation; the record holds the plan that the launcher wrote."""
     out = tmp_path / "out"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KUBE"))}
-    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*", "OMP_NUM_THREADS": "1",
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*",
                    "TOPOFLIGHT_STATE": str(tmp_path / "state")}  # fmt: skip
     words = ("launch", "--config", USERS, "--ranks", "2", "--no-preflight", "--output", out)
-    done = subprocess.run([sys.executable, "-m", "agent.cli", *words], capture_output=True, text=True, timeout=800,
-                          cwd=ROOT, env={**kept, **environment})  # fmt: skip
+    done = interpreter("-m", "agent.cli", *words, seconds=800, without=("HF_", "KUBE"), **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     record, plan = run_record.read(out / "run.json"), job_plan.read(out / "plan.json")
     assert (record.status, record.exit_code) == ("complete", 0)

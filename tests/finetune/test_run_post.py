@@ -1,10 +1,7 @@
 """The job tells the agent of its node how the run ended: a real agent, and agents that are none."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,8 +9,9 @@ from pathlib import Path
 import pytest
 import resident
 import torch
+from rigs.command import interpreter
 from rigs.serving import answering
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
@@ -22,7 +20,6 @@ from finetune.recorder import Recorder
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parent.parent.parent
 MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
 TOKEN = "hunter2-hunter2-hunter2-hunter2"  # noqa: S105 - of this test
 
@@ -151,10 +148,8 @@ def test_a_job_s_record_stands_in_the_agents_runs(tmp_path, token_file):
     (tmp_path / "state").mkdir()
     with resident.agent(tmp_path, f"--host={MACHINE}", "--interval=3600", f"--token-file={tokens}") as (_, port, _):
         url = f"http://127.0.0.1:{port}"
-        environment = {**os.environ, "TOPOFLIGHT_AGENT": url, "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "finetune.train", "max_steps=2", "dataset_rows=64", "eval_strategy=no",
-                 "save_strategy=no", f"output_dir={out}"]  # fmt: skip
-        job = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+        words = ("max_steps=2", "dataset_rows=64", "eval_strategy=no", "save_strategy=no", f"output_dir={out}")
+        job = interpreter("-m", "finetune.train", *words, seconds=500, TOPOFLIGHT_AGENT=url)
         stored = json.loads(resident.get(port, "/runs")[1])
     assert job.returncode == 0, job.stderr
     assert stored == [{**json.loads((out / "run.json").read_text()), "posted_by": "token-file"}]

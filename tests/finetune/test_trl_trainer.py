@@ -1,13 +1,8 @@
 """TRL's trainer: which files and models it takes over, what it leaves behind, and that both trainers learn the same."""
 
-from __future__ import annotations
-
 import json
 import math
-import os
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +13,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from rigs.command import ROOT, interpreter
 from rigs.hub import Hub
 from test_finetune_hub import model_at, parquet
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -30,7 +26,6 @@ from contracts.job_plan import JobPlan, parse_layout, read
 from finetune.data import Loader
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 RECIPES = yaml.safe_load((HERE / "jobs" / "recipes.yaml").read_text())
 # architectures that the built-in trainer does not have, with what their configurations call otherwise
 OTHERS: dict[str, dict[str, int]] = {
@@ -92,11 +87,9 @@ def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[in
     cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read(plan).environment}
              for (plan, stop), port in zip(plans, ports, strict=True)]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KUBE"))}
-    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "no_proxy": "*", "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": str(ROOT)}  # fmt: skip
-    argv = [sys.executable, str(HERE / "trl_ranks.py"), str(folder / "cases.json"), "2"]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env={**kept, **environment}, timeout=800)
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "no_proxy": "*"}
+    words = (HERE / "trl_ranks.py", folder / "cases.json", 2)
+    done = interpreter(*words, seconds=800, without=("HF_", "KUBE"), **environment)
     line = next((one for one in done.stdout.splitlines() if one.startswith("CODES ")), None)
     assert line is not None, done.stderr[-4000:]
     return json.loads(line.removeprefix("CODES "))
@@ -221,13 +214,9 @@ def test_every_default_that_differs_from_trls_is_in_the_table() -> None:
     kinds = (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
     theirs = {action.dest: action.default for action in trl.TrlParser(kinds)._actions}
     same = ((), None), ("sdpa", None), (None, -1), ((), "none")  # ours and theirs, which mean the same
-    wrong = {name for name, value in plain_defaults().items()
+    ours = {one.name: getattr(JobConfig(), one.name) for one in fields(JobConfig)}
+    wrong = {name for name, value in ours.items()
              if name in theirs and value != theirs[name] and (value, theirs[name]) not in same}  # fmt: skip
     page = (ROOT / "docs" / "reference" / "finetune-job.md").read_text(encoding="utf-8")
     rows = page.partition("## What a file leaves out")[2].partition("## Two trainers")[0].splitlines()
     assert {row.split("`")[1] for row in rows if row.startswith("| `")} == wrong
-
-
-def plain_defaults() -> dict[str, Any]:
-    """The settings of the built-in trainer where a file says nothing."""
-    return {one.name: getattr(JobConfig(), one.name) for one in fields(JobConfig)}

@@ -1,7 +1,5 @@
 """The tables of hardware: every row has a source, is of its type and is reached; nothing else keys a table by a GPU."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
@@ -12,7 +10,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 from pydantic import TypeAdapter
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from hardware.gpus import gpu_named, gpus, links, model_of, nvlink, refuses_peers, soldered, without_gdr
 from hardware.machines import machines as rows
@@ -22,7 +20,6 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import frontier, recommend
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = yaml.safe_load(Path(__file__).with_name("gpu_names.yaml").read_text(encoding="utf-8"))
 TABLES = sorted((ROOT / "hardware").glob("*.toml"))
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]

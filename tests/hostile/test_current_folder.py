@@ -1,7 +1,5 @@
 """Modules of the current folder are not imported by what we start; a user's own script keeps the folder it lies in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -24,9 +22,7 @@ def folder_with_modules(folder: Path) -> Path:
     return folder
 
 
-def test_a_process_tree_does_not_import_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_tree_does_not_import_from_the_current_folder(tmp_path, monkeypatch):
     """Neither the Python that is started nor the one that it starts; the same Python without the tree does."""
     folder = folder_with_modules(tmp_path / "here")
     monkeypatch.chdir(folder)

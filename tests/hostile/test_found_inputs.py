@@ -1,7 +1,5 @@
 """Inputs that once broke a reader, each as it was found: by the fuzzer, by a random run, or by reading the code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +8,7 @@ from typing import Any
 import fuzz_targets
 import yaml
 from click.testing import CliRunner
-from fuzz_targets import _dumps as dumped
-from fuzz_targets import check, targets
+from fuzz_targets import _dumps as dumped, check, targets
 from rigs.tables import each_row
 
 from agent.cli.main import cli

@@ -1,7 +1,5 @@
 """Size and depth are bounded for each input: one table, one refusal each, in the reader's own words."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -13,25 +11,22 @@ from pathlib import Path
 import pytest
 from fuzz_targets import targets
 from rigs.command import process, python
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
-from agent.advice.request import Request, model_of
+from agent.advice.advise import Request
 from agent.base.options import InputError, RequestError, read_input
 from agent.checks.measured import read_baseline
 from agent.checks.verdict import GateError
 from agent.cli.bundle import BundleError, unpack_bundle
 from collectives.bench.results import MOST_RESULT_BYTES, read_result
-from collectives.traces.rank_files import RankFileError, read_state
-from collectives.traces.rank_files import read as read_trace
-from collectives.traces.ras import RasError
-from collectives.traces.ras import read as read_ras
+from collectives.traces.rank_files import RankFileError, read as read_trace, read_state
+from collectives.traces.ras import RasError, read as read_ras
 from contracts import bounded, run_record
 from contracts.bounded import ArchiveError, TooLargeError, open_regular, zip_files
 from contracts.host_list import HostListError, expand_host_list
 from contracts.job_config import ConfigError, read_mapping
 from contracts.job_plan import read as read_plan
-from contracts.plain import PlainError
-from contracts.plain import loads as plain
+from contracts.plain import PlainError, loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.script import EnvironmentTextError
@@ -44,7 +39,6 @@ from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
 
-ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
 DEEP = b"[" * 100_000
 JUST_TOO_DEEP = b"[" * 900 + b"]" * 900  # which Python's own reader still takes
@@ -65,7 +59,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("a verb's input", lambda path: read_input(str(path), 1000, hint=""), InputError, (b" " * 1001,)),
     ("kept result", read_result, ValueError, (b" " * (MOST_RESULT_BYTES + 1), DEEP, JUST_TOO_DEEP)),
     ("config.json", model_from_file, ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
-    ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
+    ("--model FILE", lambda path: Request(model=str(path)).model_spec(), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
     ("calibration", load_calibration, CalibrationError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),
@@ -96,9 +90,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
 
 
 @each_row(("what", "reader", "error", "refused"), BOUNDS, ids=[row[0] for row in BOUNDS])
-def test_too_much_is_refused_by_name(
-    what: str, reader: Callable[[Path], object], error: type[Exception], refused: tuple[bytes, ...], tmp_path: Path
-) -> None:
+def test_too_much_is_refused_by_name(what, reader, error, refused, tmp_path):
     """Too large, too deep, too many: the reader's own error, with words in it."""
     path = tmp_path / ("config.json" if "config" in what else "input.json")
     for content in refused:

@@ -1,20 +1,16 @@
 """What is installed is what is locked, with hashes, and what pyproject.toml asks for."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata
-from pathlib import Path
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 rows = rows_of(__file__)
 
-ROOT = Path(__file__).parent.parent.parent
 LOCKS = ("agent", "finetune", "image", "dev", "build")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

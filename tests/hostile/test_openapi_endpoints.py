@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from rigs.agents import TOKEN, agent, bearer, tokens
 from rigs.serving import serving
 from rigs.tables import each_row
@@ -33,7 +31,7 @@ EXAMPLES = int(os.environ.get("TOPOFLIGHT_DOORS_EXAMPLES", "12"))
 
 
 @pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def agents(tmp_path_factory):
     """Addresses of two agents, each with a folder to keep runs in: with open reads, and closed without a token."""
     with contextlib.ExitStack() as running:
         found = {}
@@ -81,14 +79,7 @@ def of_no_token(case: Case, answer: Response) -> None:
        for wrong in ({}, bearer(f"{TOKEN}x"), {"Authorization": f"Basic {TOKEN}"}))],
     ids=["open reads", "the token", "none", "wrong", "basic"],
 )  # fmt: skip
-def test_every_endpoint_answers_as_it_is_described(
-    agents: dict[str, str],
-    endpoint: str,
-    agent: str,
-    headers: dict[str, str],
-    judge: Callable[..., None],
-    examples: int,
-) -> None:
+def test_every_endpoint_answers_as_it_is_described(agents, endpoint, agent, headers, judge, examples):
     """Questions that the endpoint's schema allows, and as many that it forbids: no 5xx, and nothing undescribed."""
     import schemathesis
     from schemathesis.checks import not_a_server_error

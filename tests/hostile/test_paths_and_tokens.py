@@ -1,26 +1,21 @@
 """Paths stay in the folders given, tokens stay out of every output, and hostile names stay data."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import resident
 import urllib3
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rigs.agents import TOKEN, agent, bearer, token_file
 from rigs.recorded import path_of
 from rigs.tables import each_row
 from scanned import scan
-from starlette.testclient import TestClient
 
 from agent.base import result_store
 from agent.base.output import write_atomic
@@ -31,14 +26,13 @@ from planner.nccl_env.situation import Reason, Setting
 from probes.host import sysfs
 from probes.host.recording import RecordedHost
 
-ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"
 EVIL = '<script>alert(1)</script>"\n# HELP x y\nx{a="b"} 1\n---\nkind: Evil\n'
 
 # --- paths
 
 
-def test_a_report_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
+def test_a_report_replaces_a_link_and_never_follows_it(tmp_path):
     """Somebody who may write into the report's folder gains no file elsewhere."""
     victim, link = tmp_path / "victim", tmp_path / "report.json"
     victim.write_text("precious")
@@ -47,7 +41,7 @@ def test_a_report_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
     assert (victim.read_text(), link.read_text(), link.is_symlink()) == ("precious", "new", False)
 
 
-def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
+def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path):
     """The agent's state folder: names are made here, from time and process id only."""
     kept = result_store.store_run(
         record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}), tmp_path
@@ -63,11 +57,11 @@ def test_no_name_from_the_machine_leads_out_of_its_folder(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def client() -> TestClient:
+def client():
     return agent(MACHINE)
 
 
-def test_no_http_door_opens_a_file(client: TestClient, tmp_path: Path) -> None:
+def test_no_http_door_opens_a_file(client, tmp_path):
     """A model may be a path on the command line; over HTTP it is a name, and unknown names tell nothing of files."""
     there = tmp_path / "config.json"
     there.write_text('{"model_type": "llama", "hidden_size": "TOKEN"}')
@@ -87,7 +81,7 @@ def test_no_http_door_opens_a_file(client: TestClient, tmp_path: Path) -> None:
 # --- names
 
 
-def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
+def test_a_hostile_host_name_stays_text_in_every_format(tmp_path):
     """Page, metrics and JSON of a machine that calls itself a script, a metric and a document."""
     content = json.loads(path_of(MACHINE).read_text())
     content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
@@ -145,7 +139,7 @@ def test_values_stay_values_in_shell_and_env_lists(value: str) -> None:
 # --- tokens
 
 
-def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
+def test_no_token_leaves_the_agent(tmp_path):
     """A real agent at its most talkative; tokens in every place of a request; all of its output is searched."""
     tokens = token_file(tmp_path)
     port = resident.free_port()

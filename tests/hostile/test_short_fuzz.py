@@ -1,15 +1,12 @@
 """The fuzzer itself, for some inputs: every reader in one process, guided by what each input reaches."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from rigs.tables import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 RUNS = 3_000  # some 40 s of CPU
 
 

@@ -4,24 +4,23 @@ Ruff's rules of flake8-bandit find eval, exec, pickle, shells and unsafe YAML (`
 what they do not know, is held here.
 """
 
-from __future__ import annotations
-
 import ast
+import json
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
+from rigs.tables import ROOT
 
+from contracts.job_config import ConfigError, JobConfig
 from contracts.yaml_text import YamlTextError, _Loader, _Texts, load_all
 
-ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("agent", "planner", "collectives", "topology", "probes", "finetune", "contracts", "hardware")
 SOURCES = {str(path.relative_to(ROOT)): path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))}
 # exec, mktemp, pickle and its kin, eval, YAML's loaders, shells, contexts without certificates
 RULES = ["S102", "S301", "S302", "S306", "S307", "S323", "S506", "S602", "S604", "S605", "S609"]
-WORKER = {"agent/http/worker.py", "agent/http/questions.py"}
+WORKER = {"agent/http/worker.py"}
 RANKS = {"agent/jobs/namespaces.py"}  # forks of a verb, which send nothing back but their exit codes
 PICKLES = {"collectives/traces/rank_files.py"}  # Python's reader, without what makes a pickle code
 UNPICKLES = re.compile(r"(pickle|cPickle|marshal|shelve|dill|joblib|cloudpickle)$")
@@ -65,8 +64,9 @@ def test_no_object_is_unpickled_and_no_code_of_a_model_is_run() -> None:
                     called |= {(name, ast.unparse(node.func))}
     assert (imports, piped, wrong) == (PICKLES, WORKER | RANKS, [])
     assert not [(name, call) for name, call in called if call in CALLS]
-    received = [node.attr for node in ast.walk(trees["agent/http/worker.py"]) if isinstance(node, ast.Attribute)]
-    assert "recv_bytes" in received and "recv" not in received
+    agents = [part for part in trees["agent/http/worker.py"].body if getattr(part, "name", "") != "main"]
+    received = [node.attr for part in agents for node in ast.walk(part) if isinstance(node, ast.Attribute)]
+    assert "recv_bytes" in received and "recv" not in received  # only `main`, in the worker, takes objects
 
 
 def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
@@ -92,3 +92,20 @@ def test_no_file_names_a_registry_or_a_place_to_fetch_code_from() -> None:
     for path in (*names, *(path for path in (ROOT / "locks").iterdir() if path.is_file())):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"index-url|find-links|trusted-host|https?://|git\+", text), path
+
+
+@pytest.mark.long  # imports torch
+def test_weights_are_never_unpickled(tmp_path):
+    """pytorch_model.bin is a pickle: a folder that holds nothing else holds no weights.
+
+    That code of a model is not run: tests/finetune/test_finetune_hub.py and _config.py.
+    """
+    from finetune.weights import source_of
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        source_of(JobConfig(model_name_or_path=str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
+    with pytest.raises(ConfigError, match=r"/model\.safetensors: "):
+        source_of(JobConfig(model_name_or_path=str(tmp_path)))

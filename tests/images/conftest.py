@@ -1,15 +1,11 @@
 """The engine and the agent's image, once for the session."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import containers
 import pytest
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[None]:
+def engine():
     """Podman, buildah and the base image."""
     containers.ready()
     containers.clear()

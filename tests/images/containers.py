@@ -5,8 +5,6 @@ the machine's own is touched. Seen on hosts that are containers themselves: crun
 be raised, a build can only chroot.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,13 +1,10 @@
 """The agent's image, built and run as the DaemonSet runs it: what is in it, what it answers, what it holds."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -106,7 +103,7 @@ class Agent:
 
 
 @pytest.fixture(scope="module")
-def agent(agent_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+def agent(agent_image, tmp_path_factory):
     """The base's pod, which publishes to the stand-in API server."""
     with ApiServer() as api:
         yield Agent(ROOT / "deploy/daemonset/base", agent_image, api, tmp_path_factory.mktemp("pod"))

@@ -1,7 +1,5 @@
 """The fine-tune's image, built, and rendered Jobs on it, as a Job's controller and a kubelet would run their pods."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the tests of load share apart from fixtures: a running agent, and whether honest clients are served."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

@@ -1,12 +1,8 @@
 """SIGTERM ends the agent within the grace that its manifest gives, whatever it is about."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import resident
@@ -46,14 +42,14 @@ def asking_the_cluster(port: int) -> list[socket.socket]:
 
 
 @pytest.fixture
-def silent(tmp_path: Path) -> Iterator[Path]:
+def silent(tmp_path):
     """A kubeconfig of a server that never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
         yield write_kubeconfig(tmp_path / "kubeconfig", f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("busy", [None, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
-def test_it_ends_in_time(busy: Callable[[int], list[socket.socket]] | None, silent: Path, tmp_path: Path) -> None:
+def test_it_ends_in_time(busy, silent, tmp_path):
     """None: before anything is loaded but the listening socket."""
     port = resident.free_port()
     words = ["--publish", "--token-review"] if busy is asking_the_cluster else []

@@ -1,9 +1,5 @@
 """What the agent takes, in the short form of bench/footprint.py: memory and counts."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import footprint
 import pytest
 import resident
@@ -19,7 +15,7 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, s
     return resident.restore(tmp_path_factory.mktemp("machine"))
 
 
-def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_memory_with_publishing(restored, tmp_path):
     """Into the stand-in for the API server, measured once it has published: its start is spread over some seconds."""
     root, environment = restored
     with footprint.published(tmp_path) as (words, more, begun):
@@ -29,7 +25,7 @@ def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: 
 
 
 @pytest.mark.timeout(900)
-def test_nothing_grows(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_nothing_grows(restored, tmp_path):
     """From the first third of many scans and requests to the last."""
     root, environment = restored
     found = footprint.steady(tmp_path / "busy", root, environment, scans=40, requests=330)

@@ -1,7 +1,5 @@
 """Clients that are slow, silent, endless or many: each limit answers with its own status, honest clients are served."""
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

@@ -1,11 +1,8 @@
 """Answers are rendered once per scan and question, also where many ask for a large cluster at once, and given again."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import psutil
@@ -21,8 +18,7 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.cluster.nodes import NodeRecord, record_of_view, to_resource
-from agent.http.answers import MOST_ANSWERS, Rendered
-from agent.http.server import WORTH_BYTES, create
+from agent.http.server import MOST_ANSWERS, WORTH_BYTES, Rendered, create
 from agent.http.state import State
 from agent.http.worker import Answer
 from probes.host.recording import load
@@ -88,7 +84,7 @@ LIMIT_BYTES = 256 << 20  # of the pod, deploy/daemonset
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def cluster(tmp_path_factory):
     """An agent of one node among 2,000, of which each has a graph and findings."""
     folder = tmp_path_factory.mktemp("agent")
     record = record_of_view(view(), name="x")

@@ -5,8 +5,6 @@ shape. The probes are run on each, and what they asked is the recording. `--chec
 file differs from what would be written.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """A machine that is described rather than found: a folder for its files, answers for everything else."""
 
-from __future__ import annotations
-
 import errno
 import os
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Specification: NVML API reference. Board figures are of the vendor's data sheets
 NOT_SUPPORTED, as the driver does.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Each is described in a few lines and built when a test asks for it: no file is k
 the rules of the environment look at: DMI, GPUs, NICs with their GIDs, interfaces, files on the disk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Scan a host in this process with every probe, as the child process does with the live machine and with recordings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A host's or a pod's namespace is made with ip(8), and the real probe runs inside
 namespaces live and end with one process each. Needs root, unshare, nsenter and ip.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Hosts made by hand for the tests of the NCCL environment: only the facts that a rule asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exports: what each framework is given is what was recommended, by its own reader where it is installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -166,9 +164,7 @@ def test_megatron_arguments() -> None:
 
 
 @each_row(("form", "train", "steps", "has", "has_not"), rows("run_length"))
-def test_an_export_has_the_steps_of_the_forecast(
-    form: str, train: dict[str, Any], steps: int | None, has: str, has_not: object
-) -> None:
+def test_an_export_has_the_steps_of_the_forecast(form, train, steps, has, has_not):
     """However the length of the run was given; where it was not given no number is made up."""
     spec = TrainSpec(method="full", engine=form if form in ENGINES else "topoflight", global_batch=64, **train)
     answer = recommend(machines.cluster("dgx-h100", 2), (), model_named("Llama-3.1-8B"), spec)
@@ -178,9 +174,7 @@ def test_an_export_has_the_steps_of_the_forecast(
 
 
 @each_row(("name", "layout", "train", "reason"), rows("refused"))
-def test_a_framework_that_cannot_is_refused_with_the_reason(
-    name: str, layout: str | dict[str, Any], train: dict[str, Any], reason: str
-) -> None:
+def test_a_framework_that_cannot_is_refused_with_the_reason(name, layout, train, reason):
     """Never something else than what was asked for."""
     with pytest.raises(ExportError, match=reason):
         export(name, request(NAMED[layout] if isinstance(layout, str) else Layout(**layout), **train))

@@ -1,11 +1,8 @@
 """Calibration: measured numbers replace derived ones, narrow the interval, and are refused where they do not belong."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -84,7 +81,7 @@ def test_a_measured_step_moves_every_forecast_as_far() -> None:
     assert seconds.high / seconds.low < 0.9 * wide.high / wide.low
 
 
-def test_file_round_trip_and_errors(tmp_path: Path) -> None:
+def test_file_round_trip_and_errors(tmp_path):
     """What is written is read; a wrong file is refused by the field's name."""
     file = tmp_path / "calibration.json"
     file.write_text(json.dumps(plain.write(CPU)))

@@ -1,19 +1,15 @@
 """What is wrong with a node reaches the forecast: transport, rails, host links and the slowest GPU's clock."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
-from rigs.recorded import H100, changed
-from rigs.recorded import snapshot as host
-from rigs.tables import each_row, rows_of
+from rigs.recorded import H100, changed, snapshot as host
+from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice import advise
-from agent.advice.request import Request
+from agent.advice.advise import Request
 from agent.checks.verdict import build_view
 from contracts.finding import Finding, Status
 from planner.advice import Recommendation
@@ -30,8 +26,6 @@ from topology.cluster import join
 
 rows = rows_of(__file__)
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def ask(snapshot: Snapshot, **options: object) -> Recommendation:
     question = {"nodes": 2, "model": "Llama-3.1-8B", "method": "full", **options}
@@ -40,10 +34,6 @@ def ask(snapshot: Snapshot, **options: object) -> Recommendation:
 
 def seconds(advice: Recommendation) -> float:
     return advice.chosen.forecast.step_seconds.mid
-
-
-def network(advice: Recommendation) -> str:
-    return " ".join(advice.chosen.forecast.inputs)
 
 
 @cache
@@ -226,4 +216,4 @@ def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
     usual, fewer = board(700.0), board(500.0)
     assert fewer.healthy is None and fewer.slowed == ()
     assert 1.1 < seconds(fewer) / seconds(usual) < (700 / 500) ** 0.5 + 1e-6
-    assert "a board of 500 W, the data sheet's has 700: 85% of its rate" in network(fewer)
+    assert "a board of 500 W, the data sheet's has 700: 85% of its rate" in " ".join(fewer.chosen.forecast.inputs)

@@ -1,18 +1,12 @@
 """The figures that documents cite are those of `make forecast`; the widths that ship are learned from its errors."""
 
-from __future__ import annotations
-
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from rigs.command import ROOT, interpreter
 
 from planner.forecast.calibration import widths
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "measurements" / "forecast.md"
 
 
@@ -69,14 +63,12 @@ def test_the_page_has_the_widths_that_ship() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.corpus
-def test_the_page_is_what_the_command_prints(corpus: Path) -> None:
+def test_the_page_is_what_the_command_prints(corpus):
     """Percentages within 1.5 points, counts and widths within what that allows: a term that moved is written again."""
     if not (corpus / "layouts" / "published3.csv").is_file():
         pytest.skip(f"no published rows in {corpus}")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "forecast.py")], capture_output=True, text=True, check=True, cwd=ROOT,
-        env=os.environ | {"TOPOFLIGHT_CORPUS": str(corpus)},
-    )  # fmt: skip
+    done = interpreter("bench/forecast.py", seconds=850, TOPOFLIGHT_CORPUS=str(corpus))
+    assert done.returncode == 0, done.stderr
     printed, page = tables(done.stdout), tables(PAGE.read_text(encoding="utf-8"))
     assert printed.keys() == page.keys()
     for title, rows in page.items():

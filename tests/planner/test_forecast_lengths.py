@@ -1,7 +1,5 @@
 """Lengths of a data set decide what padding costs: the longer the micro-batch, the longer its longest sample."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Bandwidths of PCIe: the table's figure, and the link of this machine as it was probed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rigs.tables import each_row, rows_of

@@ -1,16 +1,12 @@
 """Memory on a CPU: what a layer keeps as torch counts it, and real runs inside their forecast."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.command import TORCHRUN, interpreter
 from rigs.tables import each_row
 
 from contracts.layout import Layout
@@ -21,7 +17,6 @@ from planner.recommend import forecast_layout, plan
 from planner.stacks import TOPOFLIGHT, engine_named
 from topology.graph import ClusterTopology, NodeTopology
 
-ROOT = Path(__file__).resolve().parents[2]
 # Five times the embedded model.
 SHAPE = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4,
@@ -89,9 +84,7 @@ def test_each_adapter_of_trl_keeps_its_own_input(targets: tuple[str, ...]) -> No
     [pytest.param("lora", {"world_size": 1}, marks=pytest.mark.nightly), ("full", {"world_size": 2, "dp_shard": 2})],
     ids=["LoRA, one rank", "full, FSDP"],
 )
-def test_a_run_of_a_larger_model_needs_what_was_forecast(
-    tmp_path: Path, method: Method, degrees: dict[str, Any]
-) -> None:
+def test_a_run_of_a_larger_model_needs_what_was_forecast(tmp_path, method, degrees):
     """The peak of the fullest rank lies inside the interval; the model is not the one the constants were counted on."""
     shape = model_from_config({**SHAPE})
     assert weights(shape).total > 5 * weights(model_named("tiny-llama")).total
@@ -111,11 +104,8 @@ def test_a_run_of_a_larger_model_needs_what_was_forecast(
         "dataset_rows=64", "profile_steps=0", "eval_strategy=no", "save_strategy=no", "lora_r=8",
         "lora_modules_to_save=[]", f"use_peft={'true' if method == 'lora' else 'false'}",
     ]  # fmt: skip
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.world_size}",
-            "-m", "finetune.train", "--plan", str(tmp_path / "plan.json"), *settings]  # fmt: skip
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    argv = [f"--nproc-per-node={layout.world_size}", "-m", "finetune.train", "--plan", tmp_path / "plan.json"]
+    done = interpreter(*TORCHRUN, *argv, *settings, seconds=800, without=("MALLOC_", "GLIBC_TUNABLES"))
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads((tmp_path / "out" / "run.json").read_text())["measured"]
     assert said.memory_bytes.low < measured["memory_bytes"] < said.memory_bytes.high

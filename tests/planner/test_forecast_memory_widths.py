@@ -1,9 +1,6 @@
 """Memory on a GPU by the width of what is computed with, and what DDP keeps of gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from rigs.tables import each_row
@@ -82,7 +79,7 @@ def test_in_fp32_no_optimizer_keeps_another_copy_of_the_weights(optimizer: str) 
 
 
 @each_row("precision", ["bf16", "fp32"])
-def test_ddp_keeps_all_gradients_beside_the_activations(precision: Any) -> None:
+def test_ddp_keeps_all_gradients_beside_the_activations(precision):
     """One rank alone frees each gradient's activations before it has the next; two ranks hold them in buckets."""
     train = replace(FULL, precision=precision)
     alone = Layout(world_size=1, micro_batch=8, precision=precision)

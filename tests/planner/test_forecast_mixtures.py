@@ -1,7 +1,5 @@
 """Latent and linear attention, and mixtures of experts: weights, bytes and groups counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

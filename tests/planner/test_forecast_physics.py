@@ -1,7 +1,5 @@
 """The forecast's physics: exact counts where the literature gives them, and directions that must hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -97,6 +95,15 @@ def test_more_micro_batches_shrink_the_bubble_as_p_minus_1_over_v_m() -> None:
 
     assert share(32, 1) == pytest.approx(share(64, 1))  # seconds, not share: the bubble does not grow with m
     assert share(32, 4) == pytest.approx(share(32, 1) / 4)
+
+
+def test_a_step_is_not_shorter_than_the_sends_of_a_pipeline() -> None:
+    """A stage between two others sends activations and gradients of each chunk over the network of its node."""
+    given = job(links(4, 0.1 * GB), engine="megatron")
+    for chunks in (1, 2, 4):
+        layout = Layout(world_size=32, pp=4, tp=8, gradient_accumulation=64, virtual_stages=chunks, sharding="ddp",
+                        schedule="interleaved" if chunks > 1 else "1f1b")  # fmt: skip
+        assert step_parts(given, layout).total > 64 * chunks * 2 * 2 * 4096 * 4096 / (0.1 * GB), chunks
 
 
 def test_recomputation_costs_a_forward_pass_and_saves_activations() -> None:

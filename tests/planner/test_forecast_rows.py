@@ -1,7 +1,5 @@
 """Scoring a file of published runs: any file with the corpus's columns, however empty they are."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable
@@ -61,18 +59,7 @@ def test_one_row_is_scored(tmp_path: Path) -> None:
 
 def test_what_the_reader_cannot_place_is_counted_under_its_reason(tmp_path: Path) -> None:
     """Never skipped in silence: a column of its own, and the reason of each."""
-    rows = [
-        BASE,
-        {**BASE, "gpu": "Cerebras WSE-3"},
-        {**BASE, "pp": "41"},
-        {**BASE, "tp": "sixteen", "mbs": "-3", "vpp": "2.5"},
-        {**BASE, "seq": ""},
-        {**BASE, "arch": "moe", "model": "Secret-MoE"},
-        {**BASE, "model": "Secret", "layers": ""},
-        {**BASE, "model": "Nemotron-H-8B"},
-        {"row_id": "9"},
-    ]
-    done = score(tmp_path, rows)
+    done = score(tmp_path, [*({**BASE, **row} for row in TABLES["counted"]), {"row_id": "9"}])
     assert cells(done, "Rows", "all")[:2] == ["9", "7"]
     for word in ("in no table", "does not divide", "seq is not given", "mixture of experts", "neither layers nor size",
                  "a hybrid of attention"):  # fmt: skip

@@ -1,7 +1,5 @@
 """A published fact as ratios, from bandwidths as inputs: what a network costs one and the same job; and the studies."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,12 +1,9 @@
 """The recommendation: one answer on catalogue and recorded machines, and honest about what it does not know."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
-from rigs.recorded import changed
-from rigs.recorded import snapshot as host
+from rigs.recorded import changed, snapshot as host
 from rigs.tables import each_row
 
 from hardware.machines import catalogue
@@ -23,16 +20,11 @@ from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
 
 
-def cpu_cluster(cpus: int = 2) -> ClusterTopology:
-    """A node without GPUs."""
-    node = NodeTopology(hostname="cpu", gpus=(), nics=(), pairs=(), cpu_count=cpus)
-    return ClusterTopology(nodes=(node,))
-
-
 def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
     """Two ranks without a GPU: a layout that the fine-tune runs, with a wide interval."""
     train = TrainSpec(global_batch=8, sequence_length=128)
-    answer = recommend(cpu_cluster(), (), model_named("tiny"), train, ranks_per_node=2)
+    node = NodeTopology(hostname="cpu", gpus=(), nics=(), pairs=(), cpu_count=2)
+    answer = recommend(ClusterTopology(nodes=(node,)), (), model_named("tiny"), train, ranks_per_node=2)
     layout, seconds = answer.chosen.layout, answer.chosen.forecast.step_seconds
     assert (answer.backend, layout.world_size, layout.family, layout.global_batch) == ("gloo", 2, "DDP", 8)
     assert seconds.low < seconds.mid < seconds.high
@@ -57,6 +49,14 @@ def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:
         recommend(cluster, (), model_named("GPT-2"), TrainSpec(engine="keras"))
     with pytest.raises(ValueError, match="precision='int3'"):
         recommend(cluster, (), model_named("GPT-2"), TrainSpec(precision="int3"))
+    for name, says in {
+        "1xrtx4090": "4xrtx4090 .*fewer",
+        "V100": "p3.16xlarge",
+        "4x A100": "p4d.24xlarge",
+        "l4": "nearest",
+    }.items():
+        with pytest.raises(machines.MachineError, match=says):
+            machines.machine(name)
     with pytest.raises(machines.MachineError, match="p5"):
         machines.cluster("p5.48xlrge")
 

@@ -1,7 +1,6 @@
 """Hard rules: each forbids exactly what it names, and says why."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.forecast.step_time import Job
 from planner.recommend import plan, recommend
-from planner.rules import RULES, first_broken
+from planner.rules import first_broken, list_broken
 from planner.search import search
 from planner.stacks import ENGINES, engine_named
 
@@ -30,33 +29,25 @@ LINKS = Links(ranks_per_node=8, nodes=4, island_size=8, island=FAST, node=FAST, 
 
 def job(
     engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu: bool = True, quantised: str = "",
-    **train: Any,
+    window: int | None = None, capability: Sequence[int] = (9, 0), **train: Any,
 ) -> Job:  # fmt: skip
     """A job on four 8-GPU nodes."""
     named = model_named(model)
     return Job(
-        model=replace(named, quantised=quantised or named.quantised),
+        model=replace(named, quantised=quantised or named.quantised, sliding_window=window or named.sliding_window),
         train=TrainSpec(**{"method": "full", "sequence_length": 8192, "engine": engine, **train}),
         links=LINKS,
         engine=engine_named(engine),
         rates=cpu_rates(8.0, None),
         has_gpu=has_gpu,
-        compute_capability=(9, 0),
+        compute_capability=tuple(capability),
     )
 
 
-SEQUENCE_PARALLEL = Layout(world_size=8, tp=8, sequence_parallel=True)
-SLIDING = replace(
-    job("topoflight", "Mistral-7B"), model=replace(model_named("Mistral-7B"), sliding_window=4096)
-)  # fmt: skip
-
-
 @each_row(("rule", "engine", "settings", "layout", "says"), rows("forbids"))
-def test_each_rule_forbids_what_it_names(
-    rule: str, engine: str, settings: dict[str, Any], layout: dict[str, Any], says: str
-) -> None:
+def test_each_rule_forbids_what_it_names(rule, engine, settings, layout, says):
     """The named rule is the one that answers, with the number in question."""
-    reason = dict(RULES)[rule](job(engine, **settings), Layout(**layout))
+    reason = dict(list_broken(job(engine, **settings), Layout(**layout))).get(rule)
     assert reason is not None
     assert says in reason
 
@@ -69,14 +60,7 @@ def test_every_degree_that_divides_the_experts_is_tried(experts: int, ranks: int
     assert search(planned, {"ep": experts}).best
 
 
-@each_row(
-    ("model", "settings", "says"),
-    [
-        ("gpt-oss-20b", {"engine": "topoflight"}, "trains llama, mistral"),
-        ("Llama-3.1-8B", {"engine": "topoflight", "precision": "fp8"}, "does not support fp8"),
-        ("Llama-3.1-8B", {"engine": "megatron", "method": "qlora"}, "does not support qlora"),
-    ],
-)
+@each_row(("model", "settings", "says"), rows("said_of_all"))
 def test_what_no_degree_changes_is_said_of_every_layout(model: str, settings: dict[str, Any], says: str) -> None:
     """One reason, and not the same one for each degree."""
     train = TrainSpec(**{"method": "full", **settings})
@@ -85,41 +69,16 @@ def test_what_no_degree_changes_is_said_of_every_layout(model: str, settings: di
     assert says in found.rejected[0].reason
 
 
-FP8 = Layout(world_size=8, tp=8, precision="fp8", sequence_parallel=True)
-MXFP8 = Layout(world_size=8, dp_shard=8, sharding="zero1", precision="mxfp8")
-DDP = Layout(world_size=8, dp_replicate=8, sharding="ddp")
-
-
-def on(capability: tuple[int, int], engine: str = "megatron") -> Job:
-    """The job on GPUs of this compute capability."""
-    return replace(job(engine), compute_capability=capability)
+DDP = {"world_size": 8, "dp_replicate": 8, "sharding": "ddp"}
 
 
 @each_row(
-    ("given", "layout", "says"),
-    [
-        # EP=32 with TP=2, PP=8 on 256 GPUs is published for Qwen3-235B: 16 data-parallel ranks of two
-        (job(model="Qwen3-235B-A22B"), Layout(world_size=256, tp=2, pp=8, ep=32, dp_shard=16, sharding="zero1",
-                                                   gradient_accumulation=8), ()),
-        # an A100 has no fp8, an H100 has
-        (job(), FP8, ()),
-        (on((8, 0)), FP8, ("precision-exists", "8.0")),
-        # scales of 32 values are multiplied by B200's and B300's tensor cores; Megatron-LM names the recipe
-        (on((10, 3)), MXFP8, ()),
-        (on((9, 0)), MXFP8, ("10.0",)),
-        (on((12, 0)), MXFP8, ("10.0 or 10.3",)),
-        (on((10, 0), "torchtitan"), replace(MXFP8, sharding="zero3"), ("support mxfp8",)),
-        (SLIDING, DDP, ("engine-runs", "sliding window")),
-        (replace(SLIDING, train=replace(SLIDING.train, sequence_length=4096)), SEQUENCE_PARALLEL, ()),
-        (replace(SLIDING, train=replace(SLIDING.train, attention="eager")), SEQUENCE_PARALLEL, ("engine-runs",)),
-        (job("deepspeed"), Layout(world_size=8, dp_shard=8, checkpointing="full", offload="all"),
-         ("host-memory-holds", "the memory of the nodes is unknown")),
-        *((job(engine.name, "Llama-3.1-8B"), DDP, ()) for engine in ENGINES.values()),
-    ],
-)  # fmt: skip
-def test_the_first_rule_that_a_layout_breaks(given: Job, layout: Layout, says: tuple[str, ...]) -> None:
+    ("engine", "settings", "layout", "says"),
+    lambda: [*rows("first")(), *((name.name, {"model": "Llama-3.1-8B"}, DDP, ()) for name in ENGINES.values())],
+)
+def test_the_first_rule_that_a_layout_breaks(engine, settings, layout, says):
     """Its name and reason; none where the layout is allowed."""
-    broken = first_broken(given, layout)
+    broken = first_broken(job(engine, **settings), Layout(**layout))
     assert bool(broken) == bool(says), broken
     assert [words for words in says if words not in ": ".join(broken or ())] == [], broken
 

@@ -1,7 +1,5 @@
 """Sweeps and comparisons: several clusters and several layouts side by side."""
 
-from __future__ import annotations
-
 import pytest
 
 from contracts.layout import Layout, LayoutError

@@ -1,7 +1,5 @@
 """Every form in which people keep environments is read, and what cannot be read is named."""
 
-from __future__ import annotations
-
 import contextlib
 import textwrap
 import time
@@ -23,11 +21,6 @@ def reading(text: str, name: str = "") -> Reading:
     return read_text(textwrap.dedent(text).lstrip("\n"), None, name)
 
 
-def merged(found: Reading) -> dict[str, str]:
-    """All variables with a known value, whatever place they stand in."""
-    return {name: value for each in found.environments for name, value in each.environment.items()}
-
-
 def only(found: Reading) -> NamedEnvironment:
     """The one environment."""
     (one,) = found.environments
@@ -42,7 +35,8 @@ FORMS = yaml.safe_load(Path(__file__).with_name("lint_forms.yaml").read_text())
 def test_forms(name: str) -> None:
     """The same two variables in every form, which is named."""
     found = reading(FORMS[name]["text"], FORMS[name].get("file", ""))
-    assert (found.form, merged(found)) == (FORMS[name].get("form", "shell script"), PAIR)
+    merged = {name: value for each in found.environments for name, value in each.environment.items()}
+    assert (found.form, merged) == (FORMS[name].get("form", "shell script"), PAIR)
     assert found.names() == ("NCCL_DEBUG", "NCCL_IB_HCA")
 
 

@@ -1,7 +1,5 @@
 """The value at the launch counts: what lint-env judges is what bash gives to the programs that a script starts."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,26 +1,20 @@
 """An environment against the machine it is for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from nccl_env_hosts import host, interface, port, v2_gid
+from rigs.recorded import snapshot
 from rigs.tables import each_row, rows_of
-from scanned import scan
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
 from planner.lint.machine import machine_of
 from planner.lint.values import CODES, NameList
 from probes.api import Snapshot
-from probes.host.recording import load
 from probes.rdma.facts import Gid
 
 rows = rows_of(__file__)
 
-MACHINES = Path(__file__).parents[1] / "machines"
 ETH0 = interface("eth0", "pod-default")
 NET1 = interface("net1", "secondary", "192.168.2.5/24")
 DOCKER0 = interface("docker0", "docker", "172.17.0.1/16")
@@ -32,11 +26,6 @@ def found(environment: dict[str, str], machine: Snapshot, version: tuple[int, ..
     findings = lint(environment, nccl_version=version, machine=machine_of(machine))
     assert {finding.code for finding in findings} <= set(CODES)
     return list(findings)
-
-
-def replay(name: str) -> Snapshot:
-    """A recorded machine."""
-    return scan(load(MACHINES / f"{name}.json"))
 
 
 def codes(environment: dict[str, str], machine: Snapshot) -> list[str]:
@@ -59,6 +48,7 @@ def test_name_list_ports() -> None:
 
 
 HOSTS = {
+    "eth0": host(interfaces=[ETH0]),
     "pod": host(interfaces=[ETH0, NET1, DOCKER0]),
     "net1 down": host(interfaces=[ETH0, interface("net1", "secondary", running=False)]),
     "eth1 and eth10": host(interfaces=[interface("eth1", "host"), interface("eth10", "host")]),
@@ -81,24 +71,16 @@ def test_codes_on_a_machine(machine: str, environment: dict[str, str], expected:
     assert len(got) == len(expected) and all(one.startswith(f"{each}") for one, each in zip(got, expected, strict=True))
 
 
-@each_row(
-    ("machine", "environment", "words"),
-    [
-        (host(interfaces=[ETH0]), {"NCCL_SOCKET_IFNAME": "ib0"}, "no socket interface found"),  # no falling back
-        (host(interfaces=[ETH0]), {"NCCL_SOCKET_IFNAME": "ib0"}, "running interfaces: eth0"),
-        (HOSTS["rails"], {"NCCL_IB_HCA": "mlx4_0"}, "No device found"),
-        (host(gpus=1), {"NCCL_P2P_DISABLE": "1"}, "no effect"),  # the pod with one GPU
-    ],
-)
-def test_words_on_a_machine(machine: Snapshot, environment: dict[str, str], words: str) -> None:
-    (finding,) = found(environment, machine)
+@each_row(("machine", "environment", "words"), rows("words"))
+def test_words_on_a_machine(machine: str, environment: dict[str, str], words: str) -> None:
+    (finding,) = found(environment, HOSTS[machine])
     assert words in finding.message or words in finding.evidence
 
 
 def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> None:
     """PXN sends through another GPU, over NVLink; of a machine that nobody probed the cost is told as it may be."""
-    (joined,) = found({"NCCL_PXN_DISABLE": "1"}, replay("polaris-4xA100-nv4"))
-    (apart,) = found({"NCCL_PXN_DISABLE": "1"}, replay("l40s-4x-pcie"))
+    (joined,) = found({"NCCL_PXN_DISABLE": "1"}, snapshot("polaris-4xA100-nv4"))
+    (apart,) = found({"NCCL_PXN_DISABLE": "1"}, snapshot("l40s-4x-pcie"))
     (unknown,) = lint({"NCCL_PXN_DISABLE": "1"}, nccl_version=(2, 27, 7))
     assert {f.code for f in (joined, apart, unknown)} == {"env.debug.leftover"}
     assert [f.status for f in (joined, apart, unknown)] == [Status.WARN, Status.INFO, Status.WARN]
@@ -123,9 +105,7 @@ def test_gid_index_against_the_table() -> None:
 
 
 @each_row(("environment", "facts", "told"), rows("classes"))
-def test_a_class_that_flow_control_does_not_protect(
-    environment: dict[str, str], facts: dict[str, Any], told: bool
-) -> None:
+def test_a_class_that_flow_control_does_not_protect(environment, facts, told):
     """Only where the ports say what they protect, and neither way of marking lands there."""
     machine = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v2_gid(3)], **facts)])
     hits = [finding for finding in found(environment, machine) if finding.code == "env.class.unprotected"]

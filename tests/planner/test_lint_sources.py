@@ -1,9 +1,6 @@
 """Environments are found wherever they are written."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from nccl_env_hosts import host
@@ -87,7 +84,7 @@ def test_yaml_bombs_end() -> None:
 
 
 @pytest.mark.corpus
-def test_environments_of_real_logs(corpus: Path) -> None:
+def test_environments_of_real_logs(corpus):
     """Every real log's environment can be judged, and what the EFA plugin set is not held against the user."""
     seen = 0
     for path in sorted((corpus / "nccl_logs").glob("*.log")):

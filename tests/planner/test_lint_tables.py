@@ -1,7 +1,5 @@
 """The tables of lint and of the advice: names that NCCL or PyTorch reads, whole rows, texts that are used."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -10,8 +8,7 @@ from string import Formatter
 from contracts.tables import read_table
 from planner.lint.environment import settings
 from planner.lint.values import texts, values
-from planner.nccl_env import __file__ as names_file
-from planner.nccl_env import names, plugin_of, torch_names
+from planner.nccl_env import __file__ as names_file, names, plugin_of, torch_names
 
 OTHERS = {
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",

@@ -1,45 +1,37 @@
 """Settings that are easily lost, lines that cannot be understood, and what the verb answers then."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from rigs.command import process
 from rigs.tables import each_row
 
 from agent.checks.findings import grouped
 from agent.cli.lint_env import lint_text
 from planner.lint.environment import lint
-from planner.lint.sources import Reading, read_text
-
-ROOT = Path(__file__).parents[2]
-
-
-def settings(found: Reading) -> dict[str, str | None]:
-    """Every variable found; None where only its name is known."""
-    return {
-        name: value
-        for each in found.environments
-        for name, value in ({**each.unresolved, **each.environment} | dict.fromkeys(each.unresolved)).items()
-    }
-
+from planner.lint.sources import read_text
 
 POD = "kind: Pod\nspec:\n  containers:\n  - name: t\n    env:\n"
 ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(encoding="utf-8"))
 
 
 @each_row("row", [row for rows in ROWS.values() for row in rows])
-def test_what_is_set_and_what_is_not_understood(row: dict[str, Any]) -> None:
+def test_what_is_set_and_what_is_not_understood(row):
     """The settings of a text, the lines that are named as not understood, and settings that no program gets."""
     found = read_text(row["text"], None, row.get("file", ""))
-    assert settings(found) == row["sets"]
+    settings = {
+        name: value  # None where only the name is known
+        for each in found.environments
+        for name, value in ({**each.unresolved, **each.environment} | dict.fromkeys(each.unresolved)).items()
+    }
+    assert settings == row["sets"]
     assert [each.line for each in found.unread] == row.get("unread", [])
     if "unreached" in row:
         assert {each.name: each.line for each in found.unreached} == row["unreached"]
+    lines = {name: line for each in found.environments for name, line in each.lines.items()}
+    assert lines == row.get("lines", lines)
+    assert list(found.files) == row.get("files", list(found.files))
     if not any(row["sets"].values()):  # of an unknown value only the name is judged
         assert not [each for named in found.environments for each in lint({}, unresolved=named.unresolved)]
 
@@ -97,9 +89,7 @@ def test_secrets_are_not_repeated() -> None:
     ],
 )
 def test_the_first_line_and_the_exit_code(text: str, first: str, code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "agent.cli", "lint-env", "-"], input=text, capture_output=True, text=True, cwd=ROOT
-    )
+    done = process("lint-env", "-", given=text)
     assert (done.returncode, (done.stdout or done.stderr).startswith(first)) == (code, True), done
 
 

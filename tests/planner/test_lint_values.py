@@ -1,10 +1,7 @@
 """What NCCL does with a name and the text of a value, without any machine."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rigs.tables import each_row, rows_of
@@ -63,9 +60,7 @@ def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> 
 
 
 @each_row(("name", "value", "severity"), rows("as_severe"))
-def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(
-    name: str, value: str, severity: Status
-) -> None:
+def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(name, value, severity):
     assert [f.status for f in found({name: value}) if f.code == "env.value.ignored"] == [severity]
 
 
@@ -95,7 +90,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("lint_values.yaml").read_text(enc
 
 
 @each_row("row", [row for rows in ROWS["environments"].values() for row in rows])
-def test_codes_of_an_environment(row: dict[str, Any]) -> None:
+def test_codes_of_an_environment(row):
     """Names by release, settings by where they stand, and pairs of them; what is said of them, with its severity."""
     version = tuple(map(int, row["nccl"].split("."))) if "nccl" in row else None
     findings = found(row["sets"], version, row.get("in", ""))
@@ -130,9 +125,7 @@ def test_levels(value: str, version: tuple[int, ...], expected: list[str]) -> No
 
 
 @each_row(("environment", "nodes", "severity"), rows("interface"))
-def test_an_interface_of_one_host_in_a_job_of_several(
-    environment: dict[str, str], nodes: int | None, severity: Status | None
-) -> None:
+def test_an_interface_of_one_host_in_a_job_of_several(environment, nodes, severity):
     """Loopback and bridges reach no other node; how bad that is follows from the job's size."""
     findings = [each for each in lint(environment, nodes=nodes) if each.code == "env.interface.unfit"]
     assert [each.status for each in findings] == ([] if severity is None else [severity])

@@ -1,34 +1,26 @@
 """What a job's manifests say of failures, security, placement, the gate and the environment, for each API."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from nccl_env_hosts import host, interface
 from rigs.command import topoflight
 from rigs.pods import launched, templates
-from rigs.recorded import changed, snapshot
+from rigs.recorded import changed, path_of, snapshot
 from rigs.tables import each_row
 
-from agent.advice.advise import advise, in_pods
+from agent.advice.advise import Request, advise, in_pods
 from agent.advice.job_settings import job_plan
-from agent.advice.request import Request
-from agent.base.options import snapshots
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
 from finetune import pod
-from planner.kubernetes import manifests
-from planner.kubernetes import networks as network_manifests
+from planner.kubernetes import manifests, networks as network_manifests
 from planner.kubernetes.manifests import JobError, JobSpec
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
-from probes.registry import ALL
 
-MACHINES = Path(__file__).parents[1] / "machines"
 SPEC = JobSpec(
     name="sft", namespace="training", image="registry.example/finetune:1", nodes=3, processes_per_node=2,
     command=("torchrun", "-m", "finetune.train"), limits={"cpu": "4", "nvidia.com/gpu": "2"}, claim="shared",
@@ -211,11 +203,11 @@ GIVEN = {
 
 def test_nccl_says_what_it_does() -> None:
     """So that `logs POD | topoflight evidence -` has something to read; gloo has no such log."""
-    path = MACHINES / "r760xa-2xA40-bf3.json"
-    advice = advise(Request.of(hosts=(path,), model="Qwen/Qwen2.5-0.5B", nodes=2), snapshots([path], ALL))
+    request = Request.of(hosts=(path_of("r760xa-2xA40-bf3"),), model="Qwen/Qwen2.5-0.5B", nodes=2)
+    advice = advise(request, (snapshot("r760xa-2xA40-bf3"),))
     assert cluster_job.spec_of(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
-    path = MACHINES / "cpu-only-vm.json"
-    advice = advise(Request.of(hosts=(path,), model="tiny-llama", nodes=2), snapshots([path], ALL), ranks=1)
+    request = Request.of(hosts=(path_of("cpu-only-vm"),), model="tiny-llama", nodes=2, ranks_per_node=1)
+    advice = advise(request, (snapshot("cpu-only-vm"),))
     assert "NCCL_DEBUG" not in cluster_job.spec_of(advice, GIVEN).environment
 
 
@@ -237,9 +229,7 @@ def node(name: str, role: str) -> Snapshot:
         (node("net1", "secondary"), {"hosts": ()}, True, True),  # launch in a pod of the cluster
     ],
 )
-def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, found: Snapshot, given: dict[str, Any], inside: bool, kept: bool
-) -> None:
+def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, found, given, inside, kept):
     """A host's ens5 in a pod ends the job at its first connection: left out, with the reason."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     if inside:
@@ -270,7 +260,7 @@ def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, kept: boo
 
 def test_an_environment_for_pods_is_held_to_the_same() -> None:
     """recommend -o k8s is pasted into a pod; -o shell is for the host."""
-    words = ("recommend", "--host", MACHINES / "cpu-only-vm.json", "--nodes", 2, "--model", "tiny-llama", "-o")
+    words = ("recommend", "--host", path_of("cpu-only-vm"), "--nodes", 2, "--model", "tiny-llama", "-o")
     shell, k8s = (topoflight(*words, form) for form in ("shell", "k8s"))
     assert (shell.exit_code, k8s.exit_code) == (0, 0), shell.output + k8s.output
     assert "GLOO_SOCKET_IFNAME" in shell.stdout
@@ -300,9 +290,9 @@ def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
     assert made(None, host_mofed=True) == ({"enabled": True, "useHostMofed": True}, {})
 
 
-def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
+def test_a_launch_asks_who_brings_the_nics_driver(tmp_path):
     """A record without nvidia_peermem; the options answer."""
-    words = ("--host", MACHINES / "sick-h100-no-peermem.json", "--network", "--claim", "c", "--model",
+    words = ("--host", path_of("sick-h100-no-peermem"), "--network", "--claim", "c", "--model",
              "Qwen/Qwen2.5-0.5B", "--no-preflight")  # fmt: skip
     assert "--no-host-mofed if the network operator installs it" in launched(*words)[1]
     documents, told = launched(*words, "--no-host-mofed")
@@ -324,7 +314,7 @@ def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> Non
 @each_row(("method", "trained"), [("full", 7_615_616_512), ("lora", 40_370_176)])
 def test_the_time_to_save_fits_a_checkpoint_at_the_rate_that_storage_takes(method: str, trained: int) -> None:
     """Twice its bytes, for one may still be written, beside a step; a rate that is not known is taken, and said."""
-    words = ("--host", MACHINES / "hgx-h100-8xH100-8hca.json", "--model", "Qwen/Qwen2.5-7B", "--method", method,
+    words = ("--host", path_of(), "--model", "Qwen/Qwen2.5-7B", "--method", method,
              "--claim", "shared")  # fmt: skip
     found = {}
     for rate, per_second in ((None, 125 * 2**20), ("1G", 1e9), ("5M", 5e6)):
@@ -373,9 +363,7 @@ def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
         ({"queue": "team"}, {}),
     ],
 )
-def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain(
-    changes: dict[str, Any], annotations: dict[str, str]
-) -> None:
+def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain(changes, annotations):
     """Two pod sets of the same required level may still land in two domains, unless they are a group.
 
     Kueue's webhook refuses a group of one pod set, or without a topology; of two, one must have one pod.

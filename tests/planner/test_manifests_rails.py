@@ -1,7 +1,5 @@
 """Several RoCE interfaces: a network for each, with addresses of its own, and a job whose pods are on all of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,20 +9,18 @@ import build
 import pytest
 from nccl_env_hosts import cluster, host, interface, port, settings
 from rigs.pods import Document, launched, templates
+from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.base.options import snapshots
 from planner.advice import Recommendation
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.manifests import JobError
 from probes.api import Snapshot
 from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaDevice, RdmaPort
-from probes.registry import ALL
 
 rows = rows_of(__file__)
 
-MACHINES = Path(__file__).parents[1] / "machines"
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
@@ -267,7 +263,7 @@ def test_a_job_of_one_node_needs_no_network(four_rails: Path, more: tuple[str, .
 
 def test_one_rail_leaves_the_job_as_it_is() -> None:
     """A record of one RoCE port: the network, and a job that says nothing of it."""
-    documents, told = networked(MACHINES / "l40s-4x-pcie.json", "--nodes", "2")
+    documents, told = networked(path_of("l40s-4x-pcie"), "--nodes", "2")
     (job,) = of_kind(documents, "Job")
     assert "metadata" not in job["spec"]["template"]
     assert told.startswith("warning: the nodes have RDMA devices, but the pods request none") and told.count("\n") == 1
@@ -281,13 +277,6 @@ def roce(*links: Interface, netdev: str, bond: str | None = None) -> Snapshot:
     """A node with one active RoCE port, whose interfaces are `links`."""
     port = RdmaPort(port=1, state="ACTIVE", link_layer="Ethernet", netdev=netdev, netdev_mtu_bytes=9000)
     return host("n", rdma=[RdmaDevice(name="mlx5_0", kind="hca", bond=bond, ports=(port,))], interfaces=links)
-
-
-def selected(documents: tuple[dict[str, Any], ...]) -> tuple[list[str], str]:
-    """What the device plugin looks for, and on what the macvlan stands."""
-    kinds = {document["kind"]: document["spec"] for document in documents}
-    config = json.loads(kinds["NicClusterPolicy"]["rdmaSharedDevicePlugin"]["config"])
-    return config["configList"][0]["selectors"]["ifNames"], kinds["MacvlanNetwork"]["master"]
 
 
 MEMBERS = (
@@ -311,12 +300,12 @@ VLAN = (
     ],
     ids=["port", "bond", "member of a bond", "vlan"],
 )
-def test_the_device_plugin_looks_for_pci_netdevs(
-    found: Snapshot, ports: list[str], master: str, mtu_bytes: int
-) -> None:
+def test_the_device_plugin_looks_for_pci_netdevs(found, ports, master, mtu_bytes):
     """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan stands on those."""
     documents = network_manifests.network(network_manifests.from_snapshots([found]))
-    assert selected(documents) == (ports, master)
+    kinds = {document["kind"]: document["spec"] for document in documents}
+    config = json.loads(kinds["NicClusterPolicy"]["rdmaSharedDevicePlugin"]["config"])
+    assert (config["configList"][0]["selectors"]["ifNames"], kinds["MacvlanNetwork"]["master"]) == (ports, master)
     assert network_manifests.seen_from_a_pod([found]) == ()
     assert network_manifests.from_snapshots([found]).mtu_bytes == mtu_bytes, "a bond's own, not its member's"
 
@@ -324,8 +313,7 @@ def test_the_device_plugin_looks_for_pci_netdevs(
 @each_row("machine", ["hgx-h100-8xH100-8hca", "azure-nd-a100-flat-vm", "polaris-4xA100-nv4"])
 def test_infiniband_is_shared_and_needs_no_second_network(machine: str) -> None:
     """Verbs go by the device alone, and a port's netdev need not be known: the link type finds it on every node."""
-    found = snapshots([MACHINES / f"{machine}.json"], ALL)
-    documents = network_manifests.network(network_manifests.from_snapshots(found))
+    documents = network_manifests.network(network_manifests.from_snapshots([snapshot(machine)]))
     assert [d["kind"] for d in documents] == ["MachineConfig", "NicClusterPolicy", "ClusterPolicy"]
     (shared,) = json.loads(documents[1]["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
     assert shared["resourceName"] == "rdma_shared_device_ib"
@@ -351,15 +339,14 @@ def test_a_node_with_both_shares_both() -> None:
 def test_efa_needs_none_of_it() -> None:
     """And the error says so."""
     with pytest.raises(JobError, match="EFA needs none"):
-        network_manifests.from_snapshots(snapshots([MACHINES / "aws-p4d-8xA100-4efa.json"], ALL))
+        network_manifests.from_snapshots([snapshot("aws-p4d-8xA100-4efa")])
 
 
 def test_a_name_from_inside_a_pod_is_told() -> None:
     """No node has an interface net1: what is printed for it wants another name."""
-    inside = snapshots([MACHINES / "r760xa-2xA40-bf3.json"], ALL)
-    assert network_manifests.seen_from_a_pod(inside) == ("net1",)
-    assert network_manifests.seen_from_a_pod(snapshots([MACHINES / "l40s-4x-pcie.json"], ALL)) == ()
+    assert network_manifests.seen_from_a_pod([snapshot("r760xa-2xA40-bf3")]) == ("net1",)
+    assert network_manifests.seen_from_a_pod([snapshot("l40s-4x-pcie")]) == ()
     words = ("--network", "--no-preflight", "--model", "Qwen/Qwen2.5-0.5B", "--resource",
              "rdma/rdma_shared_device_eth=1")  # fmt: skip
-    _, told = launched("--host", MACHINES / "r760xa-2xA40-bf3.json", *words)
+    _, told = launched("--host", path_of("r760xa-2xA40-bf3"), *words)
     assert "warning: net1: these are names inside a pod;" in told

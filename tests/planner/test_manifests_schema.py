@@ -1,7 +1,5 @@
 """Every manifest against the schema of the API that will read it, unknown fields refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -15,15 +13,13 @@ import pytest
 import yaml
 from rigs.crds import strict, validate, without_required
 from rigs.pods import templates
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.base.options import snapshots
-from planner.kubernetes import manifests
-from planner.kubernetes import networks as network_manifests
+from planner.kubernetes import manifests, networks as network_manifests
 from planner.kubernetes.manifests import JobError, JobSpec
 from probes.registry import ALL
 
-ROOT = Path(__file__).parents[2]
 ROWS = yaml.safe_load(Path(__file__).with_name("manifest_values.yaml").read_text(encoding="utf-8"))
 SPEC = JobSpec(
     name="sft-roce", namespace="training", image="registry.example/finetune:1", nodes=2, processes_per_node=2,
@@ -185,10 +181,7 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     """deploy/network holds what is printed for a recorded node; TOPOFLIGHT_UPDATE_GOLDEN=1 writes it anew."""
     path = ROOT / "deploy" / "network" / "roce-shared-device.yaml"
     found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
-    documents = (
-        *network_manifests.network(network_manifests.from_snapshots(found)),
-        *SHARED_CLAIM,
-    )
+    documents = (*network_manifests.network(network_manifests.from_snapshots(found)), *SHARED_CLAIM)
     head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
         path.write_text(head + manifests.render(documents))

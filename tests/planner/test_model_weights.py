@@ -1,7 +1,5 @@
 """Models: names, config.json files and their errors; weights of every family against those that transformers builds."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

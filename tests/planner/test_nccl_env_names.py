@@ -1,7 +1,5 @@
 """The table of names, and how settings are written for other tools."""
 
-from __future__ import annotations
-
 import subprocess
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -12,15 +10,7 @@ import yaml
 from rigs.tables import each_row, rows_of
 
 from planner import nccl_env
-from planner.nccl_env import (
-    names,
-    nearest,
-    newest_read,
-    parse_version,
-    plugin_names,
-    plugin_of,
-    replacement,
-)
+from planner.nccl_env import names, nearest, newest_read, parse_version, plugin_names, plugin_of, replacement
 from planner.nccl_env.environment import FORMATS, RenderError, render_settings
 from planner.nccl_env.situation import Reason, Setting
 

@@ -1,8 +1,6 @@
 """Each rule of the NCCL environment on the smallest host that decides it. A wrong environment is worse than none."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, settings, v2_gid
@@ -48,11 +46,6 @@ FOUR = "mlx5_0,mlx5_1,mlx5_2,mlx5_3"
 def rails(count: int) -> list[RdmaDevice]:
     """RoCE ports, each on an interface of its own."""
     return [port(f"mlx5_{i}", netdev=f"rail{i}", gids=[v2_gid(3, f"10.1.{i}.5")], **ROCE) for i in range(count)]
-
-
-def rail_nets(count: int) -> list[Interface]:
-    """Their interfaces, each in a subnet of its own."""
-    return [interface(f"rail{i}", "host", f"10.1.{i}.5/24") for i in range(count)]
 
 
 def counted(rows: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -108,10 +101,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
 
 
 @each_row(("only", "sets", "why", "says", "never", "advice"), cases)
-def test_what_is_advised(
-    only: Mapping[str, str] | None, sets: Mapping[str, str | None], why: Mapping[str, str], says: Mapping[str, str],
-    never: list[str], advice: Recommendation,
-) -> None:  # fmt: skip
+def test_what_is_advised(only, sets, why, says, never, advice):
     found = values(advice)
     assert {name: found.get(name) for name in sets} == sets
     transport = {name: value for name, value in found.items() if name.startswith(("NCCL_", "FI_"))}
@@ -201,13 +191,13 @@ def test_only_system_configuration_names_are_advised() -> None:
 def test_twin_that_a_file_system_is_mounted_through_is_left_out() -> None:
     """A server's address in its subnet, and every GPU keeps a port as near."""
     twin, near = port("mlx5_4", netdev="stor0", gids=[v2_gid(3, "10.200.0.5")], **ROCE), tuple(FOUR.split(","))
-    links = [*rail_nets(4), interface("stor0", "host", "10.200.0.5/16")]
+    links = [interface(f"rail{i}", "host", f"10.1.{i}.5/24") for i in range(4)]
+    links += [interface("stor0", "host", "10.200.0.5/16")]
     mounted = host(gpus=4, rdma=[*rails(4), twin], interfaces=links, storage_servers=("10.200.7.9",))
     crowded = cluster(mounted, nearest=near, crowded={3: ("mlx5_3", "mlx5_4")})
     assert values(settings([mounted], crowded))[HCA] == FOUR
-    only = host(
-        gpus=4, rdma=rails(4), interfaces=links, storage_servers=("10.1.2.200",)
-    )  # the rail carries storage too
+    # the rail carries storage too
+    only = host(gpus=4, rdma=rails(4), interfaces=links, storage_servers=("10.1.2.200",))
     assert HCA not in values(settings([only], cluster(only, nearest=near)))
 
 

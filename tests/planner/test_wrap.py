@@ -1,18 +1,14 @@
 """The user's own manifests, wrapped: what is added stands as lines of its own, and all else stays where it was."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from difflib import unified_diff
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from rigs.pods import templates
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 from contracts.job_config import parse_config
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
@@ -33,7 +29,7 @@ ADDED = Additions(
     resources={"rdma/rdma_shared_device_eth": "1"}, gate_image="registry.example/topoflight:1", log=True,
     annotations={"forecast-step": "step 1 s"},
 )  # fmt: skip
-FILE = Path(__file__).parents[1] / "golden" / "wrap.yaml"
+FILE = ROOT / "tests/golden/wrap.yaml"
 
 
 class Dumper(yaml.SafeDumper):
@@ -76,7 +72,7 @@ def described(row: dict[str, Any], made: str, notes: list[str], usual: set[str])
     return row | {"jobs": jobs, "others": others_in(found), "changes": "\n".join(lines), "notes": notes}
 
 
-def test_golden_wraps(golden: Callable[..., None]) -> None:
+def test_golden_wraps(golden):
     """The lines of the user stay, but for additions in brackets; wrapping again changes nothing; names are unique."""
     head, rows = FILE.read_text(encoding="utf-8").partition("- what")[0], yaml.safe_load(FILE.read_text("utf-8"))
     results = [wrapped(row["text"], additions(row)) for row in rows]
@@ -171,10 +167,28 @@ FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": t
          "sft.yaml": "model_name_or_path: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 4\n"}  # fmt: skip
 
 
+def test_a_text_without_a_last_newline_stays_as_it_is() -> None:
+    for text in ("kind: Job\nmetadata:\n  name: a\nspec:\n  template:\n    spec:\n      containers:\n      - name: t",
+                 gpu_job() + "# end\n    ", gpu_job().rstrip()):  # fmt: skip
+        assert wrap(text, [None]) == (text, [])
+        removed = [line for line in changes(text, wrapped(text, ADDED)[0]) if line.startswith("-") and "{" not in line]
+        assert not removed and not wrapped(text, ADDED)[0].endswith("\n"), text
+
+
+@each_row(("text", "says"), rows("ranks"))
+def test_ranks_that_do_not_fit_or_get_no_variable_are_named(text: str, says: list[str]) -> None:
+    """A runtime in the same file as its TrainJob has the TrainJob's number of nodes."""
+    notes = [
+        note
+        for note in wrapped(text, replace(ADDED, gate_image=None))[1]
+        if "ranks in a pod" in note or "mpirun" in note
+    ]
+    assert [note.partition(":")[0] for note in notes] == says
+    assert {job.nodes for job in jobs_in(documents(text))} <= {2}
+
+
 @each_row(("words", "nodes", "ranks", "settings"), rows("trains"))
-def test_a_command_says_what_it_trains(
-    words: list[str], nodes: int | None, ranks: int | None, settings: dict[str, Any]
-) -> None:
+def test_a_command_says_what_it_trains(words, nodes, ranks, settings):
     said = read_command(words, FILES.get)
     assert (said.nodes, said.ranks_per_node, said.unknown) == (nodes, ranks, [])
     assert settings.items() <= said.settings.items()

@@ -1,10 +1,7 @@
 """The fake NVML, built once, and a machine that answers through it."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +24,13 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recording() -> Callable[[str], dict[str, Any]]:
+def recording():
     """A recording's content by its name."""
     return lambda name: json.loads((TESTS / "machines" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
-def scanner_of(
-    fake_nvml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Callable[[str], dict[str, Any]]
-) -> Callable[..., Scanner]:
+def scanner_of(fake_nvml, tmp_path, monkeypatch, recording):
     """A scanner whose child process finds a recorded machine's GPUs through the fake NVML, with failures on demand."""
 
     def make(name: str, inject: str = "", nvml: dict[str, dict[str, Any]] | None = None, **options: Any) -> Scanner:

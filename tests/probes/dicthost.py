@@ -1,7 +1,5 @@
 """A host at the edge of the world: files, links and answers from dictionaries, errors included."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os

@@ -1,7 +1,5 @@
 """What the tests of the gpu probe share: recordings to change, and the facts that are read of them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

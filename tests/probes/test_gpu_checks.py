@@ -1,14 +1,11 @@
 """What the gpu probe concludes: of single facts (gpu_findings.yaml), of GPUs beside each other and on the bus."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from gpu_machines import H100, facts_of, gpu_with, recorded
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rigs.recorded import with_facts
 from rigs.tables import each_row, rows_of
 from scanned import scan
@@ -63,9 +60,7 @@ def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None
 
 
 @each_row(("changes", "has", "lacks", "severity"), rows("sentences"))
-def test_sentences_say_what_is_so_and_remedies_lift_what_they_name(
-    changes: dict[str, Any], has: str, lacks: str, severity: str
-) -> None:
+def test_sentences_say_what_is_so_and_remedies_lift_what_they_name(changes, has, lacks, severity):
     worst = next(f for f in check(gpu_with(ALIKE, changes)) if f.code != "gpu.power.capped")
     text = f"{worst.message} {worst.remedy}"
     assert has in text and lacks.lower() not in text.lower() and worst.status == severity, text
@@ -77,9 +72,7 @@ def test_confidential_computing_is_told() -> None:
 
 
 @each_row(("changes", "count", "code", "severity", "words"), rows("twins"))
-def test_one_gpu_unlike_its_twins_is_named_with_its_cost(
-    changes: dict[str, Any], count: int, code: str, severity: str, words: str
-) -> None:
+def test_one_gpu_unlike_its_twins_is_named_with_its_cost(changes, count, code, severity, words):
     found = check(ALIKE, gpu_with(ALIKE, changes), *[ALIKE] * (count - 2))
     found = [f for f in found if f.status is not Status.INFO]
     subject = "" if "different" in words else "GPU1"
@@ -119,18 +112,15 @@ def test_no_link_at_all_is_a_fault_only_where_links_are_soldered_on(name: str, i
 
 
 @each_row(("name", "active", "listed", "kind", "severities"), rows("links"))
-def test_links_that_all_gpus_lack_count_by_their_share(
-    name: str, active: int, listed: int, kind: str | None, severities: list[str]
-) -> None:
-    found = check(*[Gpu(index=0, bus_id=None, name=name, **links(active, listed, kind))] * 4)
+def test_missing_links_count_by_their_share(name, active, listed, kind, severities):
+    counts = [active] * 4 if isinstance(active, int) else active
+    found = check(*(Gpu(index=0, bus_id=None, name=name, **links(count, listed, kind)) for count in counts))
     assert [f.status for f in found] == severities
     assert not {f.code for f in found} - {"gpu.nvlink.missing"}
 
 
 @each_row(("name", "status", "severity", "acs"), rows("p2p"))
-def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault(
-    name: str, status: str, severity: str, acs: bool
-) -> None:
+def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault(name, status, severity, acs):
     gpu = Gpu(index=0, bus_id=None, name=name)
     (found,) = check(gpu, gpu, pairs=(GpuPair(a=0, b=1, ancestor="PIX", p2p_read=status),))
     assert (found.code, found.status, "ACS" in found.remedy) == ("gpu.p2p.refused", severity, acs)
@@ -157,9 +147,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(value: str | None, wanted
 
 
 @each_row(("environment", "visible", "total", "wanted"), rows("granted"))
-def test_gpus_that_slurm_gave_are_compared_with_those_that_are_there(
-    environment: dict[str, str], visible: str | None, total: int, wanted: list[str] | None
-) -> None:
+def test_gpus_that_slurm_gave_are_compared_with_those_that_are_there(environment, visible, total, wanted):
     """Fewer than granted is a lost GPU, more is another job's; what a prolog sees is not the job's."""
     gpus = [dataclasses.replace(ALIKE, uuid=f"GPU-{n}aaa") for n in range(total)]
     granted = _read_slurm_gpus(environment)
@@ -264,9 +252,7 @@ def bus(
 
 
 @each_row(("where", "found", "count", "code", "severity"), rows("bus"))
-def test_a_gpu_that_nvml_leaves_out(
-    where: str, found: dict[str, Any], count: int, code: str, severity: str | None
-) -> None:
+def test_a_gpu_that_nvml_leaves_out(where, found, count, code, severity):
     """A missing one fails and is named; one that was given to others is told; none read is never fine."""
     findings = list(check_bus(bus(**found), set(EIGHT[:count]), count))
     worst = [(f.code, f.status) for f in findings if f.code == code]

@@ -1,15 +1,12 @@
 """Facts of a GPU as NVML encodes them: the fabric's health, Xids, ECC, events, and what other probes see beside it."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
-from functools import cache, reduce
+from functools import reduce
 from operator import getitem
 from typing import Any
 
 from gpu_machines import GB200, H100, changed, facts_of, recorded
-from rigs.recorded import findings, with_facts
+from rigs.recorded import findings, snapshot, with_facts
 from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
@@ -22,11 +19,9 @@ from probes.gpu.read import xid_of_line
 from probes.host.recording import RecordedHost
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-from probes.scanner import Scanner
 from topology.build import build
 from topology.check import departures
 from topology.derive import reference_of
-from topology.graph import NodeTopology
 
 rows = rows_of(__file__)
 
@@ -87,7 +82,7 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     assert "gpu.device.missing" not in {f.code for f in gone}
 
 
-def test_events_pass_through_the_driver_library_and_are_kept(scanner_of: Callable[..., Scanner]) -> None:
+def test_events_pass_through_the_driver_library_and_are_kept(scanner_of):
     """Taken out of the driver's queue once, told in every scan after; a GPU that cannot be watched is unknown."""
     queue = {"nvmlEventSetWait": {"8": {"watched": [*range(8)], "xids": [[3, 79], [5, 31]]}}}
     with scanner_of(H100, inject="nvmlDeviceRegisterEvents@gpu6=not_supported", nvml=queue) as scanner:
@@ -199,6 +194,21 @@ def test_no_rdma_device_is_never_said_beside_one() -> None:
     assert {f.status for f in unknown} == {Status.UNKNOWN}
 
 
+@each_row(("bond", "codes"), [("bond0", []), (None, ["pci.nic.no_rdma"])])
+def test_one_rdma_device_serves_both_functions_of_a_bonded_card(bond: str | None, codes: list[str]) -> None:
+    """RoCE LAG: mlx5_bond_0 on the first function replaces the RDMA device of the second."""
+    snapshot = scan(RecordedHost(recorded(H100)))
+    rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
+    (first,) = (device for device in pci.devices if device.bus_id == rdma.devices[0].bus_id)
+    second = dataclasses.replace(first, bus_id=f"{first.bus_id[:-1]}1", rdma=False, class_code=0x020000)
+    bonded = dataclasses.replace(rdma.devices[0], bond=bond)
+    seen = with_facts(
+        snapshot, rdma=dataclasses.replace(rdma, devices=(bonded, *rdma.devices[1:])),
+        pci=dataclasses.replace(pci, devices=(*pci.devices, second)),
+    )  # fmt: skip
+    assert [f.code for f in findings(seen) if f.code == "pci.nic.no_rdma"] == codes
+
+
 def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     """hca_type MT4129 is a ConnectX-7 on any bus."""
     content = changed(H100)
@@ -209,15 +219,10 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     assert RdmaDevice(name="x", kind="hca", ports=(RdmaPort(port=1),)).bus_id is None
 
 
-@cache
-def _whole_node() -> NodeTopology:
-    return build(scan(RecordedHost(recorded(H100))))
-
-
 @each_row(("model", "gpus", "sku"), rows("boards"))
 def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str | None) -> None:
     """GB200 is no B200, and GH200 no H200."""
-    node = _whole_node()
+    node = build(snapshot())
     renamed = dataclasses.replace(
         node, product=None, gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])
     )

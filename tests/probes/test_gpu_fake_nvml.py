@@ -1,11 +1,6 @@
 """The gpu probe through pynvml and a libnvidia-ml.so.1 of our own, in a child process as on a live machine."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from gpu_machines import H100, facts_of, recorded
@@ -43,16 +38,14 @@ def _others(facts: GpuFacts, sick: int) -> list[object]:
     [H100, "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "l40s-4x-pcie", "titan-rtx-2x-nv2", "polaris-4xA100-nv4",
      "sick-h100-thermal", "sick-h100-nvlink-missing"],
 )  # fmt: skip
-def test_the_same_facts_through_the_driver_library_as_from_the_recording(
-    name: str, scanner_of: Callable[..., Scanner]
-) -> None:
+def test_the_same_facts_through_the_driver_library_as_from_the_recording(name, scanner_of):
     """Every symbol, structure and error code passes through ctypes unharmed."""
     replayed = facts_of(recorded(name))
     assert replayed.gpus
     assert _without_xids(_facts(scanner_of(name))) == _without_xids(replayed)
 
 
-def test_an_h100_host_reads_as_its_data_sheet_says(scanner_of: Callable[..., Scanner]) -> None:
+def test_an_h100_host_reads_as_its_data_sheet_says(scanner_of):
     """Stated by hand, not taken from the recording."""
     facts = _facts(scanner_of(H100))
     gpu = facts.gpus[3]
@@ -71,7 +64,7 @@ def test_an_h100_host_reads_as_its_data_sheet_says(scanner_of: Callable[..., Sca
 
 
 @pytest.mark.parametrize("symbol", ["nvmlDeviceGetHandleByIndex", "*"])
-def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Callable[..., Scanner]) -> None:
+def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol, scanner_of):
     """Whichever call finds out that it is lost."""
     with scanner_of(H100, inject=f"{symbol}@gpu5=gpu_lost") as scanner:
         snapshot = scanner.scan()
@@ -81,7 +74,7 @@ def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Cal
     assert [(f.code, f.subject) for f in findings(snapshot)] == [("gpu.device.lost", "GPU5")]
 
 
-def test_nonsense_in_one_answer_leaves_the_other_gpus_alone(scanner_of: Callable[..., Scanner], tmp_path: Path) -> None:
+def test_nonsense_in_one_answer_leaves_the_other_gpus_alone(scanner_of, tmp_path):
     """A driver that fills a structure with rubbish must not spread it."""
     replayed = facts_of(recorded())
     failures, spread = tmp_path / "failures", []
@@ -96,7 +89,7 @@ def test_nonsense_in_one_answer_leaves_the_other_gpus_alone(scanner_of: Callable
     assert not spread
 
 
-def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of: Callable[..., Scanner]) -> None:
+def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of):
     """Standard output of the child is the pipe; a chatty driver must not write into it."""
     assert len(_facts(scanner_of(H100, inject="nvmlDeviceGetName=noise")).gpus) == 8
 
@@ -104,8 +97,8 @@ def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of: Call
 @pytest.mark.long
 @pytest.mark.parametrize(("inject", "words", "call"), rows("calls")())
 def test_a_call_that_hangs_or_crashes_fails_the_probe_by_its_name_and_is_repeated_after_a_pause(
-    inject: str, words: str, call: str, scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    inject, words, call, scanner_of, monkeypatch
+):
     """The scans in between cost nothing, and the other probes answer all the while."""
     probes = (dataclasses.replace(BY_NAME["gpu"], timeout_seconds=3.0), BY_NAME["hostinfo"])
     with scanner_of(H100, inject=inject, probes=probes) as scanner:
@@ -120,7 +113,7 @@ def test_a_call_that_hangs_or_crashes_fails_the_probe_by_its_name_and_is_repeate
         assert next(f.code for f in findings(snapshot)) == "gpu.probe.failed"
 
 
-def test_a_count_that_is_nonsense_costs_only_the_gpu_probe(scanner_of: Callable[..., Scanner]) -> None:
+def test_a_count_that_is_nonsense_costs_only_the_gpu_probe(scanner_of):
     with scanner_of(H100, inject="nvmlDeviceGetCount=garbage", probes=(BY_NAME["gpu"], BY_NAME["hostinfo"])) as scanner:
         snapshot = scanner.scan()
     outcome = snapshot.outcomes["gpu"]
@@ -128,9 +121,7 @@ def test_a_count_that_is_nonsense_costs_only_the_gpu_probe(scanner_of: Callable[
     assert isinstance(snapshot.outcomes["hostinfo"], Ok)
 
 
-def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
-    scanner_of: Callable[..., Scanner], recording: Callable[[str], dict[str, Any]]
-) -> None:
+def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(scanner_of, recording):
     """DRIVER_NOT_LOADED is a fault only where there is something to drive."""
     with scanner_of(H100, inject="nvmlInit=driver_not_loaded") as scanner:
         snapshot = scanner.scan()
@@ -142,9 +133,7 @@ def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
     assert isinstance(scan(RecordedHost(bare)).outcomes["gpu"], Absent)
 
 
-def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
-    scanner_of: Callable[..., Scanner], tmp_path: Path
-) -> None:
+def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(scanner_of, tmp_path):
     """What is kept between scans hides neither."""
     failures = tmp_path / "failures"
     failures.write_text("")
@@ -162,9 +151,7 @@ def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
     assert fourth == first
 
 
-def test_the_library_is_found_where_the_node_has_it(
-    scanner_of: Callable[..., Scanner], fake_nvml: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_is_found_where_the_node_has_it(scanner_of, fake_nvml, monkeypatch):
     """Outside the loader's folders; what is there and is no library of this machine is passed over."""
     made = scanner_of(H100)
     monkeypatch.delenv("LD_LIBRARY_PATH")
@@ -177,9 +164,7 @@ def test_the_library_is_found_where_the_node_has_it(
 
 @pytest.mark.parametrize(("loaded", "error", "severity"), [(True, "NO_DEVICE_FILES", Status.UNKNOWN),
                                                            (False, "DRIVER_NOT_LOADED", Status.FAIL)])  # fmt: skip
-def test_a_container_without_device_files_is_no_broken_driver(
-    loaded: bool, error: str, severity: Status, scanner_of: Callable[..., Scanner], tmp_path: Path
-) -> None:
+def test_a_container_without_device_files_is_no_broken_driver(loaded, error, severity, scanner_of, tmp_path):
     """NVML says "not loaded" of both; the kernel says which."""
     made = scanner_of(H100, inject="nvmlInit=driver_not_loaded")
     if loaded:

@@ -1,12 +1,8 @@
 """What the gpu probe says where the driver refuses, fails or is slow: question by question, code by code."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +15,11 @@ from agent.checks.host_checks import checks_of_snapshot
 from contracts.finding import Status
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu
-from probes.gpu.probe import IDENTITY, PROBE
-from probes.gpu.probe import codes_of_question as codes_of
+from probes.gpu.probe import IDENTITY, PROBE, codes_of_question as codes_of
 from probes.gpu.read import LOST
 from probes.host.nvml import ERROR_CODES, HANDLE, INIT, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
 from probes.host.recording import RecordedHost
-from probes.scanner import Scanner
 from topology.build import build
 from topology.check import check as topology_check
 from topology.graph import NodeTopology
@@ -250,9 +244,7 @@ def test_a_count_that_fails_is_taken_from_the_bus() -> None:
     [(INIT, "driver_not_loaded", "fail"), (INIT, "no_permission", "unknown"), (INIT, "unknown", "unknown"),
      ("nvmlDeviceGetHandleByIndex", "no_permission", "unknown")],
 )  # fmt: skip
-def test_the_evidence_names_the_function_that_failed(
-    function: str, kind: str, severity: str, scanner_of: Callable[..., Scanner]
-) -> None:
+def test_the_evidence_names_the_function_that_failed(function, kind, severity, scanner_of):
     """Through the driver library: nvmlInit, or the look-up of a handle, on the way to another function."""
     with scanner_of(H100, inject=f"{function}={kind}") as scanner:
         found = findings(scanner.scan())
@@ -261,7 +253,7 @@ def test_the_evidence_names_the_function_that_failed(
     assert all(function in f.evidence[0] for f in first)
 
 
-def test_who_failed_is_kept_in_a_recording(scanner_of: Callable[..., Scanner]) -> None:
+def test_who_failed_is_kept_in_a_recording(scanner_of):
     """The replay says the same."""
     with scanner_of(H100, inject=f"{HANDLE}@gpu2=no_permission") as scanner:
         live, content = scanner.capture()
@@ -269,7 +261,7 @@ def test_who_failed_is_kept_in_a_recording(scanner_of: Callable[..., Scanner]) -
     assert facts_of(again).gpus[2].error == facts_of(live).gpus[2].error == f"NO_PERMISSION ({HANDLE})"
 
 
-def test_a_driver_that_was_unloaded_is_initialised_again(scanner_of: Callable[..., Scanner], tmp_path: Path) -> None:
+def test_a_driver_that_was_unloaded_is_initialised_again(scanner_of, tmp_path):
     """UNINITIALIZED in one scan is no state for ever."""
     failures = tmp_path / "failures"
     failures.write_text("nvmlDeviceGetTemperature=code:1")

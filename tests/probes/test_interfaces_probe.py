@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 from dicthost import Content, DictHost
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rigs.tables import each_row, rows_of
 
 from contracts.finding import Status
 from probes.api import UnavailableError
-from probes.interfaces import probe as interfaces
-from probes.interfaces import read as lldp
+from probes.interfaces import probe as interfaces, read as lldp
 from probes.interfaces.facts import Interface, nccl_choice
 from probes.interfaces.read import read as read_interfaces
 
@@ -44,14 +42,8 @@ class Network:
             link["flags"] |= 0x8
         if "kind" in more:
             link["IFLA_LINKINFO"] = {"IFLA_INFO_KIND": more["kind"]}
-        for key, attribute in (
-            ("mtu", "IFLA_MTU"),
-            ("master", "IFLA_MASTER"),
-            ("link", "IFLA_LINK"),
-            ("netnsid", "IFLA_LINK_NETNSID"),
-        ):
-            if key in more:
-                link[attribute] = more[key]
+        attributes = {"mtu": "IFLA_MTU", "master": "IFLA_MASTER", "link": "IFLA_LINK", "netnsid": "IFLA_LINK_NETNSID"}
+        link |= {attribute: more[key] for key, attribute in attributes.items() if key in more}
         if address:
             self.addresses.append({"index": index, "IFA_LOCAL": address, "IFA_ADDRESS": address, "prefixlen": 24})
         if more.get("default"):
@@ -161,9 +153,7 @@ def test_a_pod_is_told_by_its_network_status_or_its_links(files: dict[str, Conte
 
 
 @each_row(("environment", "backend", "agent", "wrong"), rows("asked"))
-def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
-    environment: dict[str, str], backend: str | None, agent: bool, wrong: bool
-) -> None:
+def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(environment, backend, agent, wrong):
     """Without a GPU gloo's own setting counts; in the agent's pod no job's setting is to be seen."""
     facts = replace(read_interfaces(pod().host(environment=environment)), backend=backend, of_agent=agent)
     assert ("interfaces.choice.wrong" in [each.code for each in interfaces.check(facts)]) is wrong
@@ -193,14 +183,6 @@ def saved(*found: bytes) -> bytes:
     return b"".join(len(each).to_bytes(8, "little") + each for each in found)
 
 
-def wired(content: bytes, **more: object) -> str | None:
-    """What the interface of index 1 has for a neighbour."""
-    network = Network().add("ens1", "10.0.0.5", pci="0000:1a:00.0", speed=100000)
-    host = network.host(files={f"{lldp.LLDP_FOLDER}/1": content, **more})
-    (interface,) = read_interfaces(host).interfaces
-    return interface.neighbour
-
-
 @each_row(
     ("content", "neighbour"),
     [
@@ -216,7 +198,9 @@ def wired(content: bytes, **more: object) -> str | None:
 )
 def test_switch_and_port_of_a_wire(content: bytes, neighbour: str | None) -> None:
     """What names no one switch is left out."""
-    assert wired(content) == neighbour
+    network = Network().add("ens1", "10.0.0.5", pci="0000:1a:00.0", speed=100000)
+    (interface,) = read_interfaces(network.host(files={f"{lldp.LLDP_FOLDER}/1": content})).interfaces
+    assert interface.neighbour == neighbour
 
 
 def test_file_of_another_interface_is_not_taken() -> None:

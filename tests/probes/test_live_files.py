@@ -1,7 +1,5 @@
 """What a live host keeps between two questions and two scans, and what it looks at again."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """The PCIe tree: links, ACS, IOMMU, the ways to GPU memory, and trees that a hypervisor made up."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +12,7 @@ from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.pci import probe as pci
 from probes.pci.probe import peer_ports
-from probes.pci.read import parse_config
-from probes.pci.read import read as read_pci
+from probes.pci.read import parse_config, read as read_pci
 
 rows = rows_of(__file__)
 
@@ -122,9 +119,7 @@ BUILDERS: dict[str, Callable[..., Machine]] = {
 
 
 @each_row(("what", "builder", "made", "more", "expected"), rows("tree"))
-def test_what_is_wrong_with_the_tree(
-    what: str, builder: str, made: dict[str, Any], more: dict[str, Any], expected: dict[str, list[str]]
-) -> None:
+def test_what_is_wrong_with_the_tree(what, builder, made, more, expected):
     named = {"config": CONFIGS, "kind": KINDS}
     given = {name: named[name][value] if name in named else value for name, value in made.items()}
     files = {DRIVER: OPEN_DRIVER, "/proc/cpuinfo": "flags\t: fpu\n", **more}

@@ -1,35 +1,20 @@
 """The texts of the findings of probes and topology fit the code that fills them in."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib
-from pathlib import Path
 from string import Formatter
-from types import ModuleType
 from typing import Any
 
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from contracts.finding import Status
 from contracts.tables import read_table
 from probes.gpu.health import WORDS
 from probes.registry import ALL
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = [*(f"probes/{probe.name}" for probe in ALL), "topology"]
 BETWEEN_SCANS = ROOT / "probes" / "increases.py"
-
-
-def _modules(folder: str) -> list[ModuleType]:
-    paths = [*sorted((ROOT / folder).glob("*.py")), BETWEEN_SCANS]
-    return [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
-
-
-def _trees(folder: str) -> list[ast.AST]:
-    found = [*(ROOT / folder).glob("*.py"), BETWEEN_SCANS]
-    return [node for path in found for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
 def _texts(row: dict[str, Any]) -> list[str]:
@@ -40,12 +25,14 @@ def _texts(row: dict[str, Any]) -> list[str]:
 @each_row("folder", FOLDERS)
 def test_every_row_of_a_finding_is_raised_and_filled_in(folder: str) -> None:
     """A row has known members and a remedy; code has its key, and passes what its texts name."""
-    nodes = _trees(folder)
+    paths = [*sorted((ROOT / folder).glob("*.py")), BETWEEN_SCANS]
+    modules = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     words |= set(WORDS["rule"]) if folder == "probes/gpu" else set()  # findings that one fact decides
     passed = {node.arg for node in nodes if isinstance(node, ast.keyword)} | words | {"subject"}
     facts = {
-        field.name for module in _modules(folder) for kind in vars(module).values() if dataclasses.is_dataclass(kind)
+        field.name for module in modules for kind in vars(module).values() if dataclasses.is_dataclass(kind)
         for field in dataclasses.fields(kind)
     }  # fmt: skip
     wrong = []

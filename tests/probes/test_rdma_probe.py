@@ -18,8 +18,7 @@ from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of
 from probes.rdma.probe import nccl_gid_index, rocev2_gid_index
-from probes.rdma.read import parse_rate, roce_mtu
-from probes.rdma.read import read as read_rdma
+from probes.rdma.read import parse_rate, read as read_rdma, roce_mtu
 
 rows = rows_of(__file__)
 
@@ -112,9 +111,7 @@ def answering(
 
 
 @each_row(("devices", "answers", "expected", "words"), ROWS)
-def test_what_is_wrong_with_devices_and_ports(
-    devices: list[dict[str, Any]], answers: dict[str, Any], expected: list[list[str]], words: str
-) -> None:
+def test_what_is_wrong_with_devices_and_ports(devices, answers, expected, words):
     fabric = Fabric()
     for number, device in enumerate(devices):
         gids = [(GIDS[gid], VERSIONS[version]) for gid, version in device.get("gids", ())]
@@ -189,6 +186,16 @@ def test_congestion_marks_prove_ecn_and_a_bond_is_named() -> None:
     fabric.files["/sys/devices/virtual/net/bond0/mtu"] = "9000"
     found = read_rdma(fabric.host()).devices[0]
     assert (found.ports[0].ecn, found.ports[0].traffic_class, found.bond) == (True, 106, "bond0")
+
+
+@each_row(("mode", "down", "severities"), rows("members"))
+def test_a_member_of_a_bond_that_is_down_takes_its_share_with_it(mode: str, down: int, severities: list[str]) -> None:
+    fabric, bond = Fabric().add("mlx5_bond_0", 0), "/sys/devices/virtual/net/bond0"
+    fabric.links |= {"/sys/devices/pci0000:10/0000:10:00.0/net/eth0/master": bond, "/sys/class/net/bond0": bond}
+    fabric.files |= {f"{bond}/bonding/mode": mode, f"{bond}/bonding/slaves": "m0 m1\n"}
+    fabric.files |= {f"/sys/class/net/m{n}/operstate": "down" if n < down else "up" for n in (0, 1)}
+    told = [(f.code, f.status, f.subject) for f in findings(fabric.host())]
+    assert told == [("rdma.port.rate", severity, "mlx5_bond_0:1") for severity in severities]
 
 
 def counted(**counters: int) -> rdma.RdmaFacts:

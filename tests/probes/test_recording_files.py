@@ -1,16 +1,14 @@
 """Recordings: what goes in, what comes out, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rigs.command import interpreter
+from rigs.recorded import path_of
 from rigs.tables import each_row
 from scanned import scan
 
@@ -21,9 +19,6 @@ from probes.host.recording import RecordedHost, RecordingHost, load
 from probes.registry import ALL
 from probes.scanner import Scanner, archive, dumps
 from probes.wire import KIND, SCHEMA_VERSION, RecordingError, outcome_to_json
-
-MACHINES = Path(__file__).parent.parent / "machines"
-NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
 
 
 def _recorder(root: Path) -> tuple[Host, RecordingHost]:
@@ -39,9 +34,7 @@ def outcomes_of(found: Snapshot) -> dict[str, Any]:
 @pytest.mark.long
 def test_the_built_recordings_are_what_the_builder_writes() -> None:
     """Edit the builder, not the files."""
-    done = subprocess.run(
-        [sys.executable, str(MACHINES / "build.py"), "--check"], capture_output=True, text=True, check=False
-    )
+    done = interpreter("tests/machines/build.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -146,8 +139,8 @@ def test_a_file_that_is_no_recording_is_refused_by_name(content: bytes, words: s
 def test_gzip_is_read_like_plain_and_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
     """Whatever the file is called; the system's own error says it best."""
     path = tmp_path / "packed.json"
-    path.write_bytes(gzip.compress((MACHINES / f"{NAMES[0]}.json").read_bytes()))
-    assert load(path).identity() == load(MACHINES / f"{NAMES[0]}.json").identity()
+    path.write_bytes(gzip.compress(path_of().read_bytes()))
+    assert load(path).identity() == load(path_of()).identity()
     with pytest.raises(FileNotFoundError, match="none"):
         load(tmp_path / "none.json")
 

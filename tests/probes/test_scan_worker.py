@@ -1,7 +1,5 @@
 """The scan: outcomes, the child process and its ends, and outcomes as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -22,8 +20,7 @@ from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from contracts.finding import Status
-from probes import registry
-from probes import scanner as scanning
+from probes import registry, scanner as scanning
 from probes.api import Absent, Failed, Ok, Snapshot, UnavailableError
 from probes.host.live import LiveHost
 from probes.host.protocol import Host
@@ -152,9 +149,7 @@ def _starts_nothing(scanner: Scanner, words: str) -> None:
     ("code", "words"),
     [("print('hello')", "not JSON"), ("import os; os._exit(3)", "exit code 3"), ("print('{}')", "did not say")],
 )
-def test_a_child_that_cannot_start_fails_every_probe_once(
-    code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_cannot_start_fails_every_probe_once(code, words, tmp_path, monkeypatch):
     """A broken Python installation is said in words, and a fixed one works again."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -1,7 +1,5 @@
 """Benchmarks of real ranks in tests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

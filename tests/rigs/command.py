@@ -1,7 +1,5 @@
 """`topoflight` as a user runs it: in this process (a second of CPU less), in one of its own, or on a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -14,11 +12,12 @@ from typing import Any
 
 import click
 from click.testing import CliRunner, Result
+from rigs.tables import ROOT
 
 from agent.cli.main import _run, cli
 
-ROOT = Path(__file__).parents[2]
 MODULE = (sys.executable, "-m", "agent.cli")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 class _Whole:
@@ -44,26 +43,33 @@ def topoflight(*words: object, given: str = "", **environment: str | None) -> Re
     return done
 
 
-def process(
-    *words: object, given: str = "", cwd: Path = ROOT, before: Iterable[str] = (), **environment: str
-) -> subprocess.CompletedProcess[str]:
+def process(*words: object, given: str = "", cwd: Path = ROOT, before: Iterable[str] = (), seconds: float = 600,
+            **environment: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """The command in a process of its own, `before` being words that start it; its output captured."""
-    return _process([*before, *MODULE, *map(str, words)], given, cwd, environment)
+    return _process([*before, *MODULE, *map(str, words)], given, cwd, seconds, environment)
 
 
 def python(code: str, *words: object, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """A script in a fresh interpreter at the top of the repository; a failure of it raises with what it said."""
-    done = _process([sys.executable, "-c", code, *map(str, words)], given, ROOT, environment)
+    done = _process([sys.executable, "-c", code, *map(str, words)], given, ROOT, 600, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def _process(
-    command: list[str], given: str, cwd: Path, environment: dict[str, str]
+def interpreter(
+    *words: object, seconds: float = 600, cwd: Path = ROOT, without: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter with these words and one thread; no variables whose names start with those of `without`."""
+    usual = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return _process([sys.executable, *map(str, words)], "", cwd, seconds, usual | environment, without)
+
+
+def _process(command: list[str], given: str, cwd: Path, seconds: float, environment: dict[str, str],
+             without: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(without)}
     return subprocess.run(
-        command, input=given, capture_output=True, text=True, timeout=600, check=False, cwd=cwd,
-        env=os.environ | {"COLUMNS": "80"} | environment,
+        command, input=given, capture_output=True, text=True, timeout=seconds, check=False, cwd=cwd,
+        env=kept | {"COLUMNS": "80"} | environment,
     )  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """Definitions of other projects' kinds, from the corpus: what their API servers would refuse or drop of an object."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recorded sick machines, and where a newcomer reads each fault: on the page, on the dashboards, in an alert."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path

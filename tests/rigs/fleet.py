@@ -1,7 +1,5 @@
 """A cluster of any size from the recorded machines: what its agents publish."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator
@@ -43,17 +41,13 @@ def through_the_api(record: NodeRecord) -> NodeRecord:
     return from_resource(json.loads(json.dumps(resource_of(record))))
 
 
-@cache
-def _record(machine: str) -> NodeRecord:
-    return record_of_view(view(machine))
-
-
 def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[NodeRecord]:
     """Of H100 nodes; where `sick`, each sixtieth or the only one has one of five faults, and a few are silent."""
     now = time.time() if now is None else now
+    known = cache(lambda machine: record_of_view(view(machine)))
     for n in range(nodes):
         ill = sick and (n % EVERY == EVERY // 3 or nodes == 1)
-        made = _record(SICK[n // EVERY % len(SICK)] if ill else H100)
+        made = known(SICK[n // EVERY % len(SICK)] if ill else H100)
         at = now - (7200.0 if sick and n % (3 * EVERY) == EVERY // 2 else 30.0)
         made = replace(made, name=f"gpu-{n:04}", host=f"gpu-{n:04}", scanned_at_seconds=at)
         since = time_of(now - FAULT_SECONDS - 60 * (n % 40))

@@ -4,8 +4,6 @@ Surface: https://huggingface.co/docs/hub/api and the headers that huggingface_hu
 X-Linked-Etag, X-Linked-Size, X-Error-Code, Link. What it serves is what a test puts into a folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import json

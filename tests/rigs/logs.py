@@ -1,7 +1,5 @@
 """Logs in the tests of their reader."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """What tests need from Debian and npm. Several test processes run at once: one installs, the others wait for it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """Pods inside the manifests of jobs, and the manifests that `launch` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The recorded machines of tests/machines, each scanned and judged once in a process: tests only read what they get."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache

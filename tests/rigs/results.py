@@ -1,7 +1,5 @@
 """What a benchmark and a training run leave behind, with the figures that a test names and usual ones for the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Servers on ports that the kernel chooses as they are bound: one that was only looked for is taken by another test."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import threading

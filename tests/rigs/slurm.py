@@ -3,8 +3,6 @@
 All listen on free loopback ports; or each node is a host of rigs.netns, with slurmctld on the first of them.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -5,8 +5,6 @@ Each row has a `tmp_path` and a `monkeypatch` of its own. Rows share all other f
 changes what such a fixture gives, the test stays parametrized.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -18,6 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+ROOT = Path(__file__).parents[2]  # of the repository
 
 
 def each_row(
@@ -115,7 +115,7 @@ def golden_rows(name: str, key: str, read: Callable[[dict[str, Any]], Any]) -> N
 
     TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites the results; a new row needs `what` it shows and the input alone.
     """
-    path = Path(__file__).parents[1] / "golden" / name
+    path = ROOT / "tests/golden" / name
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     made = [row | {key: json.loads(json.dumps(plain(read(row))))} for row in rows]
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":

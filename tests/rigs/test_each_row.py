@@ -1,7 +1,5 @@
 """`each_row`: a failing row is reported by its name, and the others run all the same."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.tables import each_row
 

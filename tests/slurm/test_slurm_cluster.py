@@ -1,7 +1,5 @@
 """Topoflight on a real slurmctld and real slurmd: health check, prolog, epilog, launch, requeue, search, why."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +27,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory):
     """Three nodes, with the scripts of deploy/slurm as prolog, epilog and health check."""
     folder = tmp_path_factory.mktemp("slurm")
     shutil.copytree(SCRIPTS, folder / "scripts")

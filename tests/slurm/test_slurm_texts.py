@@ -1,7 +1,5 @@
 """Slurm without Slurm: host lists, batch scripts that are written, and a user's own that is wrapped."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import nvml_profile
 import pytest
@@ -20,7 +17,7 @@ from cattrs import structure
 from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
 from rigs.results import search_result
-from rigs.tables import each_row, rows_of
+from rigs.tables import ROOT, each_row, rows_of
 
 from agent.checks.verdict import judge
 from agent.jobs.preflight import Report, slurm_reasons
@@ -40,7 +37,6 @@ from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import Placement, placement_of, topology_conf
 
-ROOT = Path(__file__).parent.parent.parent
 rows = rows_of(__file__)
 
 
@@ -234,10 +230,7 @@ def test_two_recordings_of_a_node_are_one_name(tmp_path: Path) -> None:
 
 
 @each_row(("job", "shown", "here", "wanted", "where", "awaited", "again"), rows("jobs"))
-def test_the_logs_of_a_job_are_found(
-    job: str, shown: str, here: str, wanted: list[str], where: str, awaited: str, again: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_the_logs_of_a_job_are_found(job, shown, here, wanted, where, awaited, again, tmp_path, monkeypatch):
     """By the controller, or in the current folder when it has forgotten the job.
 
     NCCL's logs of an array's task are in the folder of the task's own id.
@@ -263,17 +256,13 @@ def test_the_logs_of_a_job_are_found(
 
 
 @each_row(("words", "machine", "code", "wanted"), rows("over"))
-def test_an_interface_that_a_recorded_node_lacks_is_refused(
-    words: list[str], machine: str, code: int, wanted: str
-) -> None:
+def test_an_interface_that_a_recorded_node_lacks_is_refused(words, machine, code, wanted):
     """With the node and what it has. What the pods will have is unknown where the recording is of a host."""
     done = topoflight(*words, "--nodes", "2", "--dry-run", *(("--host", path_of(machine)) if machine else ()))
     assert done.exit_code == code and wanted in done.output, done.output
 
 
-def test_the_record_of_a_later_job_in_the_same_folder_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_of_a_later_job_in_the_same_folder_is_not_read(tmp_path, monkeypatch):
     forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     monkeypatch.setenv("PATH", commands(tmp_path, scontrol=forgotten)["PATH"])
     (tmp_path / "run" / "ranks").mkdir(parents=True)
@@ -292,9 +281,9 @@ TOLD = (
 
 @each_row(("says", "record", "more", "code", "wanted", "absent"), rows("requeued"))
 def test_a_job_that_saved_and_was_queued_again_has_not_failed(
-    says: str, record: dict[str, Any] | None, more: str, code: int, wanted: str, absent: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    says, record, more, code, wanted, absent, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     """Slurm writes "CANCELLED" of each job that it signals; run.json and the controller say what became of it."""
     log = tmp_path / "slurm-7.log"
     log.write_text(f"{TOLD}{more}\n" if "COMPLETED" not in says else "")
@@ -384,9 +373,7 @@ UNREACHED = [  # nodes that join, whether node 2 leaves a note, state of each no
 
 
 @each_row(("joins", "is_noted", "states", "words"), UNREACHED)
-def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(
-    joins: tuple[int, ...], is_noted: bool, states: list[str], words: str, tmp_path: Path
-) -> None:
+def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted, states, words, tmp_path):
     """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost, unless it says
     beside the journal that it cannot resolve the name of node 0."""
     from torch.distributed import HashStore
@@ -414,7 +401,7 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(
     assert is_noted or "--rendezvous HOST:PORT" in finding.message
 
 
-def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path, monkeypatch):
     """scontrol of Slurm 22.05 prints these words in one line among others."""
     answer = 'echo "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=10.0.0.11 NodeHostName=$3"'
     assert resolvable_address("nowhere.invalid:29407") == "nowhere.invalid:29407"
@@ -459,9 +446,7 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports() -> None:
 
 
 @each_row(("script", "check", "sinfo", "logged"), rows("hung"))
-def test_a_script_of_slurmd_ends_whatever_hangs(
-    script: str, check: str, sinfo: str, logged: str, tmp_path: Path
-) -> None:
+def test_a_script_of_slurmd_ends_whatever_hangs(script, check, sinfo, logged, tmp_path):
     """The check, the controller, or a process in a driver that no signal ends and that keeps the output open."""
     shutil.copytree(ROOT / "deploy" / "slurm", tmp_path, dirs_exist_ok=True)
     hangs = f"setsid sleep 600 & echo $! > {tmp_path}/pid\n{check}"
@@ -514,9 +499,7 @@ def test_the_log_names_the_driver_call_that_hangs(tmp_path: Path) -> None:
 
 
 @each_row(("usable", "count", "granted", "code", "wanted"), rows("limited"))
-def test_a_gpu_that_the_cgroup_of_a_job_refuses_is_limited_and_not_lost(
-    usable: int | None, count: int, granted: str, code: int, wanted: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_gpu_that_the_cgroup_of_a_job_refuses_is_limited_and_not_lost(usable, count, granted, code, wanted, tmp_path):
     """The PCI bus shows eight; open(2) of the other jobs' device nodes ends with EPERM, and NVML leaves them out."""
     recording = json.loads(path_of().read_text())
     answers = recording["answers"]

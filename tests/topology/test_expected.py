@@ -1,9 +1,8 @@
 """What links should carry: held against published results, in whatever words they come, healthy and broken."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,6 @@ def h100(ranks: int = 8, **more: object) -> Ranks:
     return switch(18, 20.6, (9, 0), ranks, **more)
 
 
-def b200(ranks: int = 8, **more: object) -> Ranks:
-    return switch(18, 40.1, (10, 0), ranks, **more)
-
-
 def a100(ranks: int = 8, **more: object) -> Ranks:
     return switch(12, 20.0, (8, 0), ranks, **more)
 
@@ -56,7 +51,7 @@ OTHERS = {
 
 def published() -> list[tuple[Ranks, str, int, float, bool]]:
     """(paths, operation, S, GB/s, whether the source calls it healthy) of each row of published.csv."""
-    kinds = {"h100": h100, "b200": b200, "a100": a100}
+    kinds = {"h100": h100, "b200": partial(switch, 18, 40.1, (10, 0)), "a100": a100}
     text = (Path(__file__).with_name("published.csv")).read_text(encoding="utf-8")
     made = []
     for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
@@ -68,9 +63,7 @@ def published() -> list[tuple[Ranks, str, int, float, bool]]:
 
 
 @each_row(("paths", "op", "size", "busbw", "healthy"), published())
-def test_published_results_are_judged_as_their_sources_do(
-    paths: Ranks, op: str, size: int, busbw: float, healthy: bool
-) -> None:
+def test_published_results_are_judged_as_their_sources_do(paths, op, size, busbw, healthy):
     found = expect(paths, op, size)
     assert isinstance(found, Expected)
     assert (busbw * GB >= found.interval.low) is healthy, found.words()
@@ -141,9 +134,7 @@ def row(machine: str, gpus: int, nodes: int) -> Row:
 
 
 @each_row(("machine", "gpus", "nodes", "inside", "link", "between", "wire"), WORDS["placed"])
-def test_a_machine_in_words_is_placed(
-    machine: str, gpus: int, nodes: int, inside: str | None, link: float | None, between: str | None, wire: float | None
-) -> None:
+def test_a_machine_in_words_is_placed(machine, gpus, nodes, inside, link, between, wire):
     found = place(row(machine, gpus, nodes))
     assert (found.inside, found.between) == (inside, between)
     assert (found.link.low / GB if found.link else None) == (pytest.approx(link) if link else None)

@@ -1,29 +1,23 @@
 """From a node's links to the paths of the ranks that run on it: as it is, and as it should be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from rigs.recorded import snapshot
 from rigs.tables import each_row
 
-from agent.base.options import snapshots
 from planner.forecast import machines
-from probes.registry import ALL
 from topology.build import build
 from topology.expected import Expected, Paths, Unknown, expected
 from topology.formats.text import parse
 from topology.graph import NodeTopology, PathClass
 from topology.paths import Bar, host_links, joined, with_expectations
 
-MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9
 
 
 def node(name: str) -> NodeTopology:
-    (snapshot,) = snapshots((MACHINES / f"{name}.json",), ALL)
-    return with_expectations(build(snapshot))
+    return with_expectations(build(snapshot(name)))
 
 
 def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> Paths:

@@ -1,7 +1,5 @@
 """Clusters, differences between snapshots, and the odd node of a fleet."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Islands, rails, expected bandwidth, NCCL's constants, path labels from PCI ancestry, reference machines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 
@@ -79,6 +77,17 @@ def codes(made):
     return [(finding.code, finding.subject) for finding in check(made) if ".nvlink." in finding.code]
 
 
+def fewer(links):
+    """Eight GPUs with NV12, of which GPU2 has fewer links."""
+    return node(8, {pair: links if 2 in pair else "NV12" for pair in combinations(range(8), 2)})
+
+
+def beside_nics(model):
+    """Eight GPUs with a NIC behind the switch of each, and no NVLink."""
+    names = [f"n{i}" for i in range(8)]
+    return node(8, dict.fromkeys(enumerate(names), "PIX"), model=model, nics=names)
+
+
 def slot(rate_of_slot):
     made = node(1, {(0, "mlx5_0"): "PIX"}, nics=("mlx5_0",))
     made = replace(made, nics=(replace(made.nics[0], pcie_bytes_per_second=rate_of_slot),))
@@ -110,7 +119,13 @@ def test_what_follows_from_the_pairs():
         "an HGX that lost a GPU is still one": (complete(SEVEN).sku, "HGX H100/H200"),
         "and the loss is told": ("This node has 7 GPUs, HGX H100/H200 has 8" in departures(SEVEN), True),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
+        "a board of unknown model may be one": (
+            [codes(beside_nics(model)) for model in ("NVIDIA X900", "NVIDIA RTX PRO 6000 Blackwell Server Edition")],
+            [[("topology.nvlink.down_hgx", "")], []]),
         "one GPU cut off from the switch": (codes(CUT_OFF), [("topology.nvlink.missing", "GPU3")]),
+        "one link of twelve is less than a tenth, two are more": (
+            [f.status for links in ("NV11", "NV10") for f in check(fewer(links)) if "asymmetric" in f.code],
+            ["warn", "fail"]),
         "a NIC faster than its slot": ((slot(24e9), slot(48e9)), (True, False)),
         "tied NICs are dealt out in order": (
             [(rail.nics, rail.gpus) for rail in node(4, TIED, nics=FOUR_NICS).rails],

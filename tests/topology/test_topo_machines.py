@@ -1,7 +1,5 @@
 """Recorded machines: their topology, how it is drawn, what is found wrong with it, and the frozen documents of each."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -20,8 +18,7 @@ from topology.derive import complete
 from topology.formats.text import parse
 from topology.graph import COLOURS, GpuNode, NicNode, NodeTopology, Pair, Pairs, PathClass
 from topology.paths import with_expectations
-from topology.render import json_document
-from topology.render import render_matrix as matrix
+from topology.render import json_document, render_matrix as matrix
 from topology.svg import svg
 
 FLAT = "azure-nd-a100-flat-vm"
@@ -126,20 +123,6 @@ def test_pci_ancestry_agrees_with_nvml_where_no_nvlink_hides_it():
     assert {key: Pairs(blind.pairs).get(f"GPU{key[0]}", f"GPU{key[1]}").label for key in told} == told
 
 
-HOSTILE = '<script>alert("1")</script>\x00\x1b[31m&"\'\n;}'
-
-
-def hostile():
-    gpus = tuple(GpuNode(name=f"GPU{i}", index=i, model=HOSTILE, bus_id=HOSTILE, numa_node=0) for i in range(2))
-    nic = NicNode(name=HOSTILE, netdev=HOSTILE, kind="hca", link_layer=HOSTILE)
-    pairs = (
-        Pair(a="GPU0", b="GPU1", label="SYS", path=None),
-        Pair(a="GPU0", b=HOSTILE, label="PIX", path=None),
-        Pair(a="GPU1", b=HOSTILE, label="SYS", path=None),
-    )
-    return complete(NodeTopology(hostname=HOSTILE, gpus=gpus, nics=(nic,), pairs=pairs, product=HOSTILE))
-
-
 def test_the_matrix_is_printed_as_nvidia_smi_prints_it():
     """A node without a legend gets one on printing, and old words stay; -mp prints no NVLink line."""
     assert matrix(parse(FOUR_GPUS_TWO_NICS)) == FOUR_GPUS_TWO_NICS
@@ -148,8 +131,16 @@ def test_the_matrix_is_printed_as_nvidia_smi_prints_it():
     assert "NV#" not in matrix(parse(text))
 
 
+HOSTILE = '<script>alert("1")</script>\x00\x1b[31m&"\'\n;}'
+SHAPES = {"svg", "title", "style", "rect", "text", "path", "g"}
+
+
 def test_svg_is_one_closed_picture_without_scripts():
-    text = svg(hostile())
+    gpus = tuple(GpuNode(name=f"GPU{i}", index=i, model=HOSTILE, bus_id=HOSTILE, numa_node=0) for i in range(2))
+    nic = NicNode(name=HOSTILE, netdev=HOSTILE, kind="hca", link_layer=HOSTILE)
+    rows = (("GPU0", "GPU1", "SYS"), ("GPU0", HOSTILE, "PIX"), ("GPU1", HOSTILE, "SYS"))
+    pairs = tuple(Pair(a=a, b=b, label=label, path=None) for a, b, label in rows)
+    text = svg(complete(NodeTopology(hostname=HOSTILE, gpus=gpus, nics=(nic,), pairs=pairs, product=HOSTILE)))
     root = ElementTree.fromstring(text)  # noqa: S314 - our own drawing
     assert root.tag.endswith("svg")
     assert not [element for element in root.iter() if element.tag.rpartition("}")[2] not in SHAPES]
@@ -165,9 +156,6 @@ def test_svg_is_one_closed_picture_without_scripts():
 def test_a_gpu_outside_an_island_is_in_none_of_its_pairs(machine, words):
     """A GPU that the driver has lost has no NVLink: what holds of seven is not said of eight."""
     assert words in svg(topology(machine))
-
-
-SHAPES = {"svg", "title", "style", "rect", "text", "path", "g"}
 
 
 def test_json_without_nics_or_without_a_machine_says_so():

@@ -1,11 +1,8 @@
 """Promises for any input: symmetry, and render and parse are inverse."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from probes.pci.facts import PciDevice
 from topology.derive import complete
@@ -28,17 +25,10 @@ def nodes(draw):
     numa = draw(st.sampled_from([None, "0", "0-1", "N/A"])) if cpu else None
     numa_id = draw(st.sampled_from([None, "N/A", "1"])) if numa else None
     made = tuple(
-        GpuNode(
-            name=f"GPU{i}",
-            index=i,
-            cpu_affinity=cpu,
-            numa_affinity=numa,
-            gpu_numa_id=numa_id,
-            c2c=True if numa_id == "1" else None,
-            numa_node=0 if numa == "0" else None,
-        )
+        GpuNode(name=f"GPU{i}", index=i, cpu_affinity=cpu, numa_affinity=numa, gpu_numa_id=numa_id,
+                c2c=True if numa_id == "1" else None, numa_node=0 if numa == "0" else None)
         for i in range(gpus)
-    )
+    )  # fmt: skip
     legend = draw(st.booleans())
     wires = tuple(
         NicNode(name=f"mlx5_{i}", label=f"NIC{i}" if legend else f"mlx5_{i}", kind="hca") for i in range(nics)
@@ -80,17 +70,11 @@ def trees(draw):
     for index in range(count):
         parent = draw(st.one_of(st.none(), st.integers(0, index - 1))) if index else None
         root = devices[parent].root if parent is not None else draw(st.sampled_from(["pci0000:00", "pci0000:80"]))
+        above = devices[parent].bus_id if parent is not None else None
         devices.append(
-            PciDevice(
-                bus_id=f"0000:{index:02x}:00.0",
-                class_code=0x060400,
-                vendor_id=1,
-                device_id=1,
-                parent=devices[parent].bus_id if parent is not None else None,
-                root=root,
-                numa_node=draw(st.sampled_from([None, 0, 1])),
-            )
-        )
+            PciDevice(bus_id=f"0000:{index:02x}:00.0", class_code=0x060400, vendor_id=1, device_id=1, parent=above,
+                      root=root, numa_node=draw(st.sampled_from([None, 0, 1])))
+        )  # fmt: skip
     return PciTree(devices)
 
 

@@ -1,7 +1,5 @@
 """The same matrix through every mangling seen in the wild must say the same."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What matrices of `nvidia-smi topo -m` and files of NCCL say, by golden/topology.jsonl and by the corpus."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

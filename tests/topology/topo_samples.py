@@ -1,7 +1,5 @@
 """Matrices in the shapes that nvidia-smi, a terminal or a document gives them, and topologies of recorded machines."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

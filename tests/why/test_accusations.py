@@ -1,7 +1,5 @@
 """Who is accused and who is not: clocks, margins, limits of time, ends without a word; what `why --watch` leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.client
@@ -21,7 +19,7 @@ from typing import Any
 
 import pytest
 from rigs.command import topoflight
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.cli.why import why
 from agent.jobs.script import monitored
@@ -29,13 +27,13 @@ from agent.why import diagnosis, ranks
 from collectives.bench import processes
 from collectives.traces import rank_files, watchdog
 from collectives.traces.rank_files import NAME, RANKS_FOLDER, Call, Mark, RankState, RankTrace
-from collectives.traces.watchdog import LogFacts
 from contracts import plain, run_record
 from contracts.run_record import RunRecord
 from finetune import rank_monitor
 from planner.why import RunFacts, Verdict, judge
 from planner.why.facts import STALE_SECONDS
 
+rows = rows_of(__file__)
 START = 1_000_000.0
 
 
@@ -69,23 +67,13 @@ def arrivals(shift: float = 0.0, late: float = 0.0, steps: int = 100, anchors: b
     return dumps(rows)
 
 
-@each_row(
-    ("shift", "late", "anchors", "named"),
-    [
-        (0.0, 0.0, True, ()), (0.020, 0.0, True, ()), (2.0, 0.0, True, ()), (-40.0, 0.0, True, ()),
-        (0.020, 0.0, False, ()), (0.0, 0.080, True, (0,)), (0.020, 0.080, True, (0,)), (-40.0, 0.080, True, (0,)),
-        (0.0, 0.080, False, ()),  # no call bounds the clocks tightly: not distinguishable
-        (0.0, 0.004, True, ()),
-    ],
-)  # fmt: skip
-def test_clocks_of_two_hosts_are_aligned_or_not_compared(
-    shift: float, late: float, anchors: bool, named: tuple[int, ...]
-) -> None:
+@each_row(("shift", "late", "anchors", "named"), rows("clocks"))
+def test_clocks_of_two_hosts_are_aligned_or_not_compared(shift, late, anchors, named):
     traces = arrivals(shift, late, anchors=anchors)
     states = {r: RankState(rank=r, host=f"h{r}", written=START + 60, calls=sum(traces[r].enqueued.values()))
               for r in traces}  # fmt: skip
     found = judge(RunFacts(traces=traces, states=states, world=2, now=START + 60))
-    assert (found.ranks, found.state) == (named, "slow" if named else "fine"), found.line
+    assert (found.ranks, found.state) == (tuple(named), "slow" if named else "fine"), found.line
     assert not named or "clocks within" in found.causes[0].evidence[0]
     alike = {r: replace(state, samples={"compute": 10, "collective": 10}) for r, state in states.items()}
     found = judge(RunFacts(traces=traces, states=alike, world=2, now=START + 60))
@@ -101,9 +89,7 @@ def test_clocks_of_two_hosts_are_aligned_or_not_compared(
         (3.0, 500, ()),  # its last batch
     ],
 )
-def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(
-    late: float, every: int, named: tuple[int, ...]
-) -> None:
+def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(late, every, named):
     """Two calls a step, both made before the first of them is over, as DDP does."""
     noise = random.Random(1)
     rows: dict[int, list[float]] = {0: [], 1: [], 2: []}
@@ -121,18 +107,6 @@ def test_a_few_long_pauses_are_no_habit_and_no_second_counts_twice(
     assert not named or " 3.9 s of 9.6 s " in found.causes[0].evidence[0], found.causes[0].evidence
 
 
-def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
-    """NCCL's calls: rank 0 makes them ahead of its GPU and last of all; how long each took on the GPU, if measured."""
-    noise = random.Random(1)
-    first = {0: START + 0.1, 1: START + 40.0, 2: START + 80.0}
-    rows = {rank: [at + n * 0.2 for n in range(1, 101)] for rank, at in first.items()}
-    made = dumps(rows, is_ahead=True)
-    if seconds is None:
-        return made
-    return {rank: replace(one, calls=tuple(replace(call, seconds=noise.uniform(0.9, 1.1) * seconds[rank])
-                                           for call in one.calls)) for rank, one in made.items()}  # fmt: skip
-
-
 @each_row(
     ("seconds", "named", "words"),
     [
@@ -141,11 +115,16 @@ def on_gpus(seconds: dict[int, float] | None) -> dict[int, RankTrace]:
         (None, (), ""),  # when NCCL's calls were made does not tell when the GPUs came to them
     ],
 )  # fmt: skip
-def test_who_came_last_on_the_gpus_was_in_the_call_shortest(
-    seconds: dict[int, float] | None, named: tuple[int, ...], words: str
-) -> None:
+def test_who_came_last_on_the_gpus_was_in_the_call_shortest(seconds, named, words):
+    """NCCL's calls: rank 0 makes them ahead of its GPU and last of all; how long each took on the GPU, if measured."""
+    noise = random.Random(1)
+    first = {0: START + 0.1, 1: START + 40.0, 2: START + 80.0}
+    traces = dumps({rank: [at + n * 0.2 for n in range(1, 101)] for rank, at in first.items()}, is_ahead=True)
+    if seconds is not None:
+        traces = {rank: replace(one, calls=tuple(replace(call, seconds=noise.uniform(0.9, 1.1) * seconds[rank])
+                                                 for call in one.calls)) for rank, one in traces.items()}  # fmt: skip
     states = {r: RankState(rank=r, host=f"h{r}", written=START + 60, calls=100) for r in range(3)}
-    found = judge(RunFacts(traces=on_gpus(seconds), states=states, world=3, now=START + 60))
+    found = judge(RunFacts(traces=traces, states=states, world=3, now=START + 60))
     assert found.ranks == named, found.line
     assert words in " ".join(row for cause in found.causes for row in cause.evidence)
 
@@ -181,18 +160,8 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
     assert as_new.state == "stuck", "these two are still in a call that all have entered"
 
 
-@each_row(
-    ("seconds", "resent", "state", "named", "words"),
-    [
-        (25.0, 0, "fine", (), "whether rank 2 entered is unknown"),  # one call may hold Python's lock
-        (60.0, 0, "fine", (), "counts as a fault after 300 s"),
-        (60.0, 20, "stuck", (2,), "no heartbeat for 65 s"),  # its host does not answer
-        (310.0, 0, "stuck", (2,), "no heartbeat for 315 s"),
-    ],
-)  # fmt: skip
-def test_a_rank_that_has_not_written_since_the_others_wait(
-    seconds: float, resent: int, state: str, named: tuple[int, ...], words: str
-) -> None:
+@each_row(("seconds", "resent", "state", "named", "words"), rows("unwritten"))
+def test_a_rank_that_has_not_written_since_the_others_wait(seconds, resent, state, named, words):
     now = START + 1000
     rows = {rank: [now - seconds - 40 + n for n in range(1, 31 if rank == 2 else 32)] for rank in range(4)}
     traces = opened(dumps(rows), 0, 1, 3, at=now - seconds)
@@ -203,7 +172,7 @@ def test_a_rank_that_has_not_written_since_the_others_wait(
     }  # fmt: skip
     states[2] = replace(states[2], written=now - seconds - 5, phase="compute")
     found = judge(RunFacts(traces=traces, states=states, world=4, now=now, ages={2: seconds + 5}))
-    assert (found.state, found.ranks) == (state, named), found.line
+    assert (found.state, found.ranks) == (state, tuple(named)), found.line
     assert words in found.line
 
 
@@ -213,26 +182,16 @@ def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> Ra
                      marks=(Mark(at=START),))  # fmt: skip
 
 
-@each_row(
-    ("looks", "named", "words"),
-    [
-        ([(90, 10), (45, 55), (45, 55)], (0,), "outside collectives in 90% of 100 samples"),
-        ([(32, 8), (22, 18), (22, 18)], (), "not distinguishable yet"),  # forty looks are too few
-        ([(60, 40), (55, 45), (57, 43)], (), "no fault found"),
-        ([(20, 4), (4, 20), (4, 20)], (), "no fault found"),  # fewer than 30 looks
-    ],
-)
-def test_a_late_rank_is_named_only_beyond_the_sampling_error(
-    looks: list[tuple[int, int]], named: tuple[int, ...], words: str
-) -> None:
+@each_row(("looks", "named", "words"), rows("looks"))
+def test_a_late_rank_is_named_only_beyond_the_sampling_error(looks, named, words):
     states = {r: replace(looked_at(*row, f"h{r}"), rank=r) for r, row in enumerate(looks)}
     found = judge(RunFacts(states=states, world=3, now=START + 200))
-    assert found.ranks == named, found.line
+    assert found.ranks == tuple(named), found.line
     paused = {r: replace(s, moving={"compute": 20, "collective": 20}) for r, s in states.items()}  # one long pause
     assert judge(RunFacts(states=paused, world=3, now=START + 200)).ranks == ()
     over = {r: replace(s, ended=True, marks=(*s.marks, Mark(at=START + 1))) for r, s in states.items()}
     of_end = judge(RunFacts(states=over, world=3, now=START + 200, processes=dict.fromkeys(over, "gone")))
-    assert of_end.ranks == named and "rank.gone" not in [cause.code for cause in of_end.causes]
+    assert of_end.ranks == tuple(named) and "rank.gone" not in [cause.code for cause in of_end.causes]
     assert named or of_end.line == "the run has ended: 3 ranks have ended by themselves"
     assert words in found.line + " ".join(row for cause in found.causes for row in cause.evidence)
 
@@ -248,9 +207,7 @@ def test_a_late_rank_is_named_only_beyond_the_sampling_error(
         ((90, 2, 2), (0,), "waits for the workers of its data loader in 45%"),  # the others' loaders are never empty
     ],
 )
-def test_loaders_that_take_turns_in_being_last_accuse_nobody(
-    workers: tuple[int, ...], named: tuple[int, ...], words: str
-) -> None:
+def test_loaders_that_take_turns_in_being_last_accuse_nobody(workers, named, words):
     looks = [{"compute": 400, "workers": 5 * n, "collective": 5 * (120 - n)} for n in workers]
     states = {r: RankState(rank=r, written=START + 1000, samples=row, moving=row, calls=1000, marks=(Mark(at=START),))
               for r, row in enumerate(looks)}  # fmt: skip
@@ -292,117 +249,27 @@ def test_the_time_until_a_late_rank_is_distinguishable_is_that_of_the_looks_that
     assert judge(RunFacts(states=restarted, world=3, now=START + 200)).state == "fine", "counts that begin again"
 
 
-def ended(rank: int, error: str | None = None, ago: float = 70.0) -> RankState:
-    return RankState(rank=rank, host=f"h{rank}", written=START - ago, ended=True, error=error)
+def state_of(rank: int, row: dict[str, Any]) -> RankState:
+    """A rank at work, or one that has ended; `ago` and `of`: seconds since it wrote, and in its phase until then."""
+    over = row.get("ended")
+    usual = {"ago": 70.0, "of": None} if over else {"ago": 3.0, "of": 60.0, "phase": "compute"}
+    given = {"rank": rank, "host": f"h{rank}", **usual, **row}
+    ago, of = given.pop("ago"), given.pop("of")
+    if over:
+        given |= {"ended": True, "error": None if over is True else over}
+    since = None if of is None else START - ago - of
+    return plain.read({**given, "written": START - ago, "since": since}, RankState)
 
 
-def silent(ended: bool = False) -> list[RankState]:
-    """Two ranks whose states are as old as each other."""
-    return [RankState(rank=r, host=f"h{r}", written=START, phase="compute", ended=ended) for r in range(2)]
-
-
-def alive(rank: int, phase: str = "compute", ago: float = 3.0, of: float = 60.0) -> RankState:
-    return RankState(rank=rank, host=f"h{rank}", written=START - ago, phase=phase, since=START - ago - of)
-
-
-def on_one_host(*states: RankState) -> list[RankState]:
-    return [replace(one, host="a") for one in states]
-
-
-def unanswered(again: int) -> list[RankState]:
-    """Rank 0 is silent; rank 1's bytes to its host wait, and some are sent again."""
-    silent, other = alive(0, ago=45.0), alive(1)
-    return [replace(silent, addresses=("10.0.0.1",)),
-            replace(other, held={"10.0.0.1": 3}, resent={"10.0.0.1": again})]  # fmt: skip
-
-
-def terminated(pid: int = 1) -> list[RankState]:
-    return [replace(alive(0), pid=0), replace(alive(1), pid=pid)]
-
-
-BOTH_GONE = {0: "gone", 1: "gone"}
-TERMINATED = watchdog.read(["api.py:753] Received 15 death signal, shutting down workers", *(
-    f"api.py:1028] Sending process {pid} closing signal SIGTERM" for pid in (0, 1))])  # fmt: skip
-STORE = "TimeoutError: [Errno 110] Connection timed out: s3://bucket/shard-17"
-UNUSED = ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.\n"
-          "Parameter indices which did not receive grad for rank 0: 1")  # fmt: skip
-CUT = "RuntimeError: [pair.cc:537] Read error [10.0.0.9]:28048: Connection timed out"
-GAVE_UP = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
-SAME, KEY = "FileNotFoundError: /data/rows", "KeyError: 'x'"
-LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
-
-
-@each_row(
-    ("states", "more", "state", "named", "words"),
-    [
-        (silent(), {"silence": 400.0}, "failed", (), "without a final state"),
-        (silent(), {"silence": 20.0}, "fine", (), "no fault found"),
-        (silent(), {"silence": None}, "fine", (), "no fault found"),
-        (silent(ended=True), {"silence": 400.0}, "fine", (), "the run has ended: 2 ranks"),
-        (silent(), {"processes": BOTH_GONE}, "failed", (), "ended together"),
-        ([alive(0), alive(1, ago=40.0)], {"processes": BOTH_GONE}, "failed", (), "without a final state"),
-        (terminated(), {"log": TERMINATED}, "failed", (), "from outside by SIGTERM"),
-        (silent(), {"processes": BOTH_GONE, "stopped": "SIGTERM at 04:03:03 UTC"}, "failed", (),
-         "from outside by SIGTERM at 04:03:03 UTC, and no rank is at fault: ranks 0, 1"),
-        ([ended(0, KEY), alive(1)], {"stopped": "SIGTERM at 04:03:03 UTC"}, "failed", (0,), "ended with KeyError"),
-        (terminated(pid=4), {"log": TERMINATED}, "fine", (), "no fault found"),  # the log is of an earlier start
-        (terminated(), {"processes": BOTH_GONE, "log": TERMINATED, "first": 1}, "failed", (1,), "process has ended"),
-        ([ended(r, "KeyboardInterrupt: ") for r in range(2)], {}, "failed", (), "from outside by SIGINT"),
-        ([ended(0, LOST), ended(1, "KeyboardInterrupt: ")], {}, "failed", (), "from outside by SIGINT"),
-        ([ended(0, KEY), ended(1, "KeyboardInterrupt: ")], {}, "failed", (), "failed first is not known"),
-        # an object store is no peer
-        ([ended(0, LOST), ended(1, STORE)], {}, "failed", (1,), "rank 1 on h1 ended with TimeoutError"),
-        ([ended(r, UNUSED) for r in range(2)], {}, "failed", (), "took no part in the loss"),
-        ([alive(0), ended(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 uploads when the others are done
-        ([alive(0, "collective", of=2.0), ended(1, ago=1.0)], {}, "fine", (), "no fault found"),  # they just end
-        ([alive(0, "collective"), ended(1, ago=62.0)], {}, "failed", (), "they ended too early, or rank 0 called too"),
-        ([alive(0, "collective"), alive(1, "collective"), ended(2, ago=62.0)], {}, "failed", (2,),
-         "rank 2 on h2 has ended by itself"),
-        ([alive(0, "collective"), alive(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 may wait for rank 1
-        ([ended(0, ago=4000.0), alive(1, ago=4003.0)], {"silence": 4000.0}, "failed", (),
-         "rank 1 has ended without a final state"),
-        ([ended(0, LOST, 5.0), alive(1), alive(2)], {}, "failed", (), "rank 0 ended after the loss of a peer"),
-        ([ended(0, LOST, 5.0), alive(1, ago=60.0), alive(2)], {}, "stuck", (1,), "no heartbeat for 57 s"),
-        ([alive(0, ago=400.0), alive(1, ago=400.0)], {"processes": {0: "gone", 1: "gone"}, "first": 1}, "failed", (1,),
-         "rank 1 on h1 is gone: its process has ended"),
-        ([ended(0, SAME, 9.2), ended(1, SAME, 9.1)], {}, "failed", (), "ranks 0, 1 each ended with FileNotFound"),
-        ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {}, "failed", (), "failed first is not known"),  # by two clocks
-        (on_one_host(ended(0, SAME, 9.2), ended(1, KEY, 9.1)), {}, "failed", (), "failed first is not known"),
-        (on_one_host(ended(0, SAME, 12.2), ended(1, KEY, 9.1)), {}, "failed", (0,), "rank 0 on a ended with FileNot"),
-        ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {"copied": True}, "failed", (), "failed first is not known"),
-        # a call of a host that is not seen may hold Python's lock; and clocks may differ
-        ([alive(0, ago=45.0), alive(1)], {}, "fine", (), "counts as a fault after 300 s"),
-        ([alive(0, ago=310.0), alive(1)], {}, "stuck", (0,), "has written no heartbeat for 307 s"),
-        (unanswered(again=3), {}, "stuck", (0,), "has written no heartbeat for 42 s"),
-        (unanswered(again=0), {}, "fine", (), "counts as a fault after 300 s"),
-        # torchrun has ended rank 2, which left no final state either; rank 1 left first, and closed its connection
-        ([ended(0, LOST), ended(1), replace(alive(2, ago=71.0), pid=7)], {"processes": {2: "gone"},
-         "log": LogFacts(terminated={7})}, "failed", (1,), "rank 1 on h1 has ended by itself"),
-        ([ended(0, LOST), ended(1), replace(alive(2, ago=71.0), pid=7)], {"processes": {2: "gone"}}, "failed", (),
-         "had lost another"),
-        # rank 1 on a host that is not seen was killed: it closed the connection that rank 0 names
-        ([ended(0, LOST, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2, ago=6.0)], {}, "failed",
-         (1,), "has closed its connections, and wrote no final state"),
-        ([ended(0, LOST, 3.0), replace(alive(1, ago=9.0), addresses=("10.0.0.9",)), alive(2, ago=6.0)], {}, "failed",
-         (1,), "has closed its connections, and wrote no final state"),
-        ([ended(0, LOST, 3.0), *(replace(alive(r, ago=9.0), addresses=("10.0.0.9",)) for r in (1, 2))], {}, "failed",
-         (), "rank 0 ended after the loss of a peer"),  # two ranks have that address
-        ([ended(0, CUT, 3.0), replace(alive(1, ago=9.0), ends=("10.0.0.9:28048",)), alive(2)], {}, "failed", (),
-         "rank 0 ended after the loss of a peer"),
-        # the clock of the host of rank 1 is 40 s behind: it still saved when the others gave up
-        ([ended(0, GAVE_UP, 1.0), alive(1, "save", ago=41.0, of=100.0)], {"ages": {0: 0.0, 1: 3.0},
-         "processes": {1: "gone"}}, "failed", (), "timeout of 120 s is shorter"),
-        ([alive(0, ago=45.0), alive(1)], {"processes": {0: "runs"}}, "fine", (), "no fault found"),  # pickles
-    ],
-)  # fmt: skip
-def test_ends_and_silences_accuse_only_whom_others_wait_for(
-    states: list[RankState], more: dict[str, Any], state: str, named: tuple[int, ...], words: str
-) -> None:
-    newest = max(one.written for one in states)
-    ages = {one.rank: newest - one.written for one in states}
-    more = {"ages": ages, **more}
-    found = judge(RunFacts(states={one.rank: one for one in states}, world=len(states), now=START, **more))
-    assert (found.state, found.ranks) == (state, named), found.line
+@each_row(("states", "more", "state", "named", "words"), rows("ends"))
+def test_ends_and_silences_accuse_only_whom_others_wait_for(states, more, state, named, words):
+    made = {rank: state_of(rank, row) for rank, row in enumerate(states)}
+    newest = max(one.written for one in made.values())
+    more = {"ages": {rank: newest - one.written for rank, one in made.items()}, **more}
+    if "log" in more:
+        more["log"] = watchdog.read(more["log"])
+    found = judge(RunFacts(states=made, world=len(made), now=START, **more))
+    assert (found.state, found.ranks) == (state, tuple(named)), found.line
     assert words in found.line
 
 
@@ -415,9 +282,7 @@ def test_ends_and_silences_accuse_only_whom_others_wait_for(
         (SimpleNamespace(), None, ""),
     ],
 )
-def test_torchrun_leaves_how_the_job_ended(
-    tmp_path: Path, error: SimpleNamespace, first: int | None, stopped: str
-) -> None:
+def test_torchrun_leaves_how_the_job_ended(tmp_path, error, first, stopped):
     class EndOfJobError(Exception):
         def __getattr__(self, name: str) -> Any:
             return getattr(error, name)
@@ -443,37 +308,36 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
         assert ranks.processes({0: state}, tmp_path) == found, namespace
 
 
+def write_states(folder: Path, *states: RankState) -> list[Path]:
+    """The files of these ranks below the folder of a run, as their monitors write them."""
+    (folder / RANKS_FOLDER).mkdir(exist_ok=True)
+    paths = [folder / RANKS_FOLDER / NAME.format(rank=state.rank) for state in states]
+    for path, state in zip(paths, states, strict=True):
+        path.write_text(json.dumps(plain.write(state)))
+    return paths
+
+
 def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
-    path = tmp_path / NAME.format(rank=0)
-    path.write_text(json.dumps(plain.write(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000))))))
+    (path,) = write_states(tmp_path, RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000))))
     assert [mark.calls for mark in rank_files.read_state(path).marks] == list(range(936, 1000))
 
 
 def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
     """Files have the time of one clock; what the ranks wrote into them is each host's own."""
-    (tmp_path / RANKS_FOLDER).mkdir()
     for rank, ahead in enumerate((0.0, 40.0, -40.0)):
         state = RankState(rank=rank, world_size=3, host=f"h{rank}", written=time.time() + ahead, phase="compute")
-        (tmp_path / RANKS_FOLDER / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
+        write_states(tmp_path, state)
     assert judge(ranks.of_run(tmp_path)[0]).state == "fine"
 
 
-def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(tmp_path, monkeypatch):
     """Hosts that set the times of their files themselves: one is 50 s behind, or all are 200 s behind the reader."""
-    folder = tmp_path / RANKS_FOLDER
-    folder.mkdir()
 
     def write(behind: dict[int, float]) -> None:
         for rank, seconds in behind.items():
-            path, at = folder / NAME.format(rank=rank), time.time() - seconds
-            path.write_text(
-                json.dumps(
-                    plain.write(RankState(rank=rank, world_size=3, host=f"h{rank}", written=at, phase="compute"))
-                )
-            )
-            os.utime(path, (at, at))
+            state = RankState(rank=rank, world_size=3, host=f"h{rank}", written=time.time() - seconds, phase="compute")
+            (path,) = write_states(tmp_path, state)
+            os.utime(path, (state.written, state.written))
 
     for behind, mute in (
         ({0: 0.0, 1: 50.0, 2: 0.0}, set()),
@@ -492,9 +356,7 @@ def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(
 def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     """Rank 0 of three starts. The earlier start had more ranks; rank 2 of this one has written."""
     folder = tmp_path / RANKS_FOLDER
-    folder.mkdir()
-    for rank in (0, 2, 7):
-        (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(RankState(rank=rank))))
+    write_states(tmp_path, *(RankState(rank=rank) for rank in (0, 2, 7)))
     (folder / rank_monitor.FIRST).write_text('{"signal": 15, "at": 1.0}')
     monitor = rank_monitor.RankMonitor(tmp_path, 0, 3)
     monitor.remove_own_files()
@@ -504,30 +366,28 @@ def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
 
 def test_an_upload_in_a_thread_that_the_main_thread_waits_for_is_one(tmp_path: Path) -> None:
     """The server answers only when the monitor has looked."""
+    monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
+
+    def upload() -> None:
+        with contextlib.suppress(http.client.HTTPException, OSError):
+            client.getresponse()
+
+    def look() -> None:
+        until = time.monotonic() + 30
+        while monitor.phase != "server" and time.monotonic() < until:
+            monitor.sample()
+            time.sleep(0.05)
+        server.accept()[0].close()
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = http.client.HTTPConnection(*server.getsockname())
         client.request("GET", "/")
-        worker = threading.Thread(target=upload, args=(client,))
+        worker, looker = threading.Thread(target=upload), threading.Thread(target=look)
         worker.start()
-        monitor = rank_monitor.RankMonitor(tmp_path, 0, 2)
-        looker = threading.Thread(target=look_until, args=(monitor, "server", server))
         looker.start()
         worker.join()
         looker.join()
     assert monitor.phase == "server"
-
-
-def upload(client: http.client.HTTPConnection) -> None:
-    with contextlib.suppress(http.client.HTTPException, OSError):
-        client.getresponse()
-
-
-def look_until(monitor: rank_monitor.RankMonitor, phase: str, server: socket.socket) -> None:
-    until = time.monotonic() + 30
-    while monitor.phase != phase and time.monotonic() < until:
-        monitor.sample()
-        time.sleep(0.05)
-    server.accept()[0].close()
 
 
 def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
@@ -639,13 +499,12 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
 
 def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     """The rank that failed first is named; the record's notes and why.json hold the same line."""
-    ranks = tmp_path / RANKS_FOLDER
-    ranks.mkdir()
     run_record.save(tmp_path / "run.json", RunRecord(status="failed", host="trainer-0"))
     for rank in range(3):
-        error = "ValueError: bad row, password=hunter22" if rank == 2 else LOST
+        lost = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
+        error = "ValueError: bad row, password=hunter22" if rank == 2 else lost
         state = RankState(rank=rank, world_size=3, written=time.time(), ended=True, error=error, host=f"trainer-{rank}")
-        (ranks / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
+        write_states(tmp_path, state)
     metrics = tmp_path / "why.prom"
     ended = topoflight("why", "--watch", "--run", tmp_path, "--metrics", metrics)
     assert ended.exit_code == 3, ended.output
@@ -664,14 +523,12 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
 
 
 def test_watch_continues_while_torchrun_may_restart_the_ranks(tmp_path: Path) -> None:
-    folder = tmp_path / RANKS_FOLDER
-    folder.mkdir()
 
     def write(**values: Any) -> None:
         for rank in range(2):
             error = values["error"] if rank == 1 else None
             state = RankState(**{**values, "rank": rank, "error": error}, world_size=2, written=time.time(), ended=True)
-            (folder / NAME.format(rank=rank)).write_text(json.dumps(plain.write(state)))
+            write_states(tmp_path, state)
 
     reported: list[str] = []
     warned: list[str] = []
@@ -698,18 +555,13 @@ def test_a_failed_mesh_of_gloo_names_the_peer() -> None:
     assert found.causes[0].code == "socket_connect_failed" and "GLOO_SOCKET_IFNAME" in found.causes[0].action
 
 
-def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(tmp_path, monkeypatch):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("a file system cannot be mounted here")
     try:
-        folder = tmp_path / RANKS_FOLDER
-        folder.mkdir()
         for rank in range(2):
             state = RankState(rank=rank, world_size=2, host=f"host-{rank}", written=time.time() - 600, phase="compute")
-            path = folder / NAME.format(rank=rank)
-            path.write_text(json.dumps(plain.write(state)))
+            (path,) = write_states(tmp_path, state)
             os.utime(path, (time.time() - 600,) * 2)
         assert diagnosis.answer(diagnosis.WhySources(run=tmp_path)).state == "failed"
         with contextlib.suppress(OSError):

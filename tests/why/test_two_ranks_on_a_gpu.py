@@ -1,7 +1,5 @@
 """`why` and `search` with NCCL: ranks that share one GPU, as hosts of their own, which exchange data over sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,14 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from rigs.command import topoflight
+from rigs.command import ROOT, topoflight
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.ranks,
     pytest.mark.skipif(not any(Path("/dev").glob("nvidia[0-9]*")), reason="no NVIDIA GPU on this host"),
 ]
-ROOT = Path(__file__).parents[2]
 TRAINING = """
 import sys, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

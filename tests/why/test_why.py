@@ -1,7 +1,5 @@
 """Who is behind, by the rules. tests/why/test_why_runs.py makes a few faults for real, bench/why.py makes them all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -90,33 +88,12 @@ def test_the_state_counts_where_the_dump_of_a_rank_is_old() -> None:
     assert judge(replace(facts, traces={**facts.traces, **old})).ranks == (2,)
 
 
-BUSY = {"phase": "compute", "cpu_share": 0.9}
 STEP = ("model.py:7 forward", "train.py:31 main")
 
 
-@each_row(
-    ("state", "seconds", "code"),
-    [
-        *(({"phase": phase}, 200.0, "") for phase in ("save", "evaluate", "compile")),
-        ({"phase": "save"}, 310.0, "rank.save"),
-        ({"phase": "compute", "calls": 6}, 200.0, ""),  # before the first step: data is prepared, a model is loaded
-        ({**BUSY, "own": ("train.py:40 push_to_hub",)}, 200.0, ""),
-        ({**BUSY, "own": ("train.py:40 push_to_hub",)}, 310.0, "rank.compute"),
-        ({**BUSY, "own": STEP, "usual": STEP}, 20.0, "rank.compute"),
-        ({**BUSY, "own": ("model.py:7 forward", "train.py:80 main"), "usual": STEP}, 200.0, ""),  # rank 0 evaluates
-        ({"phase": "compute", "cpu_share": 0.0}, 50.0, ""),
-        ({"phase": "compute", "cpu_share": 0.0}, 70.0, "rank.idle"),
-        ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 70.0, ""),  # it downloads
-        ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 310.0, "rank.io"),
-        ({"phase": "server", "cpu_share": 0.0, "own": STEP, "usual": STEP}, 200.0, ""),
-        ({"phase": "server", "cpu_share": 0.0}, 310.0, "rank.server"),
-        ({"phase": "prompt", "cpu_share": 0.0, "own": STEP, "usual": STEP}, 200.0, ""),
-        ({"phase": "prompt", "cpu_share": 0.0, "gpu": 0}, 310.0, "rank.prompt"),
-    ],
-)
-def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
-    state: dict[str, Any], seconds: float, code: str
-) -> None:
+@each_row(("state", "seconds", "code"), rows("work"))
+def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(state, seconds, code):
+    state = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
     found = judge(waiting(for_seconds=seconds, **state))
     assert said(found) == (("stuck", (2,), code) if code else ("fine", (), ""))
     assert not found.gpus and (state.get("cpu_share") != 0.0 or "computes" not in found.line)
@@ -146,24 +123,14 @@ def test_a_line_after_a_time_without_looks_does_not_explain_the_wait(looks: int,
     assert judge(replace(facts, traces=ahead, states=clocks)).state == state, "the clocks of the others are ahead"
 
 
-@each_row(
-    ("calls", "process", "age", "state", "named"),
-    [
-        (60, "stopped", 25.0, "stuck", (2,)),  # it wrote before the wait began
-        (61, "stopped", 0.0, "stuck", (2,)),  # it has called what the others wait in
-        (60, "gone", 25.0, "failed", (2,)),
-        (60, "runs", 25.0, "fine", ()),
-    ],
-)
-def test_a_process_that_is_stopped_or_gone_stays_named(
-    calls: int, process: str, age: float, state: str, named: tuple[int, ...]
-) -> None:
+@each_row(("calls", "process", "age", "state", "named"), rows("processes"))
+def test_a_process_that_is_stopped_or_gone_stays_named(calls, process, age, state, named):
     facts = waiting(for_seconds=20.0, phase="compute", calls=calls)
     mine = trace(2, *facts.traces[2].calls, *([call(61, at=NOW - 20, done=False)] if calls == 61 else []))
     states = {**facts.states, 2: replace(facts.states[2], written=NOW - age)}
     found = judge(replace(facts, traces={**facts.traces, 2: mine}, states=states, processes={2: process},
                           ages={2: age}))  # fmt: skip
-    assert (found.state, found.ranks) == (state, named), found.line
+    assert (found.state, found.ranks) == (state, tuple(named)), found.line
 
 
 def test_ranks_that_may_work_in_another_group_are_no_fault_before_the_limit() -> None:
@@ -219,14 +186,6 @@ def odd(mine: Call) -> RunFacts:
     return of({rank: [*calls, mine if rank == 1 else call(5, done=False)] for rank, calls in history(4).items()})
 
 
-def in_order(of_rank: int) -> RunFacts:
-    """Three ranks that alternate two calls, of which one has swapped its last two."""
-    rows = {r: [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")] for r in range(3)}
-    for rank, calls in rows.items():
-        calls.append(call(5, "all_gather" if rank == of_rank else "all_reduce", done=False))
-    return of(rows, world=3)
-
-
 def circle(waits_in: str, *groups: tuple[int, ...], ago: float = 60.0, **state: Any) -> RunFacts:
     """Each rank waits in the first call of a group: rank 0 in that of the first letter. By default each group has all.
 
@@ -244,19 +203,6 @@ def circle(waits_in: str, *groups: tuple[int, ...], ago: float = 60.0, **state: 
         states[rank] = RankState(rank=rank, written=NOW, groups=members, calls=len(calls),
                                  **more | (state if rank == 1 else {}))  # fmt: skip
     return RunFacts(traces=traces, states=states, world=len(everyone), now=NOW)
-
-
-MESH = ((4, 0), (5, 1), (6, 2), (7, 3), (0, 1, 2, 3), (4, 5, 6, 7))  # groups a to f of eight ranks
-SKIPPED = ("rank 1 did not come to all_reduce of [8], number 1 of group b, where ranks 0, 2 wait, but went on to",
-           "left out there, or", "rank 1 waits in all_reduce of [8], number 1 of group a for ranks 0, 2, from",
-           "for rank 1, from train.py:98 step")  # fmt: skip
-
-
-def not_begun() -> RunFacts:
-    """The last rank has enqueued the call that the others wait in; its GPU has not come to it."""
-    rows = {rank: trace(rank, call(1), replace(call(2, done=False), started=rank != 3), written=NOW + 600)
-            for rank in range(4)}  # fmt: skip
-    return RunFacts(traces=rows, world=4, now=NOW)
 
 
 def of_a_few(*more: int) -> RunFacts:
@@ -333,15 +279,8 @@ def marks(before: dict[str, int], since: dict[str, int], began: int = 8, pieces:
 def paced(**since: int) -> RunFacts:
     """Ranks whose looks were this way in the slower part of the run."""
     rows = marks({"compute": 6, "collective": 4}, since)
-    return RunFacts(
-        states={r: RankState(rank=r, host="a", written=NOW, marks=rows) for r in range(4)}, world=4, now=NOW
-    )
-
-
-def paused() -> RunFacts:
-    rows = history(60)
-    rows[2] = [replace(c, created=(c.created or 0) + (0.9 if n == 30 else 0)) for n, c in enumerate(rows[2])]
-    return of(rows)
+    states = {r: RankState(rank=r, host="a", written=NOW, marks=rows) for r in range(4)}
+    return RunFacts(states=states, world=4, now=NOW)
 
 
 TIMED_OUT = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
@@ -360,14 +299,6 @@ def gave_up(
     return of(rows, states=states, processes=GONE, **more)
 
 
-def ended_quietly() -> RunFacts:
-    """Rank 2 ended without an error, and the others lost it."""
-    lost = "RuntimeError: Read error [127.0.0.1]:41: Connection reset by peer"
-    states = {r: RankState(rank=r, written=NOW - (r == 2), ended=True, error=None if r == 2 else lost)
-              for r in range(4)}  # fmt: skip
-    return RunFacts(states=states, processes=GONE, world=4, now=NOW, first=1)
-
-
 def cut_short() -> RunFacts:
     """gloo ends the rank that is sent more than its call takes, which may be the one that is right."""
     states = {r: RankState(rank=r, written=NOW, ended=r != 2, error="RuntimeError: Connection closed by peer")
@@ -376,27 +307,13 @@ def cut_short() -> RunFacts:
     return RunFacts(states=states, world=4, now=NOW, log=watchdog.read([line]))
 
 
-@each_row(
-    ("error", "words"),
-    [
-        ("ValueError: no rows", "traceback of this rank"),
-        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "smaller micro-batch"),
-        ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "df -h"),
-        ("OSError: [Errno 28] No space left on device: 'x'", "Free space"),
-        ("AcceleratorError: CUDA error: an illegal memory access was encountered", "Xid"),
-        (None, "ended before the others"),
-    ],
-)
+@each_row(("error", "words"), rows("advice"))
 def test_the_advice_fits_the_error_of_the_rank(error: str | None, words: str) -> None:
     states = {r: RankState(rank=r, written=NOW, ended=r == 2, error=error, phase="collective", since=NOW - 60)
               for r in range(4)}  # fmt: skip
     (cause,) = judge(RunFacts(states=states, world=4, now=NOW)).causes
     assert cause.ranks == (2,) and words in cause.action
     assert ("Xid" in cause.action) == (error is not None and "CUDA error" in error)
-
-
-def left_behind(mine: Call) -> RunFacts:
-    return of({rank: [mine if rank == 2 else call(45, done=False, at=NOW - 60)] for rank in range(4)})
 
 
 WAITS = {"started": True}
@@ -453,27 +370,22 @@ def of_calls() -> Iterator[Row]:
     yield "and stays in it with the others", came_late(20.0), "stuck", (), NETWORK, ()
     yield "a wait for a message names its sender", message(sent=False), "stuck", (2,), BEHIND, ()
     yield "but not one that has sent it", message(sent=True), "stuck", (), NETWORK, ()
-    yield "a GPU that has not come to the call is behind", not_begun(), "stuck", (3,), BEHIND, ()
+    begun = {rank: trace(rank, call(1), replace(call(2, done=False), started=rank != 3), written=NOW + 600)
+             for rank in range(4)}  # fmt: skip
+    yield ("a GPU that has not come to the call is behind, though it is enqueued",
+           RunFacts(traces=begun, world=4, now=NOW), "stuck", (3,), BEHIND, ())  # fmt: skip
     yield "another call", odd(call(5, "broadcast", done=False)), "stuck", (1,), "call.other", ()
     yield "another size", odd(call(5, done=False, size=4)), "stuck", (1,), "call.size", ()
-    yield "another order", in_order(1), "stuck", (1,), "call.other", ("where the others call all_reduce",)
+    before = [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")]
+    swapped = {r: [*before, call(5, "all_gather" if r == 1 else "all_reduce", done=False)] for r in range(3)}
+    yield ("of three that alternate two calls one has swapped its last two", of(swapped, world=3), "stuck", (1,),
+           "call.other", ("where the others call all_reduce",))  # fmt: skip
     yield "of two of four no majority is known", of(FIRST_OF_TWO), "stuck", (), "call.size", (
         "the calls of ranks 2, 3 are not known",)  # fmt: skip
     yield "two against two name no rank", of(TWO_AND_TWO), "stuck", (), "call.other", ("disagree",)
-    for what, seen, ranks, words in (
-        ("two ranks", circle("b a"), (), ("no majority", "from train.py:97 step")),
-        ("one of three has left a call out", circle("b a b"), (1,), SKIPPED),
-        ("two against two", circle("b a b a"), (), ("no majority",)),
-        ("two against two, who wait in different groups", circle("b a b c"), (), ()),
-        ("two of five", circle("b a b a b"), (1, 3), ("ranks 1, 3 did not come to",)),
-        ("two of five, in different groups", circle("b a b c b"), (1, 3), ()),
-        ("a rank that is in one of the two groups is no witness", circle("a a b b", (0, 1, 2), (0, 1, 2, 3)), (2,), ()),
-        ("who has left a call out on a mesh is not certain", circle("e b e e a f c d", *MESH), (), ("no majority",)),
-        ("two threads of a rank call in two groups, as an asynchronous checkpoint does", circle("bc a bc"), (), ()),
-        ("NCCL's calls, one of three in another order", circle("BA AB BA"), (1,), ("made in another order there",)),
-        ("NCCL's calls, one of three has left one out", circle("BA A BA"), (1,), ("left out there, or",)),
-    ):
-        yield f"a circle: {what}", seen, "stuck", ranks, "call.circle", words
+    for what, (names, groups, ranks, words) in rows("circles")().items():
+        seen = circle(names, *map(tuple, groups))
+        yield f"a circle: {what}", seen, "stuck", tuple(ranks), "call.circle", tuple(words)
     for ago, state in ((20.0, "fine"), (60.0, "stuck")):
         seen = circle("b b a b", ago=ago)
         seen = replace(seen, traces={rank: one for rank, one in seen.traces.items() if rank})
@@ -483,8 +395,9 @@ def of_calls() -> Iterator[Row]:
     yield "who is at other work is not certain to wait", seen, "stuck", (), "call.circle", ("no majority",)
     yield ("who has only called ahead may yet come", circle("b a b", phase="compute"), "fine", (), "",
            ("rank 1 computes", "a fault after 300 s"))  # fmt: skip
-    yield ("in a call that the others have left", left_behind(call(44, "all_gather", done=False, at=NOW - 60)),
-           "stuck", (2,), BEHIND, ("which the others have finished",))  # fmt: skip
+    left = {rank: [call(44, "all_gather", done=False, at=NOW - 60) if rank == 2 else call(45, done=False, at=NOW - 60)]
+            for rank in range(4)}  # fmt: skip
+    yield "in a call that the others have left", of(left), "stuck", (2,), BEHIND, ("which the others have finished",)
     yield "it has called ahead as well", ahead(), "stuck", (2,), BEHIND, ("which the others have finished",)
     yield ("it may have left since it dumped", ahead(taken=NOW - 30), "stuck", (),
            NETWORK, ())  # fmt: skip
@@ -508,21 +421,8 @@ def of_pipelines_and_links() -> Iterator[Row]:
 
 def of_logs() -> Iterator[Row]:
     """A rank is named only where a line says that it has not come."""
-    for rows, size, ranks, code in (
-        ([(118, "0", 10, 12)], None, (), TIMEOUT),
-        ([(0, "0", 10, 12), (1, "0", 10, 12), (2, "", 10, None)], None, (), TIMEOUT),
-        ([(0, "", 96120, None), (7, "", 64088, None)], None, (), TIMEOUT),
-        ([(0, "", 11, None), (1, "", 10, None)], None, (), TIMEOUT),
-        ([(0, "0", 10, 12), (1, "0", 10, 12), (3, "0", 0, 12)], None, (), TIMEOUT),
-        ([(0, "0", 10, 12), (1, "0", 10, 12), (3, "0", 0, 9)], None, (3,), BEHIND),
-        ([(0, "0", 10, 12), (1, "0", 9, 9)], None, (1,), BEHIND),
-        ([(2, "0", 44, 44), *((rank, "0", 47, 47) for rank in (0, 1, 3))], None, (2,), BEHIND),
-        ([(0, "5", 10, 10), (1, "5", 10, 10)], 3, (), TIMEOUT),
-        ([(0, "5", 10, 10), (1, "5", 10, 10), (2, "5", 10, 10)], 3, (), NETWORK),
-        ([(0, "a", 10, 10), (1, "b", 4, 4)], None, (), TIMEOUT),
-        ([(0, "0", 126, 127), (1, "0", 126, 128)], 2, (), NETWORK),
-    ):
-        yield str(rows), logged(*rows, size=size), "stuck", ranks, code, ()
+    for made, size, ranks, code in rows("logged")():
+        yield str(made), logged(*map(tuple, made), size=size), "stuck", tuple(ranks), code, ()
     # one has enqueued what the other waits in, and the other has left what it is in: no fault of the network
     yield "different calls", logged((0, "0", 122, 127), (1, "0", 126, 128), size=2), "stuck", (), TIMEOUT, (
         "some have left number 122",)  # fmt: skip
@@ -559,7 +459,11 @@ def of_ends_and_paces() -> Iterator[Row]:
     for waited in (120.0, 40.0):
         yield "still loading data, though the launcher ended it", gave_up("data", waited=waited), "failed", (
             2,), "rank.data", ()  # fmt: skip
-    yield "who ended without an error is who the others lost", ended_quietly(), "failed", (2,), "rank.gone", ()
+    lost = "RuntimeError: Read error [127.0.0.1]:41: Connection reset by peer"
+    states = {r: RankState(rank=r, written=NOW - (r == 2), ended=True, error=None if r == 2 else lost)
+              for r in range(4)}  # fmt: skip
+    quiet = RunFacts(states=states, processes=GONE, world=4, now=NOW, first=1)
+    yield "who ended without an error is who the others lost", quiet, "failed", (2,), "rank.gone", ()
     yield "a size that gloo could not take", cut_short(), "failed", (), "call.size", ("which rank's size is the odd",)
     others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
     yield ("a size that gloo could not take, and all others alike", replace(cut_short(), traces=others, processes=GONE),
@@ -604,25 +508,18 @@ def of_ends_and_paces() -> Iterator[Row]:
     yield "a late rank that does nothing more", late(collective=60, compute=40), "fine", (), "", ()
     yield "a late rank that computes", late(collective=20, compute=80), "slow", (3,), "rank.compute", ()
     yield "all compute longer", paced(compute=9, collective=1), "slow", (), "all.compute", ()
-    yield (
-        "all wait longer",
-        paced(compute=2, collective=8),
-        "slow",
-        (),
-        "all.collective",
-        ("ranks are on one host",),
-    )
+    yield "all wait longer", paced(compute=2, collective=8), "slow", (), "all.collective", ("ranks are on one host",)
     yield "an evaluation", paced(evaluate=8, compute=1, collective=1), "fine", (), "", ()
-    yield "one long pause", paused(), "fine", (), "", ()
+    rows = history(60)
+    rows[2] = [replace(c, created=(c.created or 0) + (0.9 if n == 30 else 0)) for n, c in enumerate(rows[2])]
+    yield "one long pause", of(rows), "fine", (), "", ()
 
 
 @each_row(
     ("what", "seen", "state", "ranks", "code", "words"),
     lambda: [row for rows in (of_calls, of_pipelines_and_links, of_logs, of_ends_and_paces) for row in rows()],
 )
-def test_who_is_named(
-    what: str, seen: RunFacts, state: str, ranks: tuple[int, ...], code: str, words: tuple[str, ...]
-) -> None:
+def test_who_is_named(what, seen, state, ranks, code, words):
     found = judge(seen)
     assert said(found) == (state, ranks, code), found.line
     assert [each for each in words if each not in text_of(found)] == []
@@ -699,9 +596,7 @@ ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10:
          ("stuck", (2,), "rank.data"), "lists outliers"),  # it does not overrule the calls
     ],
 )  # fmt: skip
-def test_what_ras_adds(
-    before: Verdict, report: ras.RasReport, earlier: ras.RasReport | None, gives: tuple[Any, ...], words: str
-) -> None:
+def test_what_ras_adds(before, report, earlier, gives, words):
     found = gathered.with_ras(before, report, earlier)
     assert said(found) == gives, found.line
     assert words in "\n".join((text_of(found), *found.disagree))

@@ -1,7 +1,5 @@
 """What logs alone prove, by why_logs.yaml; stacks of three tools; and RAS's answers that were saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

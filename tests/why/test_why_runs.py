@@ -1,7 +1,5 @@
 """A few faults made for real on four ranks; bench/why.py makes them all."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -92,18 +90,10 @@ def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(t
         ({}, {"answer": ""}, 70.0, "stuck", "a:1 could not be reached"),
         ({"ended": True, "error": "DistNetworkError: port: 1, name: EADDRINUSE"}, {}, 4.0, "failed", "port 1 of the"),
         ({"ended": True, "error": "ValueError: no backend"}, {}, 4.0, "failed", "rank 0 ended with ValueError"),
-        (
-            {"asked": "", "phase": "compute"},
-            {},
-            70.0,
-            "fine",
-            "no fault found",
-        ),  # the ranks have met: rank 1's file is old
+        ({"asked": "", "phase": "compute"}, {}, 70.0, "fine", "no fault found"),  # they have met: rank 1's file is old
     ],
 )
-def test_what_ranks_wrote_at_the_rendezvous(
-    one: dict[str, object], other: dict[str, object], seconds: float, state: str, words: str
-) -> None:
+def test_what_ranks_wrote_at_the_rendezvous(one, other, seconds, state, words):
     waits = {"phase": "rendezvous", "asked": "a:1", "answer": "connected", "since": 1070 - seconds, "written": 1070.0}
     rows = {rank: RankState(rank=rank, world_size=2, **waits | more) for rank, more in enumerate((one, other))}
     found = judge(RunFacts(states=rows, world=2, now=1070.0))
@@ -168,9 +158,7 @@ except RuntimeError:
         ("is-killed", "rank.gone", ""),  # the others end with SIGTERM or with an error, as torchrun happens to be quick
     ],
 )
-def test_the_rank_that_differs_is_named_with_and_without_the_log(
-    tmp_path: Path, fault: str, code: str, words: str
-) -> None:
+def test_the_rank_that_differs_is_named_with_and_without_the_log(tmp_path, fault, code, words):
     """Rank 1 of three leaves its loop first, gathers another size, or is killed. torchrun's table may name another."""
     (tmp_path / "train.py").write_text(LOOP, encoding="utf-8")
     run, log = tmp_path / "run", tmp_path / "log"

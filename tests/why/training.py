@@ -3,8 +3,6 @@
 training.py KIND FAULT [CULPRIT]: what goes wrong, or only looks so, happens on one rank at step WHY_AT, or from it on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Turns the NVML answers of a recording into the profile of the fake NVML, and builds the fake."""
 
-from __future__ import annotations
-
 import base64
 import os
 import subprocess

@@ -8,8 +8,6 @@ a vxlan over a bridge (the pod network), shaped by `tc tbf`; `net1` is a macvlan
 namespaces live in processes that end with this one, so nothing is left behind, whatever happens. Needs root.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ QEMU and mmdebstrap are installed where they are missing. mmdebstrap changes roo
 not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -14,8 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rigs.packages import CACHE as OF_ALL
-from rigs.packages import apt_dependency, apt_installed, apt_unpacked, debian_root, one_installs
+from rigs.packages import CACHE as OF_ALL, apt_dependency, apt_installed, apt_unpacked, debian_root, one_installs
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -1,7 +1,5 @@
 """Inside a guest: keeps what the RDMA, limits and interfaces probes say in every state asked for, and runs verbs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

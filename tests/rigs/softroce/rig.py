@@ -3,8 +3,6 @@
 The job is a bash script; it and the other paths lie in /job of each guest, in Python's path. See README.md.
 """
 
-from __future__ import annotations
-
 import compileall
 import contextlib
 import importlib

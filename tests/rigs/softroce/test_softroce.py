@@ -4,8 +4,6 @@ One boot of two guests answers everything: first they move data, then the first 
 found in. Each test reads what they brought back.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
