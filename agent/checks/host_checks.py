@@ -64,8 +64,9 @@ def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
 def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     """Return the families of checks that devices on this host's bus make required."""
     gpus = snapshot.facts(GpuFacts)
-    if pci is None:  # use the GPUs that NVML and sysfs show
-        return {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
+    if pci is None:  # use the GPUs that NVML and sysfs show; one with an address is on a bus that is hidden here
+        shown = {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
+        return shown | {"pci" for gpu in (gpus.gpus if gpus is not None else ()) if gpu.bus_id}
     shown = {"gpu"} if pci_probe.gpus(pci) or pci_probe.foreign_accelerators(pci) else set()
     return shown | ({"rdma"} if pci_probe.hcas(pci) else set())
 
@@ -91,8 +92,7 @@ def no_gpu_read(snapshot: Snapshot) -> str:
 def no_hca_read(snapshot: Snapshot) -> str:
     """Return why no HCA on the bus could be read; empty if one was read or there is none."""
     pci = snapshot.facts(PciFacts)
-    on_bus = pci_probe.hcas(pci) if pci else ()
-    if not on_bus:
+    if not (on_bus := pci_probe.hcas(pci) if pci else ()):
         return ""
     facts = snapshot.facts(RdmaFacts)
     if facts is None:

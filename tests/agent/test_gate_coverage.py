@@ -125,6 +125,14 @@ def test_sysfs_that_is_not_mounted_is_no_machine_without_a_bus(tmp_path: Path) -
     assert isinstance(scan(LiveHost(str(tmp_path))).outcomes["pci"], Absent)
 
 
+def test_a_gpu_with_an_address_is_on_a_bus_that_a_sandbox_hides() -> None:
+    """gVisor passes the GPUs through and shows /sys/bus without pci: ACS, IOMMU and NICs were not seen."""
+    hidden = with_outcomes(snapshot(), pci=Absent(why="no PCI bus is visible here"))
+    assert build_view((hidden,)).verdict.exit_code == 5
+    unplaced = changed(hidden, GpuFacts, gpus=each(facts(GpuFacts).gpus, bus_id=None))
+    assert {c.code for c in build_view((unplaced,)).checks if c.required} <= GPU_CODES
+
+
 @each_row("events", [None, ()])
 def test_xids_that_were_not_looked_for_do_not_pass_and_do_not_block(events: tuple[int, ...] | None) -> None:
     """Without the right to read the kernel's log nothing is known of Xids before the first scan: unknown, and no 5."""
