@@ -23,18 +23,7 @@ from agent.base import units
 from agent.base.lines import GLYPHS
 from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, is_problem, reasons, section
 from agent.cluster.nodes import NodeRecord, seconds_of
-from agent.terminal import measured
-from agent.terminal.advice import (
-    OPTIONS,
-    as_it_is,
-    device_of,
-    layout_words,
-    memory_words,
-    need_words,
-    parts_grid,
-    speed_words,
-    summary,
-)
+from agent.terminal import advice as plan_words, measured
 from agent.terminal.hosts import machine, outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult, Measurement
@@ -107,14 +96,13 @@ def environment() -> Environment:
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
         kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(outcome_lines(one)),
-        tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count, need=need_words,
-        settings_as=render_settings,
+        tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count,
+        need=plan_words.need_words, settings_as=render_settings,
     )  # fmt: skip
-    shared = (picture, grouped, is_problem, reasons, codes_of, columns, glance, summary, parts_grid, results_grid,
-              as_it_is, device_of, layout_words, memory_words, speed_words)  # fmt: skip
+    shared = (picture, grouped, is_problem, reasons, codes_of, columns, glance, results_grid)
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
-        classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, layouts=_layouts, OPTIONS=OPTIONS,
+        classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, plans=plan_words, layouts=_layouts,
     )  # fmt: skip
     return made
 

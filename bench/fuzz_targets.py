@@ -22,17 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from agent import metrics
-from agent.advice.advise import RequestError, advise
-from agent.advice.request import Request, histogram_of, model_of
+from agent.advice.advise import Request, RequestError, advise, histogram_of
 from agent.base.options import parse_version
 from agent.base.output import document
 from agent.checks.measured import read_baseline, regressions, with_bench
 from agent.checks.verdict import GateError, build_view
-from agent.cluster.nodes import Fleet, pack_facts
+from agent.cluster.nodes import Fleet, pack_facts, row
 from agent.http import pages
 from agent.http.access import read_tokens
-from agent.http.questions import read_form
-from agent.http.state import nodes_document
+from agent.http.worker import read_form
 from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
@@ -296,7 +294,7 @@ def model_config(data: bytes) -> object:
     """A model's config.json, through both functions that read it."""
     path = _file("config.json", _json(lambda: document_of("config"), data))
     with contextlib.suppress(RequestError):
-        model_of(Request.of(model=str(path)))
+        Request.of(model=str(path)).model_spec()
     return model_from_file(path)
 
 
@@ -376,7 +374,7 @@ def machine(data: bytes) -> object:
     for record in fleet.records():
         fleet.snapshot(record)
     join([node for record in fleet.records() if (node := fleet.topology(record))])
-    return json.dumps(nodes_document(fleet, "scan"), allow_nan=False)
+    return json.dumps([row(record) for record in fleet.records()], allow_nan=False)
 
 
 def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:

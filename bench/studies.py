@@ -16,8 +16,7 @@ from unittest.mock import patch
 
 from stacks import STACKS
 
-from agent.advice.advise import of_cluster
-from agent.advice.request import Request, cluster_of
+from agent.advice.advise import Request, of_cluster
 from contracts.tables import read_table
 from planner.advice import Forecast
 from planner.stacks import ENGINES
@@ -36,20 +35,20 @@ has the largest part of the forecast. "not published" means that the study shows
 
 def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
     """Return the forecast of a row, or the reason why its layout cannot run."""
-    asked = {name: row.get(name, value) for name, value in study["asked"].items()}
+    layout = {name: row.get(name, value) for name, value in study["layout"].items()}
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in (study["question"] | row).items()}
     unknown = options.get("transport") == "unknown"  # TCP over a network whose rate is not published
     request = Request.of(**options | {"transport": None if unknown else options.get("transport")},
-                         asked=tuple(asked.items()))  # fmt: skip
+                         asked=tuple(layout.items()))  # fmt: skip
     if "micro_batch" in row:
-        ranks = asked["dp_shard"]
-        request = request.changed(global_batch=asked["micro_batch"] * asked["gradient_accumulation"] * ranks)
-    cluster = cluster_of(request, (), request.ranks_per_node)
+        ranks = layout["dp_shard"]
+        request = request.changed(global_batch=layout["micro_batch"] * layout["gradient_accumulation"] * ranks)
+    cluster = request.cluster(())
     if unknown:
         nodes = tuple(replace(node, nics=(), nearest_nic=()) for node in cluster.nodes)
         cluster = replace(cluster, nodes=nodes, inter_node_bytes_per_second=None, inter_node_transport="tcp")
     with patch.dict(ENGINES, _OLDER):
-        advice = of_cluster(request, cluster, (), ranks=request.ranks_per_node)
+        advice = of_cluster(request, cluster, ())
     return advice.chosen.forecast if advice.chosen else advice.rejected[0].reason
 
 

@@ -1,41 +1,35 @@
-"""Answer a request with a recommendation, export it, and compare it across machines, node counts and networks."""
+"""A request to the planner (hosts or machine, model, and run), its answer, exports, and comparisons across machines."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.advice.request import (
-    Request,
-    cluster_of,
-    default_ranks,
-    measured_step,
-    measurements_of,
-    model_of,
-    price_of,
-    prices_of,
-    rows_of,
-    spans_nodes,
-)
 from agent.base import units
 from agent.base.options import RequestError, parse_version
 from contracts.finding import Finding
+from contracts.job_config import ConfigError, read_mapping
+from contracts.layout import values_of
 from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, FrontierPoint, RankedLayout, Recommendation, request_of
-from planner.forecast import machines
+from planner.forecast import machines, models
 from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES
-from planner.forecast.specs import TrainSpec, mean_length
+from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation
-from planner.recommend import best_layout, frontier, plan, recommend
+from planner.recommend import MeasuredStep, best_layout, frontier, plan, recommend
 from planner.stacks import exports
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
+from topology.build import build
+from topology.cluster import join
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
@@ -50,17 +44,202 @@ texts = read_texts(__file__, "texts.toml")
 _MOST_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request: the machine and the run. Without a model, only the environment is recommended.
+
+    User options are declared in contracts/question.toml; its fields are members of this class or of TrainSpec.
+    """
+
+    hosts: tuple[Path, ...] = ()
+    root: str = "/"
+    machine: str | None = None
+    nodes: int | None = None
+    network: str | None = None  # "100G": rate of the network between nodes, overrides their own
+    transport: str | None = None  # "rdma" or "tcp", for that network
+    model: str | None = None
+    train: TrainSpec = field(default_factory=TrainSpec)  # `steps` is the number of steps of the whole run
+    tokens: int | None = None  # of the whole run, alternative to steps
+    epochs: float | None = None  # of the whole run, alternative to steps: passes over the rows
+    rows: int | None = None  # in the data set
+    unmeasured: str = ""  # why the data set's rows were not measured
+    price: str | None = None  # per node-hour: a number, or a YAML file with a number for each machine
+    hours: float | None = None  # duration of the whole run; gives the number of steps
+    ranks_per_node: int | None = None
+    nccl_version: str | None = None
+    bench_file: Path | None = None
+    calibration: Path | None = None
+    measured_step: tuple[str, float] | None = None  # layout as text, seconds
+    shape: ModelSpec | None = None  # of the model, if read from its hub
+    allow_files: bool = True  # whether `model` may be a file name; False over HTTP
+
+    @classmethod
+    def of(cls, **options: Any) -> Request:
+        """Create a request from options named like members here or in TrainSpec, and `lengths`; ignore others."""
+        return cls().changed(**options)
+
+    def changed(self, **options: Any) -> Request:
+        """Return a copy with these options; None leaves a TrainSpec member that cannot be None unchanged.
+
+        Raises RequestError if `lengths` cannot be parsed.
+        """
+        run = {name: value for name, value in options.items()
+               if name in _OF_RUN and (value is not None or _OF_RUN[name] is None)}  # fmt: skip
+        if "lengths" in options:
+            run["length_histogram"] = histogram_of(options["lengths"])
+        own = {one.name for one in fields(self)} & options.keys()
+        return replace(self, train=replace(self.train, **run), **{name: options[name] for name in own - {"train"}})
+
+    def model_spec(self) -> ModelSpec | None:
+        """Return the requested model: a known name, or a config.json if files are allowed."""
+        if self.model is None or self.shape is not None:
+            return self.shape
+        path = Path(self.model)
+        if self.allow_files and (path.suffix == ".json" or os.path.isdir(path)):
+            try:
+                return models.model_from_file(path)
+            except models.ModelError as error:
+                raise RequestError(f"--model {error}") from None
+        try:
+            return models.model_named(self.model)
+        except models.ModelError as error:
+            raise RequestError(str(error)) from None
+
+    def row_count(self) -> int | None:
+        """Return the number of rows in the data: the given number, else the sum of the length histogram."""
+        if self.rows is not None:
+            return self.rows
+        return sum(count for _, count in self.train.length_histogram) or None
+
+    def node_hour_price(self) -> float | None:
+        """Return the price of a node-hour: the given number, or this machine's price in the given file; else None."""
+        if self.price is None:
+            return None
+        prices = prices_of(self.price, files=self.allow_files)
+        if isinstance(prices, float):
+            return prices
+        name = machines.machine(self.machine).name if self.machine else ""
+        if name and name not in prices:
+            raise RequestError(f"--price {self.price}: no price of {name}; it has {', '.join(prices) or 'none'}")
+        return prices.get(name)
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Return the measurements of the benchmark result that the request names; empty if it names none."""
+        if self.bench_file is None:
+            return ()
+        from collectives.bench.results import read_result
+
+        try:
+            return read_result(self.bench_file).measurements
+        except (OSError, ValueError) as error:
+            raise RequestError(f"--bench {self.bench_file}: {error}") from None
+
+    def measured_layout(self) -> MeasuredStep | None:
+        """Return the measured step given in the request. Raises LayoutError if its layout is invalid."""
+        if self.measured_step is None:
+            return None
+        text, seconds = self.measured_step
+        return values_of(text), seconds
+
+    def spans_nodes(self, cluster: ClusterTopology) -> bool | None:
+        """Return whether the job spans nodes; None for one node without a requested number: more can be added later."""
+        return len(cluster.nodes) > 1 or (None if self.nodes is None else False)
+
+    def ranks(self, cluster: ClusterTopology) -> int | None:
+        """Return the requested ranks per node, else two gloo ranks for a host without GPUs, else None: one per GPU."""
+        has_gpus = self.machine or any(node.gpus for node in cluster.nodes)
+        return self.ranks_per_node or (None if has_gpus else 2)
+
+    def cluster(self, snapshots: Sequence[Snapshot]) -> ClusterTopology:
+        """Return the requested cluster, with the named network."""
+        found = self._nodes(snapshots)
+        if self.network is not None:
+            return machines.over_network(found, self.network, self.transport)
+        if self.transport is not None:
+            raise RequestError(f"transport {self.transport}: requires the rate of the network too, for example 100G")
+        return found
+
+    def _nodes(self, snapshots: Sequence[Snapshot]) -> ClusterTopology:
+        """Return the nodes: a catalogue machine, one host repeated, or the given hosts.
+
+        Raises ValueError if a node has fewer GPUs than the ranks to run on it.
+        """
+        ranks = self.ranks_per_node
+        if self.machine:
+            return machines.cluster(self.machine, self.nodes or 1, gpus_per_node=ranks)
+        nodes = [build(snapshot) for snapshot in snapshots]
+        if ranks is not None:
+            nodes = [machines.with_gpus(node, ranks) if node.gpus else node for node in nodes]
+        if self.nodes and self.nodes != len(nodes):
+            if len(nodes) != 1:
+                raise RequestError(f"--nodes {self.nodes} with {len(nodes)} hosts: give one host, or as many as nodes")
+            nodes = [replace(nodes[0], hostname=f"{nodes[0].hostname}-{i}") for i in range(self.nodes)]
+        return join(nodes)
+
+
+_OF_RUN = {one.name: one.default for one in fields(TrainSpec)}
+
+
+def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
+    """Parse "64:900,512:100" as a length histogram. Raises RequestError that names the invalid part."""
+    if not text:
+        return ()
+    rows = []
+    for word in text.split(","):
+        length, _, count = word.partition(":")
+        if not (length.isdecimal() and count.isdecimal() and len(length) < 8 and len(count) < 12):
+            raise RequestError(f"lengths={word!r}: must be TOKENS:ROWS, both whole numbers")
+        rows.append((int(length), int(count)))
+    try:
+        return check_histogram(tuple(sorted(rows)))
+    except LengthsError as error:
+        raise RequestError(str(error)) from None
+
+
+_MOST_PRICE = 1e9
+
+
+def prices_of(text: str, *, files: bool) -> float | dict[str, float]:
+    """Parse "98.32" as a number, and a YAML file as one price for each catalogue machine that it names."""
+    with contextlib.suppress(ValueError):
+        return _price("price", float(text))
+    if not files:
+        raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
+    try:
+        raw = read_mapping(Path(text), once=True)
+    except ConfigError as error:
+        raise RequestError(f"--price {error}") from None
+    found = {}
+    for name, value in raw.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"--price {text}: {name}: must be a number, of a node-hour")
+        try:
+            found[machines.machine(str(name)).name] = _price(str(name), float(value))
+        except machines.MachineError as error:
+            raise RequestError(f"--price {text}: {error}") from None
+    return found
+
+
+def _price(name: str, value: float) -> float:
+    if not 0.0 <= value <= _MOST_PRICE:
+        raise RequestError(f"{name}={value:g}: must be from 0 to {_MOST_PRICE:g}")
+    return value
+
+
+# The answer.
+
+
 def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
     """Add the duration and cost of the whole run on `nodes` nodes, if the request has a budget."""
     budgets = {"steps": request.train.steps, **{name: getattr(request, name) for name in ("tokens", "hours", "epochs")}}
     budget_names = [name for name, value in budgets.items() if value is not None]
     if len(budget_names) > 1:
         raise RequestError(f"{' and '.join(budget_names)}: give only one of them")
-    price = price_of(request)
+    price = request.node_hour_price()
     is_assumed = request.rows is not None and not (request.unmeasured or request.train.length_histogram)
     rows = texts("assumed_rows", length=request.train.sequence_length) if is_assumed else request.unmeasured
     unknowns = (*advice.unknowns, rows) if rows else advice.unknowns
-    advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)
+    advice = replace(advice, rows=request.row_count(), node_hour_price=price, unknowns=unknowns)
     steps = _steps_of(request, advice.chosen) if advice.chosen else None
     if advice.chosen is None or steps is None:
         return advice
@@ -74,7 +253,7 @@ _ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps 
 
 def _steps_of(request: Request, chosen: RankedLayout) -> int | None:
     """Return the optimizer steps of the whole run; None without a budget, or if the rows could not be measured."""
-    forecast, train, rows = chosen.forecast, request.train, rows_of(request)
+    forecast, train, rows = chosen.forecast, request.train, request.row_count()
     if request.hours is not None:
         return int(request.hours * 3600 / forecast.step_seconds.mid * (1.0 + _ROUNDING))
     if request.tokens is not None:
@@ -94,12 +273,12 @@ def _steps_of(request: Request, chosen: RankedLayout) -> int | None:
 
 def advise(
     request: Request, snapshots: Sequence[Snapshot], *, measured: Sequence[Measurement] | None = None,
-    calibrated: Calibration | None = None, ranks: int | None = None, checks: Sequence[Finding] | None = None,
+    calibrated: Calibration | None = None, checks: Sequence[Finding] | None = None,
 ) -> Recommendation:  # fmt: skip
     """Answer a request about the hosts in `snapshots`, or about the machine of the catalogue that it names.
 
-    `measured`, `calibrated` and `ranks` override the values of the request. `checks` are the known findings of the
-    hosts; if None, the hosts are checked here.
+    `measured` and `calibrated` override the values of the request. `checks` are the known findings of the hosts; if
+    None, the hosts are checked here.
     """
     snapshots = () if request.machine else snapshots
     if request.machine or request.model is None:
@@ -108,13 +287,12 @@ def advise(
         from agent.checks.host_checks import checks_of_scans
 
         checks = checks_of_scans(snapshots)
-    measured = measurements_of(request) if measured is None else measured
-    ranks = ranks or request.ranks_per_node
+    measured = request.measurements() if measured is None else measured
     try:
         stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None
         return of_cluster(
-            request, cluster_of(request, snapshots, ranks), snapshots, measured=measured,
-            calibration=calibrated or stored, ranks=ranks, checks=checks,
+            request, request.cluster(snapshots), snapshots, measured=measured,
+            calibration=calibrated or stored, checks=checks,
         )  # fmt: skip
     except ValueError as error:
         raise RequestError(str(error)) from None
@@ -150,14 +328,13 @@ def _fault(group: Group) -> str:
 
 def of_cluster(
     request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot], *,
-    measured: Sequence[Measurement] = (), calibration: Calibration | None = None, ranks: int | None = None,
-    checks: Sequence[Finding] = (),
+    measured: Sequence[Measurement] = (), calibration: Calibration | None = None, checks: Sequence[Finding] = (),
 ) -> Recommendation:  # fmt: skip
     """Ask the planner about these nodes; without a model, only about the NCCL environment.
 
     Raises RequestError, ValueError or LayoutError if the request does not fit.
     """
-    model, version, multi_node = model_of(request), parse_version(request.nccl_version), spans_nodes(request, cluster)
+    model, version, multi_node = request.model_spec(), parse_version(request.nccl_version), request.spans_nodes(cluster)
     if model is None:
         case = situation(
             snapshots, cluster, nccl_version=version, multi_node=multi_node, ranks_per_node=request.ranks_per_node
@@ -173,8 +350,8 @@ def of_cluster(
         findings = {node.hostname: of_host for node in cluster.nodes for of_host in findings.values()}
     advice = recommend(
         cluster, snapshots, model, request.train, measurements=measured, calibration=calibration,
-        nccl_version=version, ranks_per_node=ranks or default_ranks(request, cluster),
-        multi_node=multi_node, findings=findings, measured_step=measured_step(request),
+        nccl_version=version, ranks_per_node=request.ranks(cluster),
+        multi_node=multi_node, findings=findings, measured_step=request.measured_layout(),
     )  # fmt: skip
     if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
         advice = replace(advice, helps_most=nearest(request, snapshots))
@@ -199,7 +376,7 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[train.method]
     lengths = [train.sequence_length >> n for n in range(1, 16) if train.sequence_length >> n >= _SHORTEST]
     batch = train.global_batch or 0
-    ranks = sum(len(node.gpus) for node in cluster_of(request, snapshots, request.ranks_per_node).nodes) if batch else 0
+    ranks = sum(len(node.gpus) for node in request.cluster(snapshots).nodes) if batch else 0
     kinds: list[list[dict[str, Any]]] = [
         [{"global_batch": batch << n} for n in range(1, 24) if batch << n <= ranks],
         [{"method": method} for method in methods],
@@ -221,10 +398,10 @@ def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Seque
     """Return the first change that makes a layout fit, with its step time; "" if none does."""
     for changed in changes:
         other = request.changed(**changed)
-        model = model_of(other)
+        model = other.model_spec()
         try:
-            cluster = cluster_of(other, snapshots, other.ranks_per_node)
-            ranks = other.ranks_per_node or default_ranks(other, cluster)
+            cluster = other.cluster(snapshots)
+            ranks = other.ranks(cluster)
             best = best_layout(plan(cluster, snapshots, model, other.train, ranks_per_node=ranks)) if model else None
         except ValueError:
             continue
@@ -327,7 +504,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
 
     If the request has no budget, the run has one billion tokens. Raises RequestError.
     """
-    model, train = model_of(request), request.train
+    model, train = request.model_spec(), request.train
     assert model is not None  # noqa: S101 - the callers require one
     prices = prices_of(request.price, files=request.allow_files) if request.price else None
     named = [word for word in (request.machine or "").split(",") if word]
@@ -360,7 +537,7 @@ def tokens_of(request: Request, train: TrainSpec) -> float:
     mean = mean_length(histogram, train.sequence_length) if histogram else float(train.sequence_length)
     if request.tokens is not None:
         return float(request.tokens)
-    if request.epochs is not None and (rows := rows_of(request)):
+    if request.epochs is not None and (rows := request.row_count()):
         return request.epochs * rows * mean
     if train.steps is not None:
         return train.steps * (train.global_batch or 1) * mean

@@ -9,16 +9,18 @@ names a hub, because the job will load the model of that hub.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent.advice.advise import advise
-from agent.advice.request import Request, ask_trainer, for_whole_run, with_rows
+from agent.advice.advise import Request, advise
 from agent.base import units
-from agent.base.options import RequestError
+from agent.base.options import InputError, RequestError
 from agent.base.output import document
 from agent.checks.host_checks import gdrdma_possible
 from contracts import bounded, plain
@@ -26,7 +28,7 @@ from contracts.job_config import DEFAULT_CONFIG, ConfigError, JobConfig, parse_c
 from contracts.job_plan import JobPlan, RunForecast, dumps
 from contracts.layout import Layout
 from contracts.plain import PlainError
-from contracts.tables import read_texts
+from contracts.tables import read_table, read_texts
 from contracts.trl import trl_settings
 from hardware.gpus import without_gdr
 from hardware.units import rate
@@ -44,6 +46,7 @@ from topology.build import build
 EMBEDDED_MODEL = "tiny-llama"
 
 texts = read_texts(__file__, "texts.toml")
+_TABLE = read_table(__file__, "job_settings.toml")
 RANDOM = "random:"  # prefix of a model with random weights: only its shape is used
 
 # The embedded job has rows of about 51 tokens, padded to the longest row of a micro-batch.
@@ -98,7 +101,7 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
     if not explicit:
         return request
     requested: dict[str, Any] = dict(_TRL_DEFAULTS) if request.train.engine == TRL else {}
-    requested |= {field: getattr(config, name) for name, field in _PLANNED.items() if name in explicit}
+    requested |= {field: getattr(config, name) for name, field in _TABLE["planned"].items() if name in explicit}
     if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(explicit) and explicit.get(
         "model_name_or_path") != f"{RANDOM}{EMBEDDED_MODEL}":  # fmt: skip
         requested["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
@@ -121,11 +124,6 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
 
 # What TRL 1.16 (ModelConfig), PEFT (Llama and most others) and transformers (use_liger_kernel) do without the setting.
 _TRL_DEFAULTS = {"dtype": "float32", "lora_targets": ("q_proj", "v_proj"), "fused_cross_entropy": False}
-# Settings that the forecast uses, and their names in the job.
-_PLANNED = {
-    "max_length": "sequence_length", "packing": "packing", "lora_r": "lora_rank",
-    "lora_target_modules": "lora_targets", "lora_modules_to_save": "saved_modules", "max_steps": "steps",
-}  # fmt: skip
 
 
 def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +132,9 @@ def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, 
     if train is None or model is None:
         return {}
     kernel = "flash_attention_2" if train.attention == "flash" else train.attention
-    made = {name: getattr(train, field) for name, field in _PLANNED.items() if name != "max_steps" or train.steps}
+    made = {
+        name: getattr(train, field) for name, field in _TABLE["planned"].items() if name != "max_steps" or train.steps
+    }
     made |= {"use_peft": train.method != "full", "load_in_4bit": train.method == "qlora", "attn_implementation": kernel,
              "model_name_or_path": hub_id(model.name) or model.name}  # fmt: skip
     return {name: value for name, value in made.items() if name not in explicit}
@@ -152,11 +152,6 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
 
 
 # The request for a job.
-
-
-def training_request(options: Mapping[str, Any]) -> Request:
-    """Return the request for the named model, or for the embedded job if no model is named."""
-    return job_request(base_request(options), options["config"], options["overrides"])
 
 
 def base_request(options: Mapping[str, Any]) -> Request:
@@ -178,6 +173,77 @@ def job_request(request: Request, config: Path | None, overrides: Sequence[str])
     except ModelError as error:
         raise RequestError(str(error)) from None
     return planned_for(replace(request, shape=shape), job, explicit)
+
+
+# A child process counts the rows of the data set and measures them with the model's tokenizer, because this process
+# must not import transformers. If the data or tokenizer is not available, the rows are unknown and the advice says why.
+
+TIMEOUT_SECONDS = 120.0  # a data set may have to be downloaded first; a hub may not answer
+EPOCHS = 3.0  # default of the job (contracts/default.yaml)
+WRONG_DATA = 3  # exit code of finetune.rows if the rows are invalid, not the tokenizer or hub
+
+
+def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
+    """Add the row lengths of the data set in the job's settings to the question, unless the user has given lengths.
+
+    Data that the job generates is not measured. If the tokenizer is unknown or the data set cannot be read here, the
+    question gets the reason. Raises InputError if rows on this host are invalid.
+    """
+    name = settings.get("dataset_name")
+    if not isinstance(name, str) or name.startswith("synthetic:") or request.train.length_histogram:
+        return request
+
+    def words(why: str) -> str:
+        return texts("unmeasured_rows", name=name, why=why, length=request.train.sequence_length)
+
+    if name.startswith(("/", ".", "~")) and not os.path.exists(Path(name).expanduser()):
+        return replace(request, unmeasured=words("not on this host"))
+    named_settings = {key: settings[key] for key in _TABLE["rows"]["names"] if settings.get(key) is not None}
+    if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
+        tokenizer = hub_id(request.model) if request.model else None
+        if tokenizer is None:
+            why = f"no tokenizer of {request.model or 'the model'} is known"
+            return replace(request, unmeasured=words(why))
+        named_settings["tokenizer_name"] = tokenizer
+    try:
+        found = json.loads(ask_trainer("finetune.rows", text=json.dumps(named_settings)))
+    except LookupError as error:
+        return replace(request, unmeasured=words(str(error)))
+    if not found["histogram"]:
+        return replace(request.changed(rows=request.rows or found["rows"]), unmeasured=words(found["why"]))
+    lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in found["histogram"])
+    return request.changed(lengths=lengths, rows=request.rows or found["rows"])
+
+
+def whole_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
+    """Return the request for a job with the rows of its data and its length: steps, else epochs if rows are known."""
+    explicit = settings(config, overrides, request.train.engine).explicit
+    request = with_rows(job_request(request, config, overrides), explicit)
+    if explicit.get("max_steps"):
+        return request.changed(steps=explicit["max_steps"])
+    if request.row_count() is None:
+        return request
+    return replace(request, epochs=float(explicit.get("num_train_epochs") or EPOCHS))
+
+
+def ask_trainer(module: str, *words: str, text: str = "") -> str:
+    """Return the last line that a module of the trainer prints, in a child process.
+
+    Raises LookupError if the child fails, InputError if it says that the rows are invalid.
+    """
+    command = [sys.executable, "-P", "-m", module, *words]
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise LookupError(f"no answer within {TIMEOUT_SECONDS:.0f} s") from None
+    if done.returncode == WRONG_DATA:
+        raise InputError(done.stderr.strip()[-600:])
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    if done.returncode or not lines:
+        raise LookupError(lines[-1][:800] if lines else f"exit code {done.returncode}")
+    return lines[-1]
 
 
 # Choose the trainer of a job: the built-in trainer, or TRL's for jobs that the built-in trainer does not support.
@@ -219,9 +285,7 @@ def choose_trainer(
 def _advise_for(
     request: Request, config: Path | None, overrides: Sequence[str], trainer: str, found: Sequence[Snapshot]
 ) -> Recommendation:
-    explicit = settings(config, overrides, trainer).explicit
-    request = job_request(request.changed(engine=trainer), config, overrides)
-    request = for_whole_run(with_rows(request, explicit), explicit)
+    request = whole_request(request.changed(engine=trainer), config, overrides)
     has_gpus = bool(request.machine) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
     if trainer == TRL and not has_gpus:
         others = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]

@@ -56,29 +56,12 @@ class Expected(NamedTuple):
 class Key(NamedTuple):
     """What can be expected: how its text is read, how a node is judged, and which failed probes make it unknown."""
 
-    read: Callable[[str], Any]  # raises ValueError that says what is allowed
+    form: str  # of its text, in expect.toml
+    value: Callable[[str], Any]
     judge: Callable[[Snapshot, NodeTopology, Expected], Judgement]
     probes: tuple[str, ...]
     is_list: bool = False
     of_devices: bool = False  # takes [PATTERN:]VALUE
-
-
-def _form(name: str, made: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """Return a parser for texts of a form in expect.toml."""
-    pattern, allowed = _FORMS[name]
-
-    def read(text: str) -> Any:
-        if not re.fullmatch(pattern, text, re.IGNORECASE | re.ASCII):
-            raise ValueError(allowed)
-        return made(text)
-
-    return read
-
-
-def _model(text: str) -> str:
-    if text.isdigit():
-        raise ValueError(f"{_FORMS['model'][1]}; for a number of GPUs write gpus={text}")
-    return str(_form("model")(text))
 
 
 def parse(words: Sequence[str]) -> tuple[Expected, ...]:
@@ -131,12 +114,11 @@ def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[Expected, ...
 
 def _read_one(key: str, text: str, where: str) -> Expected:
     pattern, colon, value = text.rpartition(":") if KEYS[key].of_devices else ("", "", text)
-    try:
-        if colon:
-            _form("device")(pattern)
-        return Expected(key, text, KEYS[key].read(value), pattern)
-    except ValueError as error:
-        raise GateError(f"{where}: {key}={text[:64]}: must be {error}") from None
+    for form, part in (*([("device", pattern)] if colon else []), (KEYS[key].form, value)):
+        allowed, words = _FORMS[form]
+        if not re.fullmatch(allowed, part, re.IGNORECASE | re.ASCII):
+            raise GateError(f"{where}: {key}={text[:64]}: must be {words}")
+    return Expected(key, text, KEYS[key].value(value), pattern)
 
 
 def expectation(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
@@ -339,16 +321,21 @@ def _lacks(link: Interface) -> str:
     return "" if link.addresses else "has no address"
 
 
+def _number(text: str) -> int:
+    return int(re.findall(r"\d+", text)[0])
+
+
 KEYS: dict[str, Key] = {
-    "gpus": Key(_form("count", int), _gpus, ("gpu",)),  # minimum number of GPUs that answer
-    "gpu": Key(_model, _gpu_model, ("gpu",)),  # words that every GPU's model must contain: "H100"
-    "nvlink": Key(_form("links", lambda text: int(text.upper().removeprefix("NV"))), _nvlink, ("gpu",)),  # of each pair
-    "hcas": Key(_form("count", int), _hcas, ("rdma",), is_list=True, of_devices=True),  # minimum with an ACTIVE port
-    "rate": Key(_form("rate", lambda text: int(re.findall(r"\d+", text)[0]) * 1e9 / 8), _rates, ("rdma",),
-                is_list=True, of_devices=True),  # minimum of each of these devices, bytes/s
-    "gdr": Key(_form("on"), _gdr, ("pci", "rdma")),  # GPUDirect RDMA from every GPU to its nearest NIC
-    "interface": Key(_form("interface"), _interface, ("interfaces",), is_list=True),  # patterns: up, with an address
-    "driver": Key(_form("driver"), _driver, ("gpu",)),  # minimum NVIDIA driver release: "570.86"
-}  # fmt: skip
+    "gpus": Key("count", int, _gpus, ("gpu",)),  # minimum number of GPUs that answer
+    "gpu": Key("model", str, _gpu_model, ("gpu",)),  # words that every GPU's model must contain: "H100"
+    "nvlink": Key("links", _number, _nvlink, ("gpu",)),  # minimum of each pair of GPUs
+    "hcas": Key("count", int, _hcas, ("rdma",), is_list=True, of_devices=True),  # minimum with an ACTIVE port
+    "rate": Key(
+        "rate", lambda text: _number(text) * 1e9 / 8, _rates, ("rdma",), is_list=True, of_devices=True
+    ),  # bytes/s
+    "gdr": Key("on", str, _gdr, ("pci", "rdma")),  # GPUDirect RDMA from every GPU to its nearest NIC
+    "interface": Key("interface", str, _interface, ("interfaces",), is_list=True),  # patterns: up, with an address
+    "driver": Key("driver", str, _driver, ("gpu",)),  # minimum NVIDIA driver release: "570.86"
+}
 _NAMES = ("gpu", "interface")  # for these, a number or unquoted `on` in YAML is a mistake
 _LISTS = tuple(name for name, key in KEYS.items() if key.is_list)

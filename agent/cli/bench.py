@@ -168,7 +168,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 @command("calibrate")
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
-    from agent.advice.request import Request
+    from agent.advice.advise import Request
     from agent.jobs.benchmark import calibration_of, default_ranks, has_gpu
     from probes.registry import ALL
 

@@ -79,10 +79,8 @@ def launch(
         _launch_on_slurm(advice, found, folder, shown, options)
     elif options["api"] != "local":
         _launch_there(advice, found, shown, options)
-    elif shown:
-        _print_here(advice, advice.chosen.layout.world_size, folder, shown, options)
     else:
-        _launch_here(advice, advice.chosen.layout, found, folder, timeout, options)
+        _launch_here(advice, advice.chosen.layout, found, folder, timeout, shown, options)
 
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
@@ -157,14 +155,6 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
     finally:
         for text in warned:
             print_text(f"warning: the API server says: {text}", err=True)
-
-
-def _print_here(advice: Recommendation, ranks: int, folder: Path, form: str, options: dict[str, Any]) -> None:
-    from agent.advice.job_settings import job_plan
-    from agent.jobs import launch as launcher
-
-    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-    _print_plan(plan, launcher.command(folder / "plan.json", ranks), plan.notes, form)
 
 
 def _print_plan(plan: JobPlan, words: Sequence[str], notes: Iterable[str], form: str) -> None:
@@ -245,19 +235,23 @@ def _launch_script(
 
 
 def _launch_here(
-    advice: Recommendation, layout: Layout, found: Sequence[Snapshot], folder: Path, timeout: float,
+    advice: Recommendation, layout: Layout, found: Sequence[Snapshot], folder: Path, timeout: float, form: str | None,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
+    """Print the plan of the job in `form`, or run it if `form` is None."""
     from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
     from agent.jobs import launch as launcher
     from agent.terminal import measured
     from planner.kubernetes.manifests import storage_rate
 
+    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
+    if form:
+        _print_plan(plan, launcher.command(folder / "plan.json", layout.world_size), plan.notes, form)
+        return
     bytes_per_second = storage_rate(options["storage_rate"])
     seconds = grace(advice, bytes_per_second)
     if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
         print_text(f"note: {notice}", err=True)
-    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     record = _run_here(
         found, options, folder, {setting.name: setting.value for setting in advice.settings},
         layout.world_size, layout.family,

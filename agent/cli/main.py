@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
-import re
-import shutil
 import sys
-import textwrap
 
 import click
 
@@ -110,14 +107,17 @@ def explain(code: str | None, listed: bool) -> None:
 
 def _show_entry(text: str) -> None:
     """Print an entry of the findings or alerts page: one point below the other."""
+    import shutil
+    import textwrap
+
     title, _, points = text.partition("\n\n")
     click.secho(f"{title}\n", bold=True)
-    for point in re.split(r"^- ", points, flags=re.MULTILINE)[1:]:
-        label = re.match(r"\*\*([^*]+)\*\*", point)
-        words = " ".join(point.replace("**", "").split())
+    for line in points.splitlines():  # "- **Meaning:** words"
+        _, label, words = line.split("**", 2)
+        words = label + words.replace("**", "")
         width = shutil.get_terminal_size().columns
         words = textwrap.fill(words, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-        click.echo(words.replace(label[1], click.style(label[1], bold=True), 1) if label else words)
+        click.echo(words.replace(label, click.style(label, bold=True), 1))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,6 @@ import click
 
 from agent.base.options import command, require_writable
 from agent.base.output import Progress, console, print_text, render, save_document, write_result
-from contracts.host_list import expand_host_list
 from contracts.plain import printable
 
 if TYPE_CHECKING:
@@ -31,19 +28,19 @@ def preflight(
 ) -> None:  # fmt: skip
     """Run the checks, write the results in each form, and exit with the verdict's code."""
     targets = [_target(form) for form in forms] or [("table", None)]
-    from agent.advice.request import Request
-    from agent.jobs.preflight import run, write_folder
+    from agent.advice.advise import Request
+    from agent.jobs.preflight import judge_nodes, run, write_folder
     from contracts import question
 
     folder: Path | None = options.pop("folder")
     if folder is None and options["train"]:
         folder = Path("reports")
         require_writable("--report", folder, folder=True)
-    where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
-    if where["nodes"] or where["selector"]:
-        report = _of_cluster(where, options)
+    if options["nodes"] or options["selector"]:
+        report = judge_nodes(options)
     else:
-        fields = {name: options[name] for name in question.fields() if name in options}
+        # --nodes names nodes here
+        fields = {name: options[name] for name in {*question.fields()} & options.keys() - {"nodes"}}
         request = Request.of(hosts=options["hosts"], root=options["root"], **fields)
         report = run({**options, "request": request, "output": folder}, Progress(quiet=quiet))
     for form, path in targets:
@@ -58,25 +55,6 @@ def preflight(
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         print_text(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
     sys.exit(report.verdict.exit_code)
-
-
-def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
-    """Run the gate for other nodes from their published records, without generating load."""
-    from agent.cluster.client import connect
-    from agent.cluster.nodes import checks_of, fleet, named, unknown_node
-    from agent.jobs.preflight import expectation_of, report_of
-
-    expected = expectation_of(options["expect"], options["expect_file"])
-    started = time.monotonic()
-    client = connect(where["context"]).brief()
-    names = named(client, expand_host_list(where["nodes"] or ""), where["selector"])
-    held = fleet(client)
-    report = report_of(
-        checks_of(names, held, expected=expected),
-        nodes=[held.record(name) or unknown_node(name) for name in names], require=options["require"],
-        skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
-    )  # fmt: skip
-    return replace(report, seconds=time.monotonic() - started)
 
 
 def _target(form: str) -> tuple[str, Path | None]:

@@ -19,7 +19,7 @@ from contracts.question import most
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agent.advice.request import Request
+    from agent.advice.advise import Request
     from planner.advice import Recommendation
     from probes.api import Snapshot
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 @command("recommend")
 def recommend(**options: object) -> None:
     """Ask the planner and print the answer in the requested format."""
-    from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
-    from agent.advice.request import Request
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, advise, export, in_pods
     from planner.forecast.models import KNOWN
     from probes.registry import ALL
 
@@ -133,7 +132,6 @@ def _sweep(request: Request, text: str, form: str) -> None:
 
 
 def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
-    from agent.advice.request import cluster_of, default_ranks, measured_step, measurements_of, model_of
     from agent.base.lines import table
     from agent.terminal.advice import layout_title
     from contracts.layout import values_of
@@ -141,16 +139,15 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled
     from probes.registry import ALL
 
-    model = model_of(request)
+    model = request.model_spec()
     assert model is not None  # noqa: S101 - --compare requires --model
     found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
     try:
-        cluster = cluster_of(request, found, request.ranks_per_node)
-        ranks = request.ranks_per_node or default_ranks(request, cluster)
+        cluster = request.cluster(found)
         calibration = load_calibration(request.calibration) if request.calibration else None
-        measured = measurements_of(request)
+        measured, ranks = request.measurements(), request.ranks(cluster)
         planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
-        if step := measured_step(request):
+        if step := request.measured_layout():
             planned = scaled(planned, step)
         first, second = (forecast_named(planned, values_of(text)) for text in texts)
     except ValueError as error:

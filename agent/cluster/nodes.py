@@ -106,12 +106,8 @@ class NodeRecord:
         return self.age_seconds(now) > max(LEAST_SILENT_SECONDS, SILENT_INTERVALS * self.interval_seconds)
 
 
-# Members of a status and the names of the corresponding members of a record.
-NAMES = {
-    "agentVersion": "agent_version", "node": "host", "interval": "interval_seconds",
-    **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "driver", "findings", "facts",
-                               "changes")},
-}  # fmt: skip
+_TABLE = read_table(__file__, "nodes.toml")
+NAMES: dict[str, str] = _TABLE["members"]
 _VERDICTS = ("pass", "warn", "unknown", "fail")
 _MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
 # The object was written by another release or edited by another client.
@@ -237,8 +233,6 @@ MOST_FACTS_LETTERS = 65536  # of the compressed facts; an HGX H100 needs 5,000
 MOST_FACTS_BYTES = 1 << 20  # of the JSON
 _PROBES = [probe for probe in ALL if probe.name in ("gpu", "pci", "rdma", "interfaces", "limits", "hostinfo")]
 
-# By type name: [published] lists the fields of a type to publish, [dropped] those to omit.
-_FIELDS = read_table(__file__, "nodes.toml")
 _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -277,7 +271,7 @@ def _bare(value: Any) -> Any:
     if not is_dataclass(value) or isinstance(value, type):
         return value
     kind, changes = type(value), {}
-    listed, dropped = _FIELDS["published"].get(kind.__name__), _FIELDS["dropped"].get(kind.__name__, ())
+    listed, dropped = _TABLE["published"].get(kind.__name__), _TABLE["dropped"].get(kind.__name__, ())
     for member in fields(value):
         if member.name not in dropped and (listed is None or member.name in listed):
             changes[member.name] = _bare(getattr(value, member.name))
@@ -346,6 +340,10 @@ class Fleet:
     def __init__(self, records: Iterable[NodeRecord] = ()) -> None:
         self._records: dict[str, NodeRecord] = {}
         self._set(records)
+
+    def read(self, client: Client) -> None:
+        """Read all records of the cluster. Raises ApiError."""
+        self.replace(client.items(path_of(API_VERSION, PLURAL)))
 
     def replace(self, items: Iterable[Json]) -> None:
         """Replace all records by a complete list of resources; those that have not changed are not read again."""
@@ -436,11 +434,6 @@ def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[s
         if not found:
             raise GateError(f"--selector {selector}: no node has these labels")
     return tuple(dict.fromkeys(found))
-
-
-def fleet(client: Client) -> Fleet:
-    """Read every record once. Raises ApiError."""
-    return Fleet(map(read_resource, client.items(path_of(API_VERSION, PLURAL))))
 
 
 def checks_of(

@@ -20,19 +20,21 @@ import re
 import shlex
 import stat
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import h11
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agent.cluster.client import ApiError, Client, path_of
-from agent.http.answers import problem
 from agent.http.worker import ProblemError
 from contracts import bounded
+from contracts.redaction import without_secrets
 
 PROBES = ("/healthz", "/readyz")  # used by the kubelet, which sends no token
 HEAD_BYTES = 16384  # request line and headers; a bearer token may use most of it
@@ -46,6 +48,16 @@ LONGEST_TOKEN = 16384
 _MOST_TOKEN_BYTES = 1 << 20  # size of a token file
 READS = ("GET", "HEAD")
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
+PROBLEM_TYPE = "application/problem+json"
+
+
+def problem(
+    request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any
+) -> JSONResponse:
+    """Create one problem document."""
+    body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail,
+            "instance": request.url.path, **more}  # fmt: skip
+    return JSONResponse(without_secrets(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
 
 
 class Tokens:

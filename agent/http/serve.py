@@ -42,7 +42,11 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     _check(hosts, options)
     _make_state_folder(options["folder"])
-    client = connected(options)
+    client = None
+    if options["publish"] or options["token_review"]:
+        from agent.cluster.client import connect
+
+        client = connect()
     place = bind(address, port)  # clients that connect during the imports wait instead of being refused
     os.environ.setdefault(ROLE, "agent")  # the probe process inherits it, so it is set first
     scanner = None if hosts else Scanner(root, probes=ALL)
@@ -152,7 +156,7 @@ def _make_state_folder(folder: Path) -> None:
 
 
 def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
-    """Connect endpoints and publisher to one state; `client` is the result of `connected`."""
+    """Connect endpoints and publisher to one state; `client` is needed to publish and to review tokens."""
     from agent.http.access import Tokens
     from agent.http.server import create
     from agent.http.state import Publisher
@@ -182,12 +186,3 @@ def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
         return made[1]
 
     return latest
-
-
-def connected(options: dict[str, Any]) -> Any:
-    """Return the client, if one is needed. Raises AccessError if there is no way to an API server."""
-    if not (options["publish"] or options["token_review"]):
-        return None
-    from agent.cluster.client import connect
-
-    return connect()

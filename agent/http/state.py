@@ -1,45 +1,34 @@
-"""What the agent knows and publishes.
-
-It knows the view of its own node, which each scan replaces as a whole, and the records of all nodes. It writes the
-record of its own node to the cluster.
-"""
+"""The view of the agent's own node, which each scan replaces as a whole, and the record of it in the cluster."""
 
 from __future__ import annotations
 
 import base64
 import json
 import logging
-import math
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agent.base import result_store
+from agent.checks.expect import Expected
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, View, build_view
-from agent.cluster.client import AccessError, ApiError, Client, Tally, backoff_seconds, connect, path_of, reason_of
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, record_of_view, row, to_resource
+from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
+from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
 from agent.http.worker import ProblemError
 from collectives.bench.results import MOST_RESULT_BYTES
+from collectives.search.plan import SearchResult
 from contracts import bounded, plain
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
 from probes.increases import Past
 
-if TYPE_CHECKING:
-    from agent.checks.expect import Expected
-    from collectives.search.plan import SearchResult
-
 log = logging.getLogger(__name__)
-
-LIST_SECONDS = 10.0  # the page asks again every 30 s; a list of 1,000 GPU servers has 20 MB
-MORE = "only the node of this agent; on Kubernetes, agents started with --publish show every node"
 
 
 class State:
@@ -141,8 +130,6 @@ class State:
         """Return the latest search for bad nodes that this host planned; None if there is no readable one."""
         if self.folder is None or not (path := self.folder / result_store.SEARCH_FILE).exists():
             return None
-        from collectives.search.plan import SearchResult
-
         try:
             return plain.read(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES)), SearchResult)
         except (OSError, ValueError) as error:
@@ -151,54 +138,6 @@ class State:
 
     def _runs(self) -> tuple[RunRecord, ...]:
         return result_store.read_runs(self.folder) if self.folder else ()
-
-
-def age_seconds(view: View) -> float:
-    """Return the age of the newest view, independent of changes of the clock."""
-    return time.monotonic() - view.made_at_monotonic
-
-
-class Records:
-    """The records of the cluster, and why the last list failed."""
-
-    def __init__(self) -> None:
-        self._client: Client | None = None
-        self._fleet: Fleet | None = None
-        self._listed_at = -math.inf
-        self.error: str | None = None
-
-    def fleet(self) -> Fleet:
-        """Return the records of all nodes. Raises ProblemError 503 if they have never been listed."""
-        if time.monotonic() - self._listed_at > LIST_SECONDS:
-            self._list()
-        if self._fleet is None:
-            detail = f"the cluster's records cannot be read: {self.error}"
-            raise ProblemError(503, detail, headers={"Retry-After": "10"})
-        return self._fleet
-
-    def _list(self) -> None:
-        fleet = self._fleet or Fleet()
-        try:
-            self._client = self._client or connect().brief()
-            fleet.replace(self._client.items(path_of(API_VERSION, PLURAL)))
-            self._fleet, self.error = fleet, None
-        except (AccessError, ApiError) as error:
-            self.error = str(error)
-        self._listed_at = time.monotonic()
-
-
-def own_fleet(view: View, interval_seconds: float) -> Fleet:
-    """Return the record of this agent's node alone, for an agent that does not publish."""
-    return Fleet([record_of_view(view, interval_seconds=interval_seconds)])
-
-
-def nodes_document(fleet: Fleet, source: str, behind: str | None = None) -> dict[str, Any]:
-    """Return every node as a row, and the number of nodes per verdict; `behind` says why the rows may be outdated."""
-    now = time.time()
-    rows = [row(record, now) for record in fleet.records()]
-    counts = dict(sorted(Counter(made["verdict"] for made in rows).items()))
-    more = {"note": MORE} if source != "kubernetes" else {"behind": behind} if behind else {}
-    return {"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more}
 
 
 # Write the record of this node to the cluster (server-side apply).

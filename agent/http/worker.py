@@ -1,6 +1,6 @@
 """Answer expensive questions in a separate process: recommendations, what-if, and documents about the cluster.
 
-The event loop and /metrics share no Python interpreter with the planner. One worker process (agent.http.questions) is
+The event loop and /metrics share no Python interpreter with the planner. One worker process (`main`, below) is
 started by the first question and answers one at a time. It is killed and replaced if a question takes too long or no
 client waits for it any more, and ends by itself after some idle minutes. Each view is sent to it once. Reasons and
 costs: docs/decisions/0010.
@@ -9,23 +9,34 @@ costs: docs/decisions/0010.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import math
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.base import output
+from pydantic import ValidationError
+
+from agent.advice import advise
+from agent.base import log_to_stderr, output
+from agent.base.options import RequestError
 from agent.checks.verdict import View
+from agent.cluster.client import AccessError, ApiError, Client, connect
+from agent.cluster.nodes import Fleet, record_of_view, row
 from collectives.bench import processes
+from contracts import question
 from contracts.redaction import without_secrets
 
 if TYPE_CHECKING:
@@ -37,8 +48,11 @@ MOST_WAITING = 256  # different questions; equal questions share one answer
 LONGEST_SECONDS = 60.0  # for one question, including the start and imports of Python: a faulty node is slow
 LEFT_SECONDS = 1.0  # time that a question without a waiting client may still take before its process is killed
 IDLE_SECONDS = 600.0
-COMMAND = (sys.executable, "-P", "-m", "agent.http.questions")
+COMMAND = (sys.executable, "-P", "-c", "from agent.http.worker import main; main()")
 _LOOK_SECONDS = 0.1
+_NICENESS = 10  # scrapes have priority over plans
+LIST_SECONDS = 10.0  # the page asks again every 30 s; a list of 1,000 GPU servers has 20 MB
+MORE = "only the node of this agent; on Kubernetes, agents started with --publish show every node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +168,7 @@ class Worker:
         self._stopping = False
 
     async def ask(self, request: Request, name: str, *, view: View | None = None, **given: Any) -> Answer:
-        """Return the answer of agent.http.questions to `name`; the arguments are plain and hashable.
+        """Return the answer to the question `name`; the arguments are plain and hashable.
 
         ProblemError: 503 if too many questions wait, it takes too long or the client disconnects; else the worker's.
         """
@@ -207,3 +221,147 @@ class Worker:
                 raise _busy(str(error)) from None
             log.warning("the worker process has ended: %r", error)
             raise _busy("the worker process has ended: send the request again") from None
+
+
+# The process: it answers one question at a time, from data sent to it. Each question is a function of the known data
+# and plain arguments; its name is the name of the question. An invalid question raises ProblemError. An internal error
+# is logged and answered with 500.
+
+
+class Known:
+    """The data that the answers are made from: the agent's last scan, and the records of the cluster."""
+
+    view: View  # sent with every question that needs it
+
+    def __init__(self) -> None:
+        self._client: Client | None = None
+        self._fleet: Fleet | None = None  # None until the records have been listed
+        self._asked_at = -math.inf
+        self.error: str | None = None  # why the last list failed
+
+    def fleet(self, source: str, interval: float) -> Fleet:
+        """Return the records of all nodes of the cluster, or of this agent's node, scanned every `interval` seconds.
+
+        Raises ProblemError 503 if the cluster's records have never been listed.
+        """
+        if source != "kubernetes":
+            return Fleet([record_of_view(self.view, interval_seconds=interval)])
+        if time.monotonic() - self._asked_at > LIST_SECONDS:
+            self._list()
+        if self._fleet is None:
+            detail = f"the cluster's records cannot be read: {self.error}"
+            raise ProblemError(503, detail, headers={"Retry-After": "10"})
+        return self._fleet
+
+    def _list(self) -> None:
+        fleet = self._fleet or Fleet()
+        try:
+            self._client = self._client or connect().brief()
+            fleet.read(self._client)
+            self._fleet, self.error = fleet, None
+        except (AccessError, ApiError) as error:
+            self.error = str(error)
+        self._asked_at = time.monotonic()
+
+
+def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
+    """Return environment and layout of this node, as JSON or as an export."""
+    wanted = advise.Request.of(**dict(options), allow_files=False)
+    advice = advise.for_view(known.view, wanted)
+    if form in advise.EXPORTS:
+        return Answer(body=advise.export(advice, form, nodes=wanted.nodes or 1).encode(), media_type="text/plain")
+    return document(advice)
+
+
+def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
+    """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
+    from agent.http import pages
+
+    form, view = dict(fields), known.view
+    if not form.get("model"):
+        return page_of(pages.what_if_page(view, form, None, ""))
+    try:
+        advice = advise.for_view(view, read_form(form))
+        return page_of(pages.what_if_page(view, form, advice, ""))
+    except RequestError as error:
+        return page_of(pages.what_if_page(view, form, None, str(error)), 400)
+
+
+def nodes(known: Known, *, source: str, interval: float) -> Answer:
+    """Return every node as a row, and the number of nodes per verdict; `behind` says why the rows may be outdated."""
+    now = time.time()
+    rows = [row(record, now) for record in known.fleet(source, interval).records()]
+    counts = dict(sorted(Counter(made["verdict"] for made in rows).items()))
+    more = {"note": MORE} if source != "kubernetes" else {"behind": known.error} if known.error else {}
+    return document({"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more})
+
+
+def cluster_page(known: Known, *, source: str, interval: float, node: str | None, search: str, page: int) -> Answer:
+    """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
+    from agent.http import pages
+
+    fleet = known.fleet(source, interval)
+    if node is None:
+        made = pages.fleet_page(fleet, source=source, behind=known.error, search=search, page=page)
+        return page_of(made)
+    record = fleet.record(node)
+    if record is None:
+        raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
+    return page_of(pages.published_page(fleet, record, source=source))
+
+
+QUESTIONS: dict[str, Callable[..., Answer]] = {
+    one.__name__: one for one in (recommendations, what_if, nodes, cluster_page)
+}
+
+
+def read_form(form: Mapping[str, str]) -> advise.Request:
+    """Parse a form; an empty field counts as omitted. Raises RequestError that names an invalid field."""
+    given = {name: text.strip() for name, text in form.items() if text.strip()}
+    try:
+        return advise.Request.of(**dict(question.model().model_validate(given)), allow_files=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name, allowed = str(first["loc"][0]), re.sub("^(Input|String) should", "must", first["msg"])
+        raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
+
+
+def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
+    """Answer one question; every exception becomes a ProblemError."""
+    try:
+        return QUESTIONS[name](known, **payload)
+    except ProblemError as error:
+        return error
+    except RequestError as error:
+        return ProblemError(400, str(error))
+    except Exception:
+        log.exception("a question could not be answered: %s", name)
+        return ProblemError(500, "the question could not be answered; the agent's log says why")
+
+
+def send(pipe: Connection, found: Answer | ProblemError) -> None:
+    """Send only texts and bytes, so that the agent never unpickles objects from the worker."""
+    header: dict[str, Any] = {"status": found.status}
+    if isinstance(found, ProblemError):
+        header |= {"detail": found.detail, "headers": found.headers}
+    else:
+        header |= {"media_type": found.media_type, "headers": dict(found.headers)}
+    pipe.send_bytes(json.dumps(header).encode())
+    pipe.send_bytes(found.body if isinstance(found, Answer) else b"")
+
+
+def main() -> None:
+    """Serve requests on the file descriptor given on the command line until the other side closes it."""
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # without memory, the kernel kills this and not the agent
+    log_to_stderr()
+    pipe, known = Connection(int(sys.argv[1])), Known()
+    pipe.send_bytes(b"ready")
+    with contextlib.suppress(EOFError, ConnectionError):
+        while pipe.poll(float(sys.argv[2])):  # longest idle time in seconds
+            kind, payload = pipe.recv()
+            if kind == "view":
+                known.view = payload
+            else:
+                send(pipe, answer(known, kind, payload))

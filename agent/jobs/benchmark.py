@@ -13,23 +13,13 @@ from typing import Any
 
 import click
 
-from agent.advice.request import Request, model_of
+from agent.advice.advise import Request
 from agent.base import units
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
+from agent.checks import measured
 from agent.checks.findings import ORDER
-from agent.checks.measured import (
-    BARS,
-    IS,
-    JUDGED_OPS,
-    RDMA_BENCH_CODES,
-    SHOULD,
-    bar_words,
-    baseline_bar,
-    judged_bytes,
-    make_finding,
-    status_of,
-)
+from agent.checks.measured import BARS, IS, JUDGED_OPS, SHOULD, bar_words, make_finding
 from agent.checks.verdict import GateError
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
@@ -121,7 +111,7 @@ def preflight_spec(
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
     expect = expected(found) if (backend or visible_backend()) == "nccl" else None
-    large = (judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
+    large = (measured.judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
     return BenchSpec(
@@ -167,7 +157,7 @@ def calibration_of(
     `tokens` is one micro-batch, by default that of a job with as many ranks; `threads` is the number of CPU threads of
     a rank, by default its share of the cores.
     """
-    model, train = model_of(request), request.train
+    model, train = request.model_spec(), request.train
     assert model is not None  # noqa: S101 - the caller names one
     batch = train.sequence_length * max(1, (train.global_batch or ranks) // ranks)
     tokens = tokens or min(batch, CALIBRATION_TOKENS)
@@ -312,7 +302,7 @@ def watch(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
 
 # RDMA writes between two hosts, compared with the wire rate of the port.
 
-(LOW_BANDWIDTH,) = RDMA_BENCH_CODES
+(LOW_BANDWIDTH,) = measured.RDMA_BENCH_CODES
 # Payload fraction of the wire rate. Azure's node health checks (Azure/azurehpc-health-checks, ib_write_bw) require 380
 # of 400 Gb/s and 170 to 180 of 200. They report 393 for a healthy node and 351 for one that was taken out.
 LEAST, USUAL = 0.90, 0.97
@@ -349,7 +339,7 @@ def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaW
         then = before.get(write.port)
         if then is not None:
             mtu = (f"in packets of {then.mtu_bytes} bytes",) if then.mtu_bytes else ()
-            bars = (baseline_bar(then.bytes_per_second, *mtu), *bars)
+            bars = (measured.baseline_bar(then.bytes_per_second, *mtu), *bars)
         made.append(replace(write, rate_bytes_per_second=port.rate_bytes_per_second, bars=bars))
     return replace(result, writes=tuple(made))
 
@@ -393,7 +383,7 @@ def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) ->
     )
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in known)
     message = f"{units.rate(value)} to {result.peer}" + (f" of {shown}" if shown else "")
-    status = min((status_of(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
+    status = min((measured.status_of(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
     if status == "unknown":
         message += f": {write.bars[0].why[0]}" if write.bars else ""
     now = next((bar for bar in known if bar.name == IS), None)

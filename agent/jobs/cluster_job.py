@@ -23,21 +23,7 @@ from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
-from planner.kubernetes.manifests import (
-    COMMAND,
-    DEVICE_CLASSES,
-    MOUNT,
-    POD_LABELS,
-    SAVE_SECONDS,
-    Document,
-    JobError,
-    JobSpec,
-    check_form,
-    check_size,
-    family,
-    from_advice,
-    storage_rate,
-)
+from planner.kubernetes.manifests import MOUNT, SAVE_SECONDS, Document, JobError, JobSpec, family, storage_rate
 from probes.api import Snapshot
 
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
@@ -77,9 +63,9 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
             raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
         needs = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
         advice = replace(advice, needs=tuple(needs))
-    spec = from_advice(
+    spec = manifests.from_advice(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
-        named=named, config_map=f"{name}-config", command=COMMAND, **optional,
+        named=named, config_map=f"{name}-config", command=manifests.COMMAND, **optional,
     )  # fmt: skip
     if not options["dra"]:
         return spec
@@ -104,12 +90,12 @@ def warnings(spec: JobSpec) -> Iterator[str]:
 
 def _device_classes(words: Sequence[str]) -> tuple[str, str]:
     """Return the DeviceClasses of GPU and NIC from --dra gpu=NAME and nic=NAME, by default the usual names."""
-    found = dict(zip(("gpu", "nic"), DEVICE_CLASSES, strict=True))
+    found = dict(zip(("gpu", "nic"), manifests.DEVICE_CLASSES, strict=True))
     for word in words:
         kind, name = _pair(word, "--dra")
         if kind not in found:
             raise JobError(f"--dra {word}: must be gpu=NAME or nic=NAME, NAME a DeviceClass of the cluster")
-        check_form("object", "--dra=", name)
+        manifests.check_form("object", "--dra=", name)
         found[kind] = name
     return found["gpu"], found["nic"]
 
@@ -171,8 +157,8 @@ def storage(options: Mapping[str, Any]) -> tuple[Document, ...]:
     """Return the claim to create, if a storage class is given."""
     if not options["storage_class"]:
         return ()
-    check_form("object", "--storage-class=", options["storage_class"])
-    check_size("--storage-size", options["storage_size"])
+    manifests.check_form("object", "--storage-class=", options["storage_class"])
+    manifests.check_size("--storage-size", options["storage_size"])
     return manifests.from_template(
         "claim", name=claim_of(options) or "", namespace=options["namespace"], size=options["storage_size"],
         storage_class=options["storage_class"],
@@ -288,7 +274,7 @@ def pods_of(client: Client, job: Document, api: str) -> list[Document]:
     """Return the pods of a job. Raises ApiError."""
     about = job["metadata"]
     path = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
-    return list(client.items(path, {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}))
+    return list(client.items(path, {"labelSelector": f"{manifests.POD_LABELS[api]}={about['name']}"}))
 
 
 def job_state(job: Document) -> str:
@@ -326,7 +312,7 @@ def how_failed(pod: Mapping[str, Any]) -> str:
     status = pod.get("status") or {}
     if status.get("phase") != "Failed":
         return ""
-    for each in _containers(status):
+    for each in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         ended = (each.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode"):
             why = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"
@@ -334,27 +320,6 @@ def how_failed(pod: Mapping[str, Any]) -> str:
             words = f"{each.get('name')} ended with exit code {ended['exitCode']}{why}"
             return _line(pod["metadata"]["name"], words, redact(str(record.get("reason") or "") if record else text))
     return _line(pod["metadata"]["name"], str(status.get("reason") or "Failed"), status.get("message"))
-
-
-def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-
-
-def why_waiting(pod: Mapping[str, Any]) -> str:
-    """Return why a pod does not run, in Kubernetes' terms; empty if it runs or has run."""
-    status, name = pod.get("status") or {}, pod["metadata"]["name"]
-    containers = _containers(status)
-    for each in containers:
-        waiting = (each.get("state") or {}).get("waiting") or {}
-        if waiting.get("reason") not in (None, "PodInitializing"):
-            return _line(name, f"{each.get('name')}: {waiting['reason']}", waiting.get("message"))
-    for each in status.get("conditions") or ():
-        if each.get("type") == "PodScheduled" and each.get("status") == "False":
-            return _line(name, str(each.get("reason")), each.get("message"))
-    if status.get("phase") != "Pending":
-        return ""
-    running = [each.get("name") for each in containers if (each.get("state") or {}).get("running")]
-    return _line(name, f"{running[0]} runs" if running else "Pending", "")
 
 
 def _line(what: str, reason: str, message: object) -> str:

@@ -20,9 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import advise, in_pods, of_cluster, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL, job_plan, job_request, settings, training_request, transport
-from agent.advice.request import Request, for_whole_run, model_of, with_rows
+from agent.advice.advise import Request, advise, in_pods, of_cluster, with_fsdp
+from agent.advice.job_settings import (
+    EMBEDDED_MODEL,
+    base_request,
+    job_plan,
+    job_request,
+    settings,
+    transport,
+    whole_request,
+)
 from agent.base import units
 from agent.base.options import InputError, RequestError, snapshots
 from agent.base.output import Progress, print_text, render_template, write_atomic
@@ -40,6 +47,7 @@ from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
 from contracts.redaction import redact
 from contracts.run_record import RunRecord
+from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from planner.forecast.machines import network_bytes_per_second
@@ -59,16 +67,7 @@ POLL_SECONDS = 2.0
 MOST_NETWORKS = 8
 _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
-_HERE = "INTERFACE,RATE, as eth0,200M or net1,1.5G, an interface of at most 15 lower-case letters and digits"
-_PODS = (
-    "INTERFACE[=ATTACHMENT][,RATE] as the pods see it: eth0 (the pods' own network), net1=training/macvlan,25G, or "
-    "rdma=training/macvlan for RDMA"
-)
-_RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
-# Gate checks that a TCP job would fail by design: the job is configured for this interface without RDMA, and has no
-# IPC_LOCK, device or network for RDMA. The presence of the interface is still checked.
-_OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
-_TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
+_TABLE = read_table(__file__, "networks.toml")
 DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
 STEPS = 8  # three count, besides warm-up and profiled ones (agent.terminal.measured.LEAST_STEPS)
 
@@ -98,7 +97,7 @@ def parse(words: Sequence[str], *, here: bool) -> tuple[Network, ...]:
     for word in words:
         one = _WORD.fullmatch(word)
         if not one or one[1] == "lo" or (here and (one[2] or not one[3])):
-            raise InputError(f"--over {word!r}: must be {_HERE if here else _PODS}")
+            raise InputError(f"--over {word!r}: must be {_TABLE['here' if here else 'pods']}")
         found.append(Network(name=one[1], attachment=one[2], rate=one[3]))
     if not found or len({one.name for one in found}) < len(found) or len(found) > MOST_NETWORKS:
         raise InputError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
@@ -229,9 +228,9 @@ class _Local:
         cores = max(1, (os.cpu_count() or HOSTS) // HOSTS)
         cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
                         for n in range(HOSTS)])  # fmt: skip
-        model = model_of(self.request)
+        model = self.request.model_spec()
         assert model is not None  # noqa: S101 - job_request has named one
-        advice = of_cluster(self.request, cluster, (), measured=measured, calibration=timed, ranks=1)
+        advice = of_cluster(self.request, cluster, (), measured=measured, calibration=timed)
         if model.name == EMBEDDED_MODEL:
             advice = with_fsdp(advice)
         if advice.chosen is None:
@@ -334,7 +333,7 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
     networks = parse(options["networks"], here=False)
     explicit = settings(options["config"], options["overrides"]).explicit
-    request = for_whole_run(with_rows(training_request(options), explicit), explicit)
+    request = whole_request(base_request(options), options["config"], options["overrides"])
     found = snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
     advice = advise(request, found)
@@ -410,7 +409,7 @@ def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
     why = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
     settings = tuple(
         setting for setting in advice.settings
-        if not setting.name.startswith(_TCP_SETTINGS) and not setting.name.endswith("_SOCKET_IFNAME")
+        if not setting.name.startswith(tuple(_TABLE["rdma_settings"])) and not setting.name.endswith("_SOCKET_IFNAME")
     )  # fmt: skip
     backend = "NCCL" if advice.backend == "nccl" else "GLOO"
     variables = [(f"{backend}_SOCKET_IFNAME", interface), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
@@ -419,7 +418,7 @@ def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
     return replace(
         advice, settings=(*settings, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
         needs=tuple(need for need in advice.needs
-                    if need.name not in ("memlock", "capability") and not need.value.startswith(_RDMA)),
+                    if need.name not in ("memlock", "capability") and not need.value.startswith(cluster_job.NICS)),
     )  # fmt: skip
 
 
@@ -433,7 +432,7 @@ def documents(
         inside = "" if network.rdma else f"@{network.name}"
         spec = replace(spec, networks=(f"{network.attachment}{inside}",))
     if not network.rdma:
-        spec = replace(spec, preflight_skip=_OF_RDMA)
+        spec = replace(spec, preflight_skip=tuple(_TABLE["rdma_checks"]))
     plan = cluster_job.plan_of(advice, options, found)
     if not (network.rate or network.rdma):  # without a known rate there is no forecast to compare with
         plan = replace(plan, forecast=RunForecast())
@@ -448,11 +447,10 @@ def run(client: Client, made: Sequence[Document], network: Network, api: str, *,
     job, until = made[-1], time.monotonic() + seconds
     while not (state := cluster_job.job_state(now := cluster_job.stored(client, job))) and time.monotonic() <= until:
         time.sleep(POLL_SECONDS)
-    pods = cluster_job.pods_of(client, job, api)
     if not state:
-        waiting = "".join(f"; {text}" for pod in pods if (text := cluster_job.why_waiting(pod)))
-        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues{waiting}"
+        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues (`kubectl describe pods`)"
         return replace(bar, why=why)
+    pods = cluster_job.pods_of(client, job, api)
     record = next((found for pod in pods if (found := cluster_job.read_short_record(pod))), None)
     if record is None:
         reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.why_failed(now)

@@ -14,32 +14,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.advice.advise import advise, with_fsdp
+from agent.advice.advise import Request, advise, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
-from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
-from agent.checks import measured
+from agent.checks import measured, verdict as gate
 from agent.checks.findings import worst_first
 from agent.checks.measured import ALL_CODES, Baseline, read_baseline, regressions
-from agent.checks.verdict import (
-    FailOn,
-    GateError,
-    Verdict,
-    View,
-    build_view,
-    for_next_job,
-    judge,
-    select,
-    unjudged,
-    with_environment,
-)
+from agent.checks.verdict import GateError, Verdict, View, build_view, judge, select
 from agent.jobs import benchmark, launch
 from agent.jobs.benchmark import BenchmarkError
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
-from contracts.host_list import compress_host_list, slurm_name
+from contracts.host_list import compress_host_list, expand_host_list, slurm_name
 from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
@@ -134,7 +122,7 @@ class _Stages:
         if result is not None:
             result = measured.against_baseline(result, self.before.busbw)
         view = measured.with_bench(build_view(found, expected=self.expected), result)
-        view = replace(view, checks=for_next_job(view.checks, found))
+        view = replace(view, checks=gate.for_next_job(view.checks, found))
         extra: list[Finding] = []
         if result is None:
             why = self.notes[-1] if self.notes else "not requested; add --measure"
@@ -171,9 +159,9 @@ class _Stages:
         The checks are those of the host with the settings of the run, because a problem that they correct is none.
         """
         settings = {setting.name: setting.value for setting in advice.settings}
-        hosts = [with_environment(one, settings) for one in view.snapshots]
+        hosts = [gate.with_environment(one, settings) for one in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return stopping(for_next_job(scanned.checks, view.snapshots), self.options, self.before)
+        return stopping(gate.for_next_job(scanned.checks, view.snapshots), self.options, self.before)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
@@ -208,13 +196,15 @@ class _Stages:
     def _request(self) -> Request:
         """Return the request to the planner; a run without a named model trains the embedded job."""
         options = self.options
-        here: Request = replace(options["request"], nodes=1)  # the job runs on this host
-        return job_request(here, options["config"], options["overrides"]) if options["train"] else options["request"]
+        request: Request = replace(options["request"], ranks_per_node=options["ranks"])
+        if not options["train"]:
+            return request
+        return job_request(replace(request, nodes=1), options["config"], options["overrides"])  # it runs on this host
 
     def _recommend(self, result: BenchResult | None, calibration: Calibration | None) -> Recommendation:
         request, options = self._request(), self.options
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        advice = advise(request, self.found, measured=verified, calibrated=calibration, ranks=options["ranks"])
+        advice = advise(request, self.found, measured=verified, calibrated=calibration)
         embedded = options["request"].model is None and request.model == EMBEDDED_MODEL
         return with_fsdp(advice) if options["train"] and embedded else advice
 
@@ -263,16 +253,24 @@ def stopping(found: Sequence[Finding], options: Mapping[str, Any], before: Basel
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
 
 
-def report_of(
-    found: Sequence[Finding], *, nodes: Sequence[NodeRecord] = (), require: Sequence[str], skip: Sequence[str],
-    fail_on: FailOn, baseline: Path | None,
-) -> Report:  # fmt: skip
-    """Create a report from existing checks; nothing is scanned, measured or recommended."""
-    checks = select(found, require=require, skip=skip, known=ALL_CODES)
-    checks = regressions(checks, read_baseline(baseline, ("statuses",)).statuses)
+def judge_nodes(options: Mapping[str, Any]) -> Report:
+    """Judge other nodes by their published records. Nothing is scanned, measured or recommended."""
+    from agent.cluster.client import connect
+    from agent.cluster.nodes import Fleet, checks_of, named, unknown_node
+
+    started, clock = time.time(), time.monotonic()
+    expected = expectation_of(options["expect"], options["expect_file"])
+    client = connect(options["context"]).brief()
+    names = named(client, expand_host_list(options["nodes"] or ""), options["selector"])
+    held = Fleet()
+    held.read(client)
+    found = checks_of(names, held, expected=expected)
+    checks = select(found, require=options["require"], skip=options["skip"], known=ALL_CODES)
+    checks = regressions(checks, read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(
-        started_at_seconds=time.time(), checks=checks, verdict=judge(checks, fail_on=fail_on),
-        nodes=tuple(replace(node, facts=None) for node in nodes),
+        started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
+        verdict=judge(checks, fail_on=options["fail_on"]),
+        nodes=tuple(replace(held.record(name) or unknown_node(name), facts=None) for name in names),
         notes=("judged by what the nodes' agents published; nothing was measured in this run",),
     )  # fmt: skip
 
@@ -346,7 +344,7 @@ def junit(report: Report) -> str:
     for check in worst_first(report.checks):
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
-    aside = unjudged(report.checks)
+    aside = gate.unjudged(report.checks)
     return printable(
         render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
     )

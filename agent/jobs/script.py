@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import contracts
-from agent.advice.advise import advise, in_pods
+from agent.advice.advise import Request, advise, in_pods
 from agent.advice.job_settings import grace, planned_for, run_forecast, shape_of
-from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, RequestError
 from agent.checks.measured import ALL_CODES

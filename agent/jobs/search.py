@@ -24,27 +24,14 @@ from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
 from contracts.host_list import compress_host_list, list_names, slurm_name
+from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 
 MOST_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: about 20 KB per node
-# Labels shared with neighbouring nodes, nearest first: GPU feature discovery, NVIDIA Topograph, its older names.
-NVLINK_LABELS = (
-    "nvidia.com/gpu.clique", "accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator"
-)  # fmt: skip
-DOMAIN_LABELS = (*NVLINK_LABELS, "fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf")
-PASSES = (
-    "pass 1 of 2: nodes of one NVLink domain exchanged data over NVLink",
-    "pass 2 of 2: all nodes exchanged data over the network (NCCL_MNNVL_ENABLE=0)",
-)
+_TABLE = read_table(__file__, "search.toml")
 # Color of a transfer by how much its time exceeds the median, worst first.
 COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
-WHY = {
-    "undecided": "it was slow or stuck in some rounds, and fine in as many others",
-    "unmeasured": "no test with other nodes finished",
-    "few": "with fewer than three nodes the search cannot know which one is slow",
-    "noise": "the noise of this network hides a loss of half the rate",
-}
 
 
 def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec:
@@ -95,7 +82,7 @@ def resolvable_address(rendezvous: str) -> str:
 def _domains(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
     """Return the domain of the node (option, label, NVLink or Slurm's switch) and its NVLink domain; "" if unknown."""
     label, domain = labelled_domain(options["topology"], name) if options["topology"] else ("", "")
-    nvlink = domain if label in NVLINK_LABELS else str(links_of(found, ranks).get("nvlink_domain") or "")
+    nvlink = domain if label in _TABLE["nvlink_labels"] else str(links_of(found, ranks).get("nvlink_domain") or "")
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")  # "core.leaf3.gpu-07" (srun(1))
     return options["domain"] or domain or nvlink or (switches[-2] if len(switches) > 1 else ""), nvlink
 
@@ -107,7 +94,8 @@ def labelled_domain(path: Path, name: str) -> tuple[str, str]:
         metadata = item.get("metadata", {})
         if metadata.get("name") == name:
             labels = metadata.get("labels", {})
-            return next(((label, str(labels[label])) for label in DOMAIN_LABELS if labels.get(label)), ("", ""))
+            known = filter(labels.get, (*_TABLE["nvlink_labels"], *_TABLE["network_labels"]))
+            return next(((label, str(labels[label])) for label in known), ("", ""))
     raise SpecError(f"topology: {path} has no node {name!r}; allowed: the output of `kubectl get nodes -o json`")
 
 
@@ -131,7 +119,9 @@ def findings_of(result: SearchResult) -> list[Finding]:
 
 def _finding(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
     if verdict.state == "not judged":
-        return make_finding("search.node.unjudged", node, evidence=evidence, why=verdict.seen or WHY[verdict.reason])
+        return make_finding(
+            "search.node.unjudged", node, evidence=evidence, why=verdict.seen or _TABLE["why"][verdict.reason]
+        )
     if verdict.reason in ("lost", "stuck"):
         return make_finding(f"search.node.{verdict.reason}", node, evidence=evidence, why=verdict.seen)
     rails = f"; of its rails (ranks with the same local number) only {', '.join(map(str, verdict.rails))}"
@@ -150,7 +140,7 @@ def _evidence(found: Verdict | BadLink, passes: int) -> tuple[str, ...]:
         + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the median node, noise {m.sigma:.1%}")
         for m in found.measures
     ]
-    return (*PASSES[found.turn : passes - 1 + found.turn], *lines)
+    return (*_TABLE["passes"][found.turn : passes - 1 + found.turn], *lines)
 
 
 def _share(loss: float) -> str:

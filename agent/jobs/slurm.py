@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent.advice.advise import advise
+from agent.advice.advise import Request, advise
 from agent.advice.job_settings import grace, grace_notice, job_plan
-from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,10 +11,8 @@ from agent.base import units
 from agent.base.lines import Grid, table_of
 from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
+from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Comparison, RunRecord, compare
-
-if TYPE_CHECKING:
-    from collectives.nccl_log.transport import Evidence
 
 
 def results_grid(found: Sequence[Measurement]) -> Grid:
@@ -123,35 +119,3 @@ def run(out: Console, record: RunRecord) -> None:
     out.print(run_words(record))
     saved = f"model: {record.saved_model}" if record.saved_model else f"adapter: {record.adapter or 'none'}"
     out.print(f"{saved}\ncheckpoint: {record.checkpoint or 'none'}", markup=False)
-
-
-_GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/reference/finetune-job.md)
-
-
-def transport_of(record: RunRecord) -> str:
-    """Return the networks in NCCL's log, without device numbers, or the backend; with the interface for TCP.
-
-    "TCP over net1 (NET/Socket)", "RDMA (NET/IB/GDRDMA)", or "" if it was not reported.
-    """
-    seen = record.transports
-    networks = ", ".join(sorted({re.sub(r"/\d+(?=/|$)", "", name) for name in seen if name.startswith("NET")}))
-    if networks.startswith("NET/IB"):
-        return f"RDMA ({networks})"
-    backend = (record.layout.effective.backend if record.layout.effective else None) or ""
-    if networks and networks != "NET/Socket":
-        return networks
-    if networks or backend == "gloo":
-        return f"TCP over {_interface(record, networks)} ({networks or backend})"
-    return backend
-
-
-def _interface(record: RunRecord, networks: str) -> str:
-    """Return the interfaces that gloo's or NCCL's TCP used; the environment's setting only if none was observed."""
-    if networks:
-        seen = record.nccl.interfaces if record.nccl else []
-    else:
-        seen = [found[1] for name in record.transports if (found := _GLOO.match(name))]
-    if seen:
-        return ", ".join(sorted(set(seen)))[:64]
-    chosen = record.plan.environment.get("NCCL_SOCKET_IFNAME" if networks else "GLOO_SOCKET_IFNAME")
-    return chosen[:64] if chosen else "the default network"

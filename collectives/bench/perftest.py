@@ -71,15 +71,11 @@ def build_command(port: Port, tcp_port: int, peer: str | None = None) -> list[st
     return [*words, *(("-x", str(port.gid_index)) if port.gid_index is not None else ()), *((peer,) if peer else ())]
 
 
-def write(
-    ports: Sequence[Port], peer: str, *, wait_seconds: float = WAIT_SECONDS, stop: threading.Event | None = None
-) -> RdmaResult:
-    """Write from each port to the listening peer, and measure. Raises MissingError.
+def write(ports: Sequence[Port], peer: str, *, wait_seconds: float, stop: threading.Event) -> RdmaResult:
+    """Write from each port to the listening peer, and measure.
 
     The two sides can start in any order: the connection of the first port is retried until it succeeds.
     """
-    require_program()
-    stop = stop or threading.Event()
     began, clock = time.time(), time.monotonic()
     found: list[RdmaWrite] = []
     problems: list[str] = []
@@ -103,14 +99,12 @@ def write(
 
 
 def listen(
-    ports: Sequence[Port], *, wait_seconds: float = WAIT_SECONDS, stop: threading.Event | None = None
+    ports: Sequence[Port], *, wait_seconds: float, stop: threading.Event
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Serve as the target of one write per port; return the ports written to and the errors. Raises MissingError.
+    """Serve as the target of one write per port; return the ports written to and the errors.
 
     Ends when every port has been written to, or when no host has connected for `wait_seconds`.
     """
-    require_program()
-    stop = stop or threading.Event()
     served: list[str] = []
     problems: list[str] = []
     until = time.monotonic() + wait_seconds

@@ -15,18 +15,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
-from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
+from collectives.bench.plan import BenchSpec, Case, Expect
 from collectives.bench.results import BenchResult, Measurement, Straggler, spread_ratio
 from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence, rank_words
 from contracts import plain
-
-__all__ = ["BenchSpec", "Case", "SpecError", "run"]
 
 
 def visible_backend() -> str:
@@ -109,6 +106,8 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
 def _measurement(
     event: Mapping[str, Any], backend: str, hello: Sequence[Mapping[str, Any]], expect: Expect | None
 ) -> Measurement:
+    from statistics import median  # also imports random, which a process that measures nothing does not need
+
     op, seconds = OPS[event["op"]], tuple(event["iteration_seconds"])
     middle = median(seconds)
     algbw = event["bytes"] / middle if middle > 0 else 0.0
@@ -158,6 +157,8 @@ MIN_ITERATIONS = 5
 
 def find_stragglers(hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]]) -> tuple[Straggler, ...]:
     """Name the ranks that the others wait for; `hosts` and `wait_seconds` are by rank, then by iteration."""
+    from statistics import median
+
     iterations = len(wait_seconds[0]) if wait_seconds else 0
     if len(hosts) < 2 or iterations < MIN_ITERATIONS:
         return ()
@@ -175,16 +176,9 @@ def find_stragglers(hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]
         chance = math.fsum(
             math.comb(iterations, k) * p**k * (1 - p) ** (iterations - k) for k in range(times, iterations + 1)
         )
-        if lateness <= floor or chance * len(hosts) > SIGNIFICANCE:
-            continue
-        found.append(
-            Straggler(
-                rank=rank,
-                host=host,
-                late_seconds=lateness,
-                iterations=iterations,
-                share=times / iterations,
-                why=f"arrived last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it",
-            )
-        )
+        if lateness > floor and chance * len(hosts) <= SIGNIFICANCE:
+            why = f"arrived last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it"
+            found.append(Straggler(
+                rank=rank, host=host, late_seconds=lateness, iterations=iterations, share=times / iterations, why=why
+            ))  # fmt: skip
     return tuple(sorted(found, key=lambda straggler: -straggler.late_seconds))

@@ -10,12 +10,9 @@ Most lines repeat each other. A line without any word of the tables is recognise
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
+import importlib
 import re
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 from collectives.nccl_log.codes import FACT_WORDS, SEARCHED
@@ -34,11 +31,7 @@ _ESCAPES = read_table(__file__, "facts.toml")["escapes"]
 _COLOUR_MARKS: Final = tuple(mark.encode() for mark in _ESCAPES["marks"])
 _PLAIN_TEXTS: Final = tuple((escaped.encode(), plain.encode()) for escaped, plain in _ESCAPES["plain"])
 
-_PACKED: Final[dict[bytes, Callable[[Any], Any]]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ\x00": lzma.open,
-}
+_PACKED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}  # modules, which most logs do not need
 _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04", "zip", "unzip -p"))
 
 WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
@@ -70,13 +63,16 @@ class Unpacked:
             if first.startswith(magic):
                 raise LogFileError(f"packed with {tool}, which is not read: unpack it with {command} FILE")
         self._plain = _Rest(first, file)
-        opener = next((opener for magic, opener in _PACKED.items() if first.startswith(magic)), None)
-        self._packed = opener(self._plain) if opener else None
+        module = next((module for magic, module in _PACKED.items() if first.startswith(magic)), None)
+        self._packed: Any = importlib.import_module(module).open(self._plain) if module else None
 
     def read(self, size: int, /) -> bytes:
         """Return the next part; an empty one at the end. Raises LogFileError if the file is damaged."""
         if self._packed is None:
             return self._plain.read(size)
+        import lzma
+        import zlib
+
         try:
             return bytes(self._packed.read1(size))
         except EOFError:  # the file is cut; what could be read stays

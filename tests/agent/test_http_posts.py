@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -18,7 +17,7 @@ from starlette.testclient import TestClient
 from agent.base import result_store
 from agent.cli.launch import launch
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.answers import MOST_VALUES, PostedRecord
+from agent.http.server import MOST_VALUES, PostedRecord
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import manifests
@@ -27,9 +26,10 @@ MACHINE = "titan-rtx-2x-nv2"
 HEADERS = bearer()
 AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
 STEPS = PostedRecord.model_json_schema()["properties"]["step_seconds"]["maxItems"]
-RECORD: dict[str, Any] = {
+RECORD: dict = {
     **RUN, "model": {"name": "a-model-of-ours"}, "measured": {"step_seconds": 0.25}, "step_seconds": [0.25] * 20,
     "layout": {"family": "FSDP", "effective": {"world_size": 2, "placements": {"dp_shard:S(0)": 97}}},
+    "transports": ["NET/Socket/0"], "nccl": {"interfaces": ["net1"]},
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def http(tokens: Tokens, folder: Path) -> TestClient:
     return agent(MACHINE, folder, tokens=tokens)
 
 
-def posted(http: TestClient, **change: Any) -> Any:
+def posted(http: TestClient, **change):
     """What the agent answers to the record, changed so."""
     return http.post("/runs", headers=HEADERS, json={**RECORD, **change})
 
@@ -65,7 +65,8 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
-    assert "a-model-of-ours" in http.get("/").text
+    page = http.get("/").text
+    assert "a-model-of-ours" in page and "NET/Socket/0, net1" in page
     assert len(stored_runs(folder)) == 1
 
 
@@ -179,7 +180,7 @@ def test_a_jobs_url_and_role_are_those_that_the_manifests_deploy() -> None:
     assert manifests.AGENT_AUDIENCE == AUDIENCE
 
 
-def spec(**more: Any) -> manifests.JobSpec:
+def spec(**more) -> manifests.JobSpec:
     return manifests.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), **more)
 
 

@@ -8,20 +8,16 @@ import pytest
 from rigs.agents import agent
 from rigs.command import drawn
 from rigs.recorded import H100, NAMES, snapshot, view
-from rigs.tables import each_row, rows_of
+from rigs.tables import each_row
 
 from agent.base.options import RequestError
 from agent.checks.verdict import build_view
 from agent.http import pages
-from agent.http.questions import read_form
+from agent.http.worker import read_form
 from agent.jobs.preflight import Report
 from agent.pages import environment, picture as picture_of, report_page
 from agent.terminal.findings import findings
-from agent.terminal.measured import transport_of
 from contracts.finding import Interval
-from contracts.run_record import record_of
-
-rows = rows_of(__file__)
 
 HOSTILE = "<script>alert('&')</script>\"x"
 FIGURES = environment().get_template("charts.html.j2").module
@@ -150,29 +146,6 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     text = " ".join(drawn(findings, view.checks, width=200).split())
     assert f"{number['pass']} checks passed" in text
     assert "GPU2 has no NIC on its own NUMA node: the path to mlx5_0 is SYS. l40s-01, l40s-sick-x4" in text
-
-
-def record(transports: list[str], **environment: str) -> dict[str, object]:
-    return {"transports": transports, "plan": {"environment": environment}}
-
-
-GLOO = {"layout": {"effective": {"backend": "gloo"}}}
-
-
-@each_row(("taken", "more", "shown"), rows("taken"))
-def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(taken, more, shown):
-    asked = {"NCCL_SOCKET_IFNAME": "net1", "GLOO_SOCKET_IFNAME": "net1"}
-    assert transport_of(record_of(record(taken, **asked) | more)) == shown
-
-
-def test_device_numbers_do_not_make_networks() -> None:
-    """Channels of several NICs are one network; without any interface named it is the default network."""
-    rows = [
-        (record(["P2P/CUMEM", "NET/IB/0/GDRDMA", "NET/IB/1/GDRDMA"]), "RDMA (NET/IB/GDRDMA)"),
-        (record(["NET/Socket/0"]), "TCP over the default network (NET/Socket)"),
-        (record([]) | GLOO, "TCP over the default network (gloo)"),
-    ]
-    assert [transport_of(record_of(one)) for one, _ in rows] == [shown for _, shown in rows]
 
 
 def test_the_interval_says_whether_the_run_was_inside() -> None:

@@ -15,7 +15,7 @@ from rigs.results import benchmark, measurement
 from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
-from agent.advice.request import Request
+from agent.advice.advise import Request
 from agent.checks.findings import grouped
 from agent.cli.bench import show_networks
 from agent.jobs.networks import Bar, NetworkBars

@@ -8,19 +8,19 @@ from rigs.command import drawn
 from rigs.recorded import NAMES, view
 
 from agent.advice import advise
+from agent.advice.advise import Request
 from agent.advice.job_settings import EMBEDDED_MODEL
-from agent.advice.request import Request
 from agent.base import units
-from agent.http import pages, questions
+from agent.http import pages, worker
 from agent.http.worker import Answer
 from agent.terminal.advice import recommendation
 from contracts import question
 
 
 def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
-    known = questions.Known()
+    known = worker.Known()
     known.view = view(host)
-    answer = questions.answer(known, "what_if", {"fields": tuple(fields.items())})
+    answer = worker.answer(known, "what_if", {"fields": tuple(fields.items())})
     assert isinstance(answer, Answer)
     return answer.body.decode()
 

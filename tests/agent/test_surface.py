@@ -9,15 +9,13 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import click
 from rigs.recorded import H100, NAMES, view
 from rigs.tables import ROOT, each_row
 
 from agent import metrics
-from agent.advice.advise import for_view
-from agent.advice.request import Request
+from agent.advice.advise import Request, for_view
 from agent.base.options import _rows
 from agent.base.output import document
 from agent.checks.measured import ALL_CODES
@@ -77,7 +75,7 @@ def test_every_option_has_a_help_text() -> None:
     assert not silent
 
 
-def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
+def test_surface_is_frozen(golden) -> None:
     """No code, metric, verb, option, variable or endpoint comes, goes or is renamed unseen."""
     assert set(verbs()) == set(VERBS)
     golden(
@@ -118,7 +116,7 @@ Golden = Callable[..., None]
 @each_row("name", NAMES)
 def test_golden_findings(name: str, golden: Golden) -> None:
     """What the gate says, with evidence and remedy; findings that differ only in code and subject are one row."""
-    found: dict[str, Any] = {}
+    found: dict = {}
     for check in document(view(name).checks):
         code = f"{check.pop('code')} {check.pop('subject')}".strip()
         if check["status"] != "pass":
@@ -155,7 +153,7 @@ def test_golden_advice(name: str, golden: Golden) -> None:
         golden(f"{name}/advice-{method}.json", shortened(document(advice)), digest=True)
 
 
-def shortened(value: Any) -> Any:
+def shortened(value):
     """Numbers to three digits: a golden is about the advice, not the eleventh decimal."""
     if isinstance(value, float):
         return float(f"{value:.3g}")

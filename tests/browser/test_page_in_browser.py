@@ -22,8 +22,7 @@ from rigs.fleet import resources
 from rigs.recorded import NAMES, snapshot
 from rigs.tables import ROOT, each_row
 
-from agent.advice.advise import for_view
-from agent.advice.request import Request
+from agent.advice.advise import Request, for_view
 from agent.base import units
 from agent.cluster.nodes import Fleet
 from agent.http import pages

@@ -7,9 +7,10 @@ import pytest
 from rigs.tables import each_row, rows_of
 
 from collectives.bench import results
+from collectives.bench.plan import BenchSpec, Case, SpecError
 from collectives.bench.rank import predict_seconds
 from collectives.bench.results import spread_ratio
-from collectives.bench.run import BenchSpec, Case, SpecError, assemble, find_stragglers
+from collectives.bench.run import assemble, find_stragglers
 from collectives.bench.watch import Outcome
 
 

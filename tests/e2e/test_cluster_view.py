@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from api_server import CRD, ApiServer, configuration, write_kubeconfig
@@ -33,9 +32,10 @@ from agent.cluster.nodes import (
     record_of_view,
     row,
 )
-from agent.http import state as server_state
+from agent.http import worker
 from agent.http.server import create
-from agent.http.state import Publisher, Records, State
+from agent.http.state import Publisher, State
+from agent.http.worker import Known
 
 NODES = path_of(API_VERSION, PLURAL)
 
@@ -70,10 +70,10 @@ def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, 
     assert changed.verdict == "fail"
 
 
-def schemas() -> Iterator[tuple[str, dict[str, Any]]]:
+def schemas() -> Iterator[tuple[str, dict]]:
     """Every schema of the definition, with its path."""
 
-    def within(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def within(schema: dict, path: str) -> Iterator[tuple[str, dict]]:
         yield path, schema
         for name, each in schema.get("properties", {}).items():
             yield from within(each, f"{path}.{name}")
@@ -286,20 +286,20 @@ def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(api, tmp_pat
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
     for name in ("n1", "n2"):
         publish_in(api, name)
-    held = Records()
-    before = {one.name: one for one in held.fleet().records()}
+    held = Known()
+    before = {one.name: one for one in held.fleet("kubernetes", 30.0).records()}
     publish_in(api, "n2", NAMES[0])
     publish_in(api, "n3")
-    assert len(held.fleet().records()) == 2, "the list is a few seconds old"
-    monkeypatch.setattr(server_state, "LIST_SECONDS", 0.0)
-    after = {one.name: one for one in held.fleet().records()}
+    assert len(held.fleet("kubernetes", 30.0).records()) == 2, "the list is a few seconds old"
+    monkeypatch.setattr(worker, "LIST_SECONDS", 0.0)
+    after = {one.name: one for one in held.fleet("kubernetes", 30.0).records()}
     assert sorted(after) == ["n1", "n2", "n3"] and after["n2"] != before["n2"]
     assert after["n1"].facts is before["n1"].facts and after["n1"] == before["n1"]
     api.down()
-    assert len(held.fleet().records()) == 3 and "cannot be reached" in str(held.error)
+    assert len(held.fleet("kubernetes", 30.0).records()) == 3 and "cannot be reached" in str(held.error)
     api.up()
     api.delete(NODES, "", "n1")
-    assert [one.name for one in held.fleet().records()] == ["n2", "n3"] and held.error is None
+    assert [one.name for one in held.fleet("kubernetes", 30.0).records()] == ["n2", "n3"] and held.error is None
 
 
 def test_a_server_that_hangs_stalls_no_other_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

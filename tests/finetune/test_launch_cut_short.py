@@ -12,8 +12,7 @@ import pytest
 from rigs.tables import each_row
 
 from agent.advice import job_settings
-from agent.advice.advise import advise
-from agent.advice.request import Request
+from agent.advice.advise import Request, advise
 from agent.jobs import launch
 from planner.kubernetes.manifests import JobError, storage_rate
 

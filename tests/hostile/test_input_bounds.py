@@ -13,7 +13,7 @@ from fuzz_targets import targets
 from rigs.command import process, python
 from rigs.tables import ROOT, each_row
 
-from agent.advice.request import Request, model_of
+from agent.advice.advise import Request
 from agent.base.options import InputError, RequestError, read_input
 from agent.checks.measured import read_baseline
 from agent.checks.verdict import GateError
@@ -59,7 +59,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("a verb's input", lambda path: read_input(str(path), 1000, hint=""), InputError, (b" " * 1001,)),
     ("kept result", read_result, ValueError, (b" " * (MOST_RESULT_BYTES + 1), DEEP, JUST_TOO_DEEP)),
     ("config.json", model_from_file, ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
-    ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
+    ("--model FILE", lambda path: Request(model=str(path)).model_spec(), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
     ("calibration", load_calibration, CalibrationError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),

@@ -29,15 +29,15 @@ IDLE_SECONDS = 6.0
 # The agent with two endpoints and its worker with two questions more: one that has no end, and one that has an error.
 ASKED_TOO = """
 import time
-from agent.http import questions
+from agent.http import worker
 def endless(known, number):
     while True:  # a quarter of a core
         sum(range(1_000_000))
         time.sleep(0.05)
 def wrong(known):
     raise ZeroDivisionError
-questions.QUESTIONS.update(endless=endless, wrong=wrong)
-questions.main()
+worker.QUESTIONS.update(endless=endless, wrong=wrong)
+worker.main()
 """
 AGENT = f"""
 import sys
@@ -46,17 +46,17 @@ from fastapi import Request
 from agent.http import serve
 from agent.base.options import snapshots
 from probes.registry import ALL
-from agent.http import answers, server, state, worker
+from agent.http import server, state, worker
 shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MOST_WAITING},
                        longest_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
 view = state.State(lambda: snapshots((Path(sys.argv[2]),), ALL), interval_seconds=3600)
 app = server.create(view, worker=shared)
 @app.get("/endless")
 async def endless(request: Request, number: int = 0):
-    return answers.respond(await shared.ask(request, "endless", view=view.view, number=number))
+    return server.respond(await shared.ask(request, "endless", view=view.view, number=number))
 @app.get("/wrong")
 async def wrong(request: Request):
-    return answers.respond(await shared.ask(request, "wrong", view=view.view))
+    return server.respond(await shared.ask(request, "wrong", view=view.view))
 serve.listen(app, serve.bind("127.0.0.1", int(sys.argv[1])))
 """
 CHEAP = "/recommendations?model=Llama-3.1-8B&nodes={}"

@@ -18,8 +18,7 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.cluster.nodes import NodeRecord, record_of_view, to_resource
-from agent.http.answers import MOST_ANSWERS, Rendered
-from agent.http.server import WORTH_BYTES, create
+from agent.http.server import MOST_ANSWERS, WORTH_BYTES, Rendered, create
 from agent.http.state import State
 from agent.http.worker import Answer
 from probes.host.recording import load

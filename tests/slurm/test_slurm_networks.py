@@ -16,7 +16,6 @@ from rigs import netns
 from rigs.slurm import slurm_cluster
 from rigs.waiting import eventually
 
-from agent.terminal.measured import transport_of
 from contracts.run_record import read
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "slurm.md"
@@ -65,6 +64,7 @@ def test_the_runs_of_the_tutorial_are_in_the_order_of_their_networks(tmp_path: P
                 logs = [path.read_text() for path in (tmp_path / "bars").glob(f"*/slurm-{number}.log")]
                 assert cluster.job(number)["JobState"] == "COMPLETED", logs
     slow, fast = (read(tmp_path / "bars" / name / "run.json") for name in ("eth0", "net1"))
-    assert (transport_of(slow), transport_of(fast)) == ("TCP over eth0 (gloo)", "TCP over net1 (gloo)")
+    for record, name in ((slow, "eth0"), (fast, "net1")):
+        assert record.transports and all(f"TCP over {name} " in seen for seen in record.transports)
     assert slow.measured.step_seconds and fast.measured.step_seconds
     assert slow.measured.step_seconds > fast.measured.step_seconds
