@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -120,7 +119,7 @@ def golden() -> Callable[..., None]:
     whole. `make golden-documents OUT=DIR` writes them out, before a change and after it, for diff -r.
     """
 
-    def compare(name: str, value: Any, *, digest: bool = False) -> None:
+    def compare(name: str, value, *, digest: bool = False) -> None:
         text = value if isinstance(value, str) else json.dumps(value, indent=1, sort_keys=True) + "\n"
         path = GOLDEN / name
         if digest:

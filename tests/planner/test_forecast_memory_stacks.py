@@ -178,14 +178,8 @@ def test_what_ranks_hold_as_the_model_comes_in_bounds_the_layout() -> None:
     assert engine_named("topoflight").host_load(size, three, 8) == 0.0
     node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
     links = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
-    small = Job(
-        model=MODEL,
-        train=FULL,
-        links=links,
-        engine=engine_named("deepspeed"),
-        host_memory_bytes=128.0 * GIB,
-        rates=cpu_rates(8.0, None),
-    )
+    small = Job(model=MODEL, train=FULL, links=links, engine=engine_named("deepspeed"), rates=cpu_rates(8.0, None),
+                host_memory_bytes=128.0 * GIB)  # fmt: skip
     unknown, rule = replace(small, host_memory_bytes=None), "host-memory-holds"
     assert "loading needs 120 GiB" in dict(list_broken(small, two))[rule]
     assert not [job for job, at in ((small, three), (unknown, two)) if rule in dict(list_broken(job, at))]

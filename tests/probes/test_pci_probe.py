@@ -3,7 +3,6 @@
 import struct
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from dicthost import DIRECTORY, Content, DictHost, tree_of
@@ -37,7 +36,7 @@ class Machine:
         self.files: dict[str, Content] = {"/sys/module/x/y": "", "/sys/class/x/y": ""}
         self.links: dict[str, str] = {}
 
-    def add(self, path: str, kind: tuple[str, str, str], *, width: int = 16, slot: int = 16, **more: Any) -> str:
+    def add(self, path: str, kind: tuple[str, str, str], *, width: int = 16, slot: int = 16, **more) -> str:
         """Add the last device of the path "pci0000:00/0000:00:01.0/..."."""
         folder, name = f"/sys/devices/{path}", path.rpartition("/")[2]
         words = {"speed": "32.0 GT/s PCIe", "node": 0} | {n: v for n, v in more.items() if n in ("speed", "node")}
@@ -56,12 +55,12 @@ class Machine:
             self.files[f"/sys/kernel/iommu_groups/{group[0]}/type"] = group[1] + "\n"
         return name
 
-    def host(self, **more: Any) -> DictHost:
+    def host(self, **more) -> DictHost:
         """The machine so far."""
         return DictHost(self.files | more.pop("files", {}), self.links, **more)
 
 
-def switch(acs: bool | None = False, **gpu: Any) -> Machine:
+def switch(acs: bool | None = False, **gpu) -> Machine:
     """Root port, switch with an uplink and two downlinks, a GPU and a NIC below."""
     machine, ports = Machine(), {"config": config(acs=acs)}
     root = "pci0000:15/0000:15:01.0"
@@ -93,7 +92,7 @@ OWN_ROOTS = ["pci0001:00/0001:00:00.0", "pci0101:00/0101:00:00.0", "pci0002:00/0
 ONE_ROOT = ["pci0000:00/0000:00:04.0", "pci0000:00/0000:00:05.0", "pci0000:00/0000:00:06.0"]
 
 
-def below_a_port(kind: tuple[str, str, str], *, lanes: int = 16, rdma: bool = True, **device: Any) -> Machine:
+def below_a_port(kind: tuple[str, str, str], *, lanes: int = 16, rdma: bool = True, **device) -> Machine:
     """One device below a root port of so many lanes."""
     machine = Machine()
     machine.add("pci0000:00/0000:00:01.0", BRIDGE, width=lanes, slot=lanes)
