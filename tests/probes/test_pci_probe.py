@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from dicthost import DIRECTORY, Content, DictHost, tree_of
@@ -10,6 +11,7 @@ from rigs.tables import each_row, rows_of
 from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.pci import probe as pci
+from probes.pci.facts import PciDevice, PciFacts
 from probes.pci.probe import peer_ports
 from probes.pci.read import parse_config, read as read_pci
 
@@ -125,6 +127,15 @@ def test_what_is_wrong_with_the_tree(what, builder, made, more, expected):
     identity = files.pop("identity", {"kernel": "6.1.0-13-amd64"})
     found = list(pci.check(read_pci(BUILDERS[builder](**given).host(files=files, identity=identity))))
     assert {f.code: [f.status, f.subject] for f in found} == expected, what
+
+
+@each_row(("hypervisor", "cards", "status"), [(None, 1, "fail"), ("KVM", 1, "warn"), ("KVM", 2, "fail")])
+def test_the_only_card_of_a_guest_may_have_no_rdma_by_design(hypervisor: str | None, cards: int, status: str) -> None:
+    gpu = PciDevice(bus_id="0000:00:05.0", class_code=0x030200, vendor_id=0x10DE, device_id=0x2236, driver="nvidia")
+    card = replace(gpu, class_code=0x020000, vendor_id=0x15B3, device_id=0x101E, driver="mlx5_core", rdma=False)
+    nics = tuple(replace(card, bus_id=f"0000:00:0{number}.0") for number in range(cards))
+    found = pci.check(PciFacts(devices=(gpu, *nics), hypervisor=hypervisor))
+    assert [f.status for f in found if f.code == "pci.nic.no_rdma"] == [status] * cards
 
 
 def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
