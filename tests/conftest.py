@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -37,7 +36,7 @@ TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "tri
 # last would run while the other workers are idle.
 SLOW = """
 train real_prometheus agent_image softroce slurm_cluster search_hosts why_runs bench_hosts bench_slow_networks
-finetune_pods finetune_equivalence trl_trainer finetune_compile finetune_hub short_fuzz finetune_loading page_in_browser
+finetune_pods finetune_equivalence trl_trainer finetune_hub short_fuzz finetune_loading page_in_browser
 lint_forms launch_trl_files compare_networks bench_ends hostile_clients costly_questions finetune_default
 forecast_memory_cpu current_folder run_post footprint finetune_traced finetune_memory wrap_verb drills_disk drills_kills
 drills_scan bench_measures rendered_answers finetune_resume finetune_survival evidence_scale model_weights
@@ -120,7 +119,7 @@ def golden() -> Callable[..., None]:
     whole. `make golden-documents OUT=DIR` writes them out, before a change and after it, for diff -r.
     """
 
-    def compare(name: str, value: Any, *, digest: bool = False) -> None:
+    def compare(name: str, value, *, digest: bool = False) -> None:
         text = value if isinstance(value, str) else json.dumps(value, indent=1, sort_keys=True) + "\n"
         path = GOLDEN / name
         if digest:

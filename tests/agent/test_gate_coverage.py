@@ -4,7 +4,6 @@ import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import resident
@@ -21,6 +20,7 @@ from agent.http.server import create
 from agent.http.state import State
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
+from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
@@ -78,14 +78,14 @@ ABSENT = Absent(why="no NVIDIA GPU on the PCI bus, and no driver")
 BUSES = tomllib.loads(Path(__file__).with_name("buses.toml").read_text(encoding="utf-8"))["buses"]
 
 
-def device(row: dict[str, Any]) -> PciDevice:
+def device(row: dict) -> PciDevice:
     """A row of buses.toml."""
     vendor, code = (int(number, 16) for number in row["id"].split(":"))
     more = {key: value for key, value in row.items() if key not in ("class", "id")}
     return PciDevice(class_code=int(row["class"], 16), vendor_id=vendor, device_id=code, **more)
 
 
-def on_bus(case: str, **outcomes: Any) -> View:
+def on_bus(case: str, **outcomes) -> View:
     """A CPU host with these devices put on its bus, of whose probes some ended so."""
     plain = snapshot("cpu-only-vm")
     (bus,) = [row for row in BUSES if row["name"] == case]
@@ -95,7 +95,7 @@ def on_bus(case: str, **outcomes: Any) -> View:
 
 @each_row("case", BUSES)
 @each_row("gone", [Failed(error="no answer after 30.0 s"), ABSENT])
-def test_the_bus_says_what_must_be_measured(case: dict[str, Any], gone: Any) -> None:
+def test_the_bus_says_what_must_be_measured(case: dict, gone) -> None:
     """Both ends of the rule: what is there and unread is required, what is not there may be absent, hang or fail."""
     view = on_bus(case["name"], gpu=gone, rdma=gone)
     families = {case["measures"]} - {""}
@@ -216,10 +216,22 @@ def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> Non
     assert departures(seen) == ["warn"], "the bus shows eight: a GPU that NVML leaves out has a finding of its own"
 
 
-@each_row(("container", "required"), [(None, True), ("kubernetes", False)])
-def test_a_device_node_that_is_missing_on_the_host_itself_is_required(container: str | None, required: bool) -> None:
-    """In a container it belongs to the pod that scans."""
-    bare = each(facts(RdmaFacts).devices, uverbs=None, uverbs_usable=None)
+@each_row(
+    ("container", "agent", "given", "required"),
+    [
+        (None, False, 0, True),
+        ("kubernetes", False, 0, True),
+        ("kubernetes", False, 1, False),
+        ("kubernetes", True, 0, False),
+    ],
+)
+def test_a_device_node_that_no_job_here_gets_is_required(
+    container: str | None, agent: bool, given: int, required: bool
+) -> None:
+    """A container of a job or of its gate that has some has its own; the agent's own container asks for none."""
+    devices = facts(RdmaFacts).devices
+    bare = (*devices[:given], *each(devices[given:], uverbs=None, uverbs_usable=None))
     found = changed(changed(snapshot(), RdmaFacts, devices=bare), PciFacts, container=container)
+    found = changed(found, LimitsFacts, of_agent=agent)
     told = {(c.status, c.required) for c in of_code(build_view((found,)), "rdma.uverbs.missing")}
     assert told == {("unknown", required)}

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -69,7 +68,7 @@ def _free_ports(many: int) -> int:
 Answers = list[tuple[tuple[str, ...], tuple[str, ...]]]
 
 
-def listening(wait_seconds: float, **more: Any) -> tuple[threading.Thread, Answers]:
+def listening(wait_seconds: float, **more) -> tuple[threading.Thread, Answers]:
     """The listening side in a thread, and what it returns."""
     answer: Answers = []
     words = {"ports": PORTS, "wait_seconds": wait_seconds, **more}

@@ -10,12 +10,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from rigs.hub import Hub, silent
+from rigs.hub import Hub, parquet, silent
 from rigs.tables import ROOT, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -46,9 +44,8 @@ JOB = {
 # than the training itself. It runs the jobs of each line of standard input in forks, one fork for each rank.
 DRIVER = """
 import json, os, sys, traceback
-from contracts.job_config import JobConfig
+import accelerate, peft, transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
 from finetune import train
-train.load_libraries(JobConfig(use_peft=True))
 
 def run(jobs, log):
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -112,12 +109,6 @@ def sums(count):
     return [{"question": f"What is {a} + 2?", "answer": f"{a} + 2 = {a + 2}\n#### {a + 2}"} for a in range(count)]
 
 
-def parquet(path, rows):
-    """One file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     """The stand-in with models of each family and data sets as the real one has them."""
@@ -126,7 +117,7 @@ def hub(tmp_path_factory):
     may_read = ("hf_good", TOKENS["opened"])
     made.refused[TOKENS["401"]] = 401
     made.add("models", "meta/tiny-llama", model_at(folder / "llama", LlamaConfig), tokens=may_read)
-    made.add("models", "mistral/tiny", model_at(folder / "mistral", MistralConfig, sliding_window=16))
+    made.add("models", "mistral/tiny", model_at(folder / "mistral", MistralConfig))
     made.add("models", "qwen/tiny-2", model_at(folder / "qwen2", Qwen2Config))
     made.add("models", "qwen/tiny-3", model_at(folder / "qwen3", Qwen3Config, head_dim=8))
     moving = {"v1": model_at(folder / "moving", Qwen2Config)}

@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from rigs.command import ROOT, python
 
+ROOT = Path(__file__).parents[2]
 CODE = """
 import json, sys, torch
 from filled import filled_model
@@ -47,8 +50,9 @@ def test_liger_s_loss_and_gradients_are_those_of_the_plain_path():
     absent = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
     if absent:
         pytest.skip(f"not installed: {', '.join(absent)} (pip install triton liger-kernel, 290 MB; no GPU needed)")
-    paths = ":".join([str(ROOT), str(ROOT / "tests/finetune"), *sys.path[1:]])
-    done = python(CODE, PYTHONPATH=paths, TRITON_INTERPRET="1")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/finetune"), *sys.path[1:]])
+    env = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT, env=env, timeout=280)
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
     assert [kind for kind, *_ in lines] == ["fp32", "lora", "bf16", "autocast"], done.stderr[-3000:]
     assert "USED true" in done.stdout

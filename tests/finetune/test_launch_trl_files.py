@@ -6,8 +6,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from rigs.command import interpreter
-from rigs.hub import Hub
-from test_finetune_hub import model_at, parquet, sums
+from rigs.hub import Hub, parquet
+from test_finetune_hub import model_at, sums
 from transformers import LlamaConfig
 
 from agent.cli.launch import launch

@@ -7,15 +7,14 @@ from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
 from rigs.command import ROOT, interpreter
-from rigs.hub import Hub
-from test_finetune_hub import model_at, parquet
+from rigs.hub import Hub, parquet
+from test_finetune_hub import model_at
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from agent.cli.launch import launch
@@ -39,7 +38,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def hub(tmp_path_factory: pytest.TempPathFactory):
     """Tiny weights of every architecture, sums as prompts with completions, and talks."""
     folder, made = tmp_path_factory.mktemp("hub"), Hub()
     for kind in (*OTHERS, "llama", *{row["model"] for row in RECIPES.values()}):
@@ -65,7 +64,7 @@ def at_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
-def planned(folder: Path, settings: dict[str, Any], *words: str) -> tuple[Any, str]:
+def planned(folder: Path, settings: dict, *words: str) -> tuple:
     """plan.json by `launch --dry-run`, and what stderr says; the plan is None where it is refused."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(settings))
@@ -150,7 +149,7 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:
     """Gemma 3: its configuration has no layers of its own."""
-    from finetune import loop, recorder, sft_trl
+    from finetune import loop, recorder
 
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}  # fmt: skip
@@ -158,7 +157,7 @@ def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None
               "image_size": 28, "patch_size": 14}  # fmt: skip
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision))
-    assert recorder.flops_per_token(*loop.multiplied(net), sft_trl.text_shape(net), 8.0) > 0
+    assert recorder.flops_per_token(*loop.multiplied(net), net.config.get_text_config(), 8.0) > 0
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
