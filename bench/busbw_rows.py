@@ -66,10 +66,10 @@ def read(path: Path, bad: list[str] | None = None) -> list[Row]:
                     raise ValueError(f"{row.bytes} bytes at {row.busbw / GIGA:g} GB/s")
                 rows.append(row)
             except (KeyError, ValueError, TypeError, AttributeError) as error:
-                words = f"{path.name}:{number}: not a row of results: {error}"
+                message = f"{path.name}:{number}: not a row of results: {error}"
                 if bad is None:
-                    raise PlaceError(words) from None
-                bad.append(words)
+                    raise PlaceError(message) from None
+                bad.append(message)
     return rows
 
 
@@ -119,11 +119,11 @@ def place(row: Row) -> Paths:
     """Return the links between the ranks of a row. Raises PlaceError if the row does not describe them."""
     text = row.machine.lower()
     instance = next((each for each in _instances() if re.search(each.pattern, text)), None)
-    words = re.sub(_RATES + r"\s*g(?:b?/?p?s|be?)?\b(?!\w)", r"\1 gb/s", text)
-    words = re.sub(rf"(x\s*{_RATES}) gb/s", r"\1", words)
+    rated = re.sub(_RATES + r"\s*g(?:b?/?p?s|be?)?\b(?!\w)", r"\1 gb/s", text)
+    rated = re.sub(rf"(x\s*{_RATES}) gb/s", r"\1", rated)
     # Azure's NC sizes have PCIe cards of the GPU that they name. Names of racks and of A4X contain no GPU.
     gpu = gpu_named(re.sub(r"(nc\d+ads.*a100)", r"\1 pcie", text)) or (gpu_named(instance.gpu) if instance else None)
-    between, wire = _network(row, words, instance) if row.nodes > 1 else (None, None)
+    between, wire = _network(row, rated, instance) if row.nodes > 1 else (None, None)
     if gpu is None and row.gpus_per_node > 1 and "pcie" not in text:
         raise PlaceError(f"{row.machine}: unknown GPU")
     if row.ranks < 2:

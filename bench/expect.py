@@ -214,8 +214,8 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     for one in rows:
         by = factors.get(one.row.source, FACTORS)
         found = expected(one.paths, one.row.op, one.row.bytes, one.row.ranks, factors=by)
-        outcomes, words = judge(one, found)
-        wrong += [words] if words else []
+        outcomes, message = classify(one, found)
+        wrong += [message] if message else []
         for kind in (one.kind, "all"):
             counts[kind].update(["rows", *outcomes])
             if isinstance(found, Expected) and one.row.healthy == "yes":
@@ -235,7 +235,7 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     print(f"\n{used}")
 
 
-def judge(one: Placed, found: Expected | Unknown) -> tuple[list[str], str]:
+def classify(one: Placed, found: Expected | Unknown) -> tuple[list[str], str]:
     """Return the columns of COUNTS in which a row counts, and a description if its result is wrong ("" if right)."""
     row = one.row
     outcomes = [] if row.healthy in ("yes", "no") else ["unclear"]

@@ -30,7 +30,7 @@ ENDPOINTS = (
     "/preflight", "/nodes", "/healthz", "/nowhere", "/recommendations?model=nobody",
 )  # fmt: skip
 PER_ENDPOINT = 10
-ALONE, PUBLISHING = 90, 110  # limits in MiB of the PSS of agent and probe process, without and with publishing
+QUIET, PUBLISHING = 90, 110  # limits in MiB of the PSS of agent and probe process, without and with publishing
 VERBS = (  # measured from the start to the end of the process
     "--help", "explain limits.memlock.low", "topo --host tests/machines/hgx-h100-8xH100-8hca.json", "scan", "preflight",
     "evidence tests/collectives/ib_on.log", "recommend --machine p5.48xlarge --nodes 2048 --model Llama-3.1-405B",
@@ -77,12 +77,12 @@ class Steady:
         return last.both - first.both, open_at_end - first.descriptors
 
 
-def command_seconds(*words: str, times: int = 5) -> float:
+def command_seconds(*arguments: str, times: int = 5) -> float:
     """Return the median CPU seconds of a Python process with these arguments."""
     spent = []
     for _ in range(times):
         before = limits.getrusage(limits.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *words], capture_output=True, check=False, cwd=resident.ROOT)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=False, cwd=resident.ROOT)
         after = limits.getrusage(limits.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return statistics.median(spent)
@@ -98,14 +98,14 @@ def start_seconds(folder: Path, root: str, environment: Mapping[str, str], times
 
 
 def at_rest(
-    folder: Path, *words: str, environment: Mapping[str, str], scans: int = 20, settle: float = 3.0,
+    folder: Path, *options: str, environment: Mapping[str, str], scans: int = 20, settle: float = 3.0,
     begun: Callable[[], bool] = lambda: True,
 ) -> tuple[resident.Memory, float, resident.Memory]:  # fmt: skip
     """Return (memory while only scanning, CPU seconds of one scan and one second, memory after some requests).
 
     The measurement starts when `begun` returns true. Raises TimeoutError if it does not.
     """
-    with resident.agent(folder, *words, "--interval", "1", environment=environment) as (pid, port, _):
+    with resident.agent(folder, *options, "--interval", "1", environment=environment) as (pid, port, _):
         until = time.monotonic() + BEGIN_SECONDS
         while not begun():
             if time.monotonic() > until:
@@ -186,14 +186,14 @@ def table(folder: Path, root: str, environment: Mapping[str, str]) -> None:
     row("start to /readyz, best of 5", f"{best[0]:.2f} s, of CPU {min(cpu for _, cpu in starts):.2f} s in two "
         f"processes (median {middle:.2f} s)", "1.5 s", best[0] < 1.5)  # fmt: skip
     quiet, spent, paged = at_rest(folder, "--root", root, environment=environment)
-    row("PSS of agent and probe process", f"{quiet.pss:.1f} MiB", f"{ALONE} MiB", quiet.pss <= ALONE)
+    row("PSS of agent and probe process", f"{quiet.pss:.1f} MiB", f"{QUIET} MiB", quiet.pss <= QUIET)
     row("RSS of the agent process; RSS of both", f"{quiet.resident:.1f}; {quiet.both:.1f} MiB")
     row("after a page, a what-if question and a scrape",
         f"{paged.resident:.1f} MiB, RSS of both {paged.both:.1f}, PSS {paged.pss:.1f}")  # fmt: skip
     row(f"CPU of a scan every {SCAN_SECONDS:.0f} s", f"{spent / SCAN_SECONDS:.3%} of a core ({spent * 1e3:.0f} ms)",
         "0.2 %", spent / SCAN_SECONDS < 0.002)  # fmt: skip
-    with published(folder) as (words, more, begun):
-        loud, _, _ = at_rest(folder, "--root", root, *words, environment={**environment, **more}, begun=begun)
+    with published(folder) as (options, more, begun):
+        loud, _, _ = at_rest(folder, "--root", root, *options, environment={**environment, **more}, begun=begun)
     row("publishing: PSS of both", f"{loud.pss:.1f} MiB", f"{PUBLISHING} MiB", loud.pss <= PUBLISHING)
     row("publishing: RSS of the agent process; RSS of both", f"{loud.resident:.1f}; {loud.both:.1f} MiB")
     with contextlib.suppress(FileNotFoundError), resident.exporter() as (pid, port):

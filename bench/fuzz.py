@@ -95,13 +95,13 @@ def _turn(turn: str, seconds: float, runs: int) -> tuple[int, list[str]]:
             environment["PYTHONHASHSEED"] = "0"
         else:
             length = [f"-max_total_time={max(1, round(seconds))}"]
-        words = [
+        command = [
             sys.executable, __file__, "--child", turn, "--", str(folder), *length,
             f"-timeout={12 * SLOW_SECONDS}", "-report_slow_units=120",
             f"-rss_limit_mb={MEMORY_MIB}", f"-max_len={LENGTH_BYTES}", "-print_final_stats=1",
             f"-artifact_prefix={crashes}/{name}-", "-verbosity=1",
         ]  # fmt: skip
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace", env=environment)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", env=environment)
     ran = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
     new = sorted(path.name for path in set(crashes.iterdir()) - before)
     if done.returncode != 0:

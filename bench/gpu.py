@@ -129,10 +129,10 @@ class Tier:
         """Return the seconds for a step: `most`, or the rest of the time if that is less."""
         return max(1.0, min(most, self.ends - time.monotonic()))
 
-    def call(self, *words: str, most: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def call(self, *command: str, most: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command until it ends or its time is over."""
         return subprocess.run(
-            words, capture_output=True, text=True, cwd=ROOT, timeout=self.left(most), check=False,
+            command, capture_output=True, text=True, cwd=ROOT, timeout=self.left(most), check=False,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         )  # fmt: skip
 
@@ -178,9 +178,9 @@ class Tier:
 
     def calibration(self) -> Iterator[Row]:
         """Calibrate GEMMs and one layer."""
-        words = ["--budget", str(int(self.left(40 if self.cpu else 60))), "-f", str(self.folder / "calibration.json")]
+        limits = ["--budget", str(int(self.left(40 if self.cpu else 60))), "-f", str(self.folder / "calibration.json")]
         model = "tiny-llama" if self.cpu else "Llama-3.2-1B"
-        done = self.call(sys.executable, "-m", "agent.cli", "calibrate", "--model", model, *words, most=150)
+        done = self.call(sys.executable, "-m", "agent.cli", "calibrate", "--model", model, *limits, most=150)
         if done.returncode:
             yield model, f"failed: {_last(done.stderr)}"
             return
@@ -201,10 +201,10 @@ class Tier:
             layout = {**one["layout"], "precision": "fp32" if self.cpu else "bf16"}
             plan = {"config": json.loads(file.read_text()), "layout": layout}
             (out / "plan.json").write_text(json.dumps({**plan, "trl": plan["config"]} if one.get("trl") else plan))
-            words = f"{APART}{sys.executable} -m finetune.train --plan {out}/plan.json"
+            command = f"{APART}{sys.executable} -m finetune.train --plan {out}/plan.json"
             with (out / "log").open("wb") as log:
                 runs.append((name, out, subprocess.Popen(
-                    [sys.executable, *TORCHRUN, str(layout["world_size"]), "bash", "-c", words], cwd=ROOT,
+                    [sys.executable, *TORCHRUN, str(layout["world_size"]), "bash", "-c", command], cwd=ROOT,
                     stdout=log, stderr=log,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **self.one_gpu},
                 )))  # fmt: skip
@@ -270,10 +270,10 @@ def hardware() -> str:
     import torch
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    words = [gpu, f"{os.cpu_count()} CPU cores", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    parts = [gpu, f"{os.cpu_count()} CPU cores", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     if torch.cuda.is_available():
-        words += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
-    return ", ".join(words)
+        parts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+    return ", ".join(parts)
 
 
 def page(path: Path, head: str, done: list[tuple[str, list[Row]]], left: list[Step]) -> None:
@@ -288,18 +288,18 @@ def page(path: Path, head: str, done: list[tuple[str, list[Row]]], left: list[St
 
 def main() -> int:
     """Run the steps. Return 0 if every step ran to its end, else 1."""
-    words = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    words.add_argument("--cpu", action="store_true", help="run the part that a CPU can run, with a tiny model")
-    words.add_argument("--page", type=Path, default=PAGE)
-    words.add_argument("--seconds", type=float, default=600.0)
-    words.add_argument("--only", default="", help="regular expression for the titles of the steps; default: all steps")
-    words.add_argument("--folder", type=Path, help="folder for files of the steps; default: a temporary folder")
-    arguments = words.parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cpu", action="store_true", help="run the part that a CPU can run, with a tiny model")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--only", default="", help="regular expression for the titles of the steps; default: all steps")
+    parser.add_argument("--folder", type=Path, help="folder for files of the steps; default: a temporary folder")
+    arguments = parser.parse_args()
     if not arguments.cpu and not any(Path("/dev").glob("nvidia[0-9]*")):
         print("gpu: no NVIDIA GPU on this host. --cpu runs the part that a CPU can run.", file=sys.stderr)
         return 2
     if arguments.cpu and arguments.page == PAGE:
-        words.error("--cpu requires --page, because docs/measurements/gpu.md has only figures of a GPU")
+        parser.error("--cpu requires --page, because docs/measurements/gpu.md has only figures of a GPU")
     command = shlex.join(["python", "bench/gpu.py", *sys.argv[1:]])
     head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, `{command}`, {hardware()}."
     done: list[tuple[str, list[Row]]] = []

@@ -45,8 +45,8 @@ def page() -> str:
     for verb in VERBS:
         command = cli.get_command(click.Context(cli), verb)
         assert command is not None  # noqa: S101 - a verb of the table
-        words = escaped(inspect.cleandoc(command.help or "").partition("\f")[0])
-        parts.append(f".SS {escaped(verb)}\n{words}")
+        text = escaped(inspect.cleandoc(command.help or "").partition("\f")[0])
+        parts.append(f".SS {escaped(verb)}\n{text}")
         parts += options(command)
     parts += [
         ".SH EXIT STATUS",

@@ -92,10 +92,10 @@ def process(command: Sequence[str], environment: Mapping[str, str] | None = None
 
 
 @contextlib.contextmanager
-def agent(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Iterator[tuple[int, int, float]]:
+def agent(folder: Path, *extra: str, environment: Mapping[str, str] | None = None) -> Iterator[tuple[int, int, float]]:
     """Run `topoflight serve` on the machine in `folder`. Yield (pid, port, seconds to /readyz)."""
     port = free_port()
-    serve = ["-m", "agent.cli", "serve", "--port", str(port), "--state", str(folder / "state"), *words]
+    serve = ["-m", "agent.cli", "serve", "--port", str(port), "--state", str(folder / "state"), *extra]
     began = time.perf_counter()
     with process([sys.executable, *serve], environment, folder / "log") as one:
         wait(port, "/readyz", one)

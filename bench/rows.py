@@ -104,7 +104,7 @@ def number(raw: Raw, name: str) -> float | None:
     return value
 
 
-def whole(raw: Raw, name: str, default: int | None = None) -> int:
+def integer(raw: Raw, name: str, default: int | None = None) -> int:
     """Read a column as an integer of at least 1."""
     value = number(raw, name)
     if value is None or value < 1 or value != int(value):
@@ -114,7 +114,7 @@ def whole(raw: Raw, name: str, default: int | None = None) -> int:
     return int(value)
 
 
-def words(raw: Raw, *names: str) -> str:
+def text_of(raw: Raw, *names: str) -> str:
     """Join columns to one text in lower case."""
     return " ; ".join(raw.get(name) or "" for name in names).lower()
 
@@ -126,7 +126,7 @@ _TABLE = read_table(__file__, "rows.toml")
 
 def with_words_of_note(raw: Raw) -> Raw:
     """Return the row with empty columns filled from its note."""
-    note = words(raw, "note")
+    note = text_of(raw, "note")
     filled = dict(raw)
     for name, word in _TABLE["note"].items():
         if not raw.get(name):
@@ -165,7 +165,7 @@ def read_per_node(raw: Raw, gpu: Gpu, world: int) -> int:
     per_node = number(raw, "gpus_per_node")
     if per_node:
         return min(world, int(per_node))
-    text = words(raw, "gpu", "system")
+    text = text_of(raw, "gpu", "system")
     match = re.search(r"(?<![a-z0-9.])(\d{1,2})\s?x\s?(?=[a-z])", text)
     if match:
         return min(world, int(match[1]))
@@ -186,13 +186,13 @@ def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, 
 
     If it states none and both GPU and stack support FP8, it is bf16 or fp8.
     """
-    for text in (words(raw, "precision"), words(raw, "note", "model")):
+    for text in (text_of(raw, "precision"), text_of(raw, "note", "model")):
         if _FOUR_BITS.search(text):
             return (("fp8",) if gpu.matmul_fp8 else ("bf16",)), False
         precision = _match("precision", text)
         if precision == "fp8":
             # "FP8-CS (FP8-MX)" is in two rows of a table. Their notes show which row has which precision.
-            text = text.split("(")["(" in text and "alternative #2" in words(raw, "note")]
+            text = text.split("(")["(" in text and "alternative #2" in text_of(raw, "note")]
             return ("mxfp8" if re.search(r"mxfp8|fp8-mx", text) and gpu.matmul_fp8 else "fp8",), True
         if precision:
             return ("fp16" if precision == "bf16" and not gpu.bf16 else precision,), True
@@ -207,7 +207,7 @@ def read_sharding(raw: Raw, stack: Stack, dp: int, per_node: int, *, full: bool)
         return (stack.default_sharding if full and stack.default_sharding in ("zero1", "zero3") else "ddp"), 1
     shard_group = number(raw, "shard_group")
     group = int(shard_group) if shard_group and dp % int(shard_group) == 0 else dp
-    for text in (words(raw, "sharding"), words(raw, "framework", "note", "system")):
+    for text in (text_of(raw, "sharding"), text_of(raw, "framework", "note", "system")):
         kind = _match("sharding", text)
         if kind == "hsdp":
             return "zero3", group if group < dp else math.gcd(dp, per_node)
@@ -223,12 +223,12 @@ _CHECKPOINTING = r"(?:re-?comput\w*|(?:gradient|grad|activation|act)[-_ ]?checkp
 
 def read_checkpointing(raw: Raw) -> Checkpointing | None:
     """Read the activation recomputation; None if neither column nor note states it."""
-    text = words(raw, "act_recompute").strip()
+    text = text_of(raw, "act_recompute").strip()
     if text:
         if re.match(r"none|no\b|off|false|0\b|without|disabled", text):
             return "none"
         return "selective" if re.search(r"sel|\bop\b|core|partial|mlp|norm|moe", text) else "full"
-    note = words(raw, "note", "framework")
+    note = text_of(raw, "note", "framework")
     match = re.search(_CHECKPOINTING, note)
     if not match:
         return None
@@ -242,9 +242,9 @@ def read_checkpointing(raw: Raw) -> Checkpointing | None:
 
 def read_offload(raw: Raw) -> Offload:
     """Read what is offloaded to host memory."""
-    text = words(raw, "offload")
+    text = text_of(raw, "offload")
     if not text:
-        match = re.search(r"([\w+/ ]{0,30})\boffload\w*([\w+/ ]{0,20})", words(raw, "note", "sharding"))
+        match = re.search(r"([\w+/ ]{0,30})\boffload\w*([\w+/ ]{0,20})", text_of(raw, "note", "sharding"))
         text = match[0] if match and not re.search(r"activation|\bno\b|without|w/o", match[0]) else ""
     if not text or re.match(r"(none|no|false|off)\b", text):
         return "none"
@@ -255,8 +255,8 @@ def read_offload(raw: Raw) -> Offload:
 
 def fused_loss(raw: Raw, stack: Stack) -> bool:
     """Whether the loss is computed in parts, so that the logits of all tokens are never in memory at once."""
-    note = words(raw, "note")
-    if re.search(r"(without|no|w/o) liger", words(raw, "mem_kind", "note")):
+    note = text_of(raw, "note")
+    if re.search(r"(without|no|w/o) liger", text_of(raw, "mem_kind", "note")):
         return False
     if note.startswith("+") and "chunked" not in note:  # in tables that add one technique per row: not added yet
         return False
@@ -267,8 +267,8 @@ def fused_loss(raw: Raw, stack: Stack) -> bool:
 
 def read_optimizer(raw: Raw, method: str) -> str:
     """Return AdamW, or for a single GPU the optimizer that the row or its note names."""
-    text = words(raw, "optimizer", "note")
-    if method == "full" and whole(raw, "world", 1) == 1:
+    text = text_of(raw, "optimizer", "note")
+    if method == "full" and integer(raw, "world", 1) == 1:
         if "paged" in text:
             return "paged_adamw8bit"
         if re.search(r"8[- ]?bit", text):
@@ -278,15 +278,15 @@ def read_optimizer(raw: Raw, method: str) -> str:
 
 def read_memory(raw: Raw, gpu: Gpu, world: int) -> tuple[float | None, str]:
     """Return the bytes on one GPU, and what they include: "tensors" (allocated), "reserved" or "device"."""
-    value, kind = number(raw, "mem_gib"), words(raw, "mem_kind")
-    if value is None or not raw.get("seq") or not raw.get("mbs") or "real length" in words(raw, "note"):
+    value, kind = number(raw, "mem_gib"), text_of(raw, "mem_kind")
+    if value is None or not raw.get("seq") or not raw.get("mbs") or "real length" in text_of(raw, "note"):
         return None, ""  # not comparable without the tokens of a micro-batch
     value *= 1e9 if re.match(r"gb\b", kind) else 1024.0**3
     if world > 1 and (
         re.search(r"total|sum (over|of)|all gpus", kind) or value > 1.05 * gpu.memory_bytes >= value / world
     ):
         value /= world
-    framework = words(raw, "framework")
+    framework = text_of(raw, "framework")
     if "torchtune" in framework:  # logs torch.cuda.max_memory_allocated
         return value, "tensors"
     if "reserved" not in kind and re.search(r"model:|active|alloc|max over run", kind):
@@ -310,18 +310,18 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
     If a row lists several networks, only the compute fabric counts, not those for management and storage.
     """
     in_bits = {name: re.sub(r"\d+\s*GB(/s|ps)?\b", "", raw.get(name) or "") for name in ("inter_link", "intra_link")}
-    description = words(in_bits, "inter_link")
-    if re.search(r"\d+\s?x?\s?\d*g\w*\s*ethernet|roce|infiniband", words(in_bits, "intra_link")) and (
-        "nvl" not in words(raw, "intra_link")
+    description = text_of(in_bits, "inter_link")
+    if re.search(r"\d+\s?x?\s?\d*g\w*\s*ethernet|roce|infiniband", text_of(in_bits, "intra_link")) and (
+        "nvl" not in text_of(raw, "intra_link")
     ):
-        description = words(in_bits, "intra_link")  # the network is in the wrong column
+        description = text_of(in_bits, "intra_link")  # the network is in the wrong column
     parts = [p for p in re.split(r"[,;]| and ", description) if not re.search(r"manage|storage|\bns\b|host net|oob", p)]
     named = [p for p in parts if re.search(r"compute|\bew\b|east|fabric|\bgpu net", p)]
     text = " ; ".join(named or parts)
     rdma = re.search(
         r"roce|rdma|infiniband|\bib\b|efa|connectx|cx-?\d|bf-?3|bluefield|omni|slingshot|mlx|[xnhe]dr\b", text
     )
-    tcp = bool(re.search(r"\btcp\b|socket|ipoib|virtio|\bovn?\b|vxlan", f"{text} ; {words(raw, 'note', 'row_kind')}"))
+    tcp = bool(re.search(r"\btcp\b|socket|ipoib|virtio|\bovn?\b|vxlan", f"{text} ; {text_of(raw, 'note', 'row_kind')}"))
     rate = number(raw, "inter_gbps_per_node") or _rate(text)
     slow = rate is not None and "ethernet" in text and rate < 100
     machine = _machine(raw.get("system") or "")
@@ -355,7 +355,7 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
     """Return the bandwidths (GPU links from hardware/, network from the row), and whether the row states the rate."""
     per_node = read_per_node(raw, gpu, world)
     nodes = max(1, -(-world // per_node))
-    intra = words(raw, "intra_link")
+    intra = text_of(raw, "intra_link")
     nvlink = gpu.interconnect != "PCIe" and not ("pcie" in intra and "nvl" not in intra)
     busbw = gpu.busbw_of(per_node)
     if not nvlink and gpu.interconnect != "PCIe":
@@ -366,7 +366,7 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
                    link=gpu.interconnect if nvlink else "PCIe")  # fmt: skip
     network, known = read_network(raw, gpu, per_node) if nodes > 1 else (None, True)
     island = per_node if nvlink else 1
-    if re.search(r"domain of 72|nvl-?72", f"{intra} ; {words(raw, 'gpu', 'system')}") or gpu.of_a_rack:
+    if re.search(r"domain of 72|nvl-?72", f"{intra} ; {text_of(raw, 'gpu', 'system')}") or gpu.of_a_rack:
         island = min(world, 64)  # NVL72: 64 is the largest power of two up to 72
     links = Links(ranks_per_node=per_node, nodes=nodes, island_size=max(1, island), island=inside, node=inside,
                   network=network)  # fmt: skip
@@ -375,7 +375,7 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
 
 def read_method(raw: Raw) -> str:
     """Return the method: full, LoRA, or QLoRA (LoRA with base weights in 4 bits)."""
-    kind, precision = words(raw, "kind"), words(raw, "precision")
+    kind, precision = text_of(raw, "kind"), text_of(raw, "precision")
     if re.search(r"q-?lora", kind) or ("lora" in kind and re.search(r"nf4|int4|4[- ]?bit|gptq", precision)):
         return "qlora"
     return "lora" if re.search(r"lora|peft|adapter", kind) else "full"
@@ -386,17 +386,17 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> TrainSpec:
     """Read method, sequence length and optimizer."""
-    method, note = read_method(raw), words(raw, "note")
+    method, note = read_method(raw), text_of(raw, "note")
     named = tuple(p for p in _PROJECTIONS if re.search(rf"\b{p}\b", note))
     if re.search(r"all[- ]linear|attention and mlp|attn ?\+ ?mlp|all modules", note):
         named = _PROJECTIONS
-    single_note = note if whole(raw, "world", 1) == 1 else ""
+    single_note = note if integer(raw, "world", 1) == 1 else ""
     return TrainSpec(
         optimizer=read_optimizer(raw, method),
         # torchtune's recipe for one GPU with paged states updates each weight in the backward pass.
         optimizer_in_backward=method == "full" and ("optimizer in backward" in single_note or "paged" in single_note),
         method=method, sequence_length=sequence, precision=precision,  # type: ignore[arg-type]
-        lora_rank=whole(raw, "lora_rank", 16), lora_targets=named or stack.lora_targets,
+        lora_rank=integer(raw, "lora_rank", 16), lora_targets=named or stack.lora_targets,
         saved_modules=("embed_tokens", "lm_head") if method != "full" and re.search(r"\(emb\w*\)", note) else (),
     )  # fmt: skip
 
@@ -449,7 +449,7 @@ def read_sequence(raw: Raw, batch: int | None) -> int:
         return int(length)
     tokens, seconds = number(raw, "tokens_s_gpu"), number(raw, "step_time_s")
     if tokens and seconds and batch:
-        return max(1, round(tokens * whole(raw, "world", 1) * seconds / batch))
+        return max(1, round(tokens * integer(raw, "world", 1) * seconds / batch))
     raise UnreadError("seq is not given")
 
 
@@ -464,7 +464,7 @@ def read_world(raw: Raw) -> int:
     degrees = [number(raw, name) for name in ("tp", "pp", "cp", "dp")]
     if degrees[-1]:
         return int(math.prod(d or 1 for d in degrees))
-    text = words(raw, "gpu", "system")
+    text = text_of(raw, "gpu", "system")
     match = re.match(r"(\d+)\s?x\s?[a-z]", text)
     machine = _machine(raw.get("system") or "")
     if match:
@@ -476,21 +476,21 @@ def read_world(raw: Raw) -> int:
 
 def read_layout(raw: Raw, stack: Stack, model: ModelSpec, world: int, per_node: int, precision: Precision) -> Layout:
     """Read degrees and batch sizes. The defaults of the stack fill gaps."""
-    tp, pp, cp = whole(raw, "tp", 1), whole(raw, "pp", 1), whole(raw, "cp", 1)
+    tp, pp, cp = integer(raw, "tp", 1), integer(raw, "pp", 1), integer(raw, "cp", 1)
     if world % (tp * pp * cp):
         raise UnreadError(f"tp {tp} x pp {pp} x cp {cp} does not divide {world} GPUs")
     dp = world // (tp * pp * cp)
-    micro = whole(raw, "mbs", 1)
-    batch = whole(raw, "gbs", micro * dp * whole(raw, "grad_accum", 1))
+    micro = integer(raw, "mbs", 1)
+    batch = integer(raw, "gbs", micro * dp * integer(raw, "grad_accum", 1))
     if not raw.get("mbs"):
         per_rank = max(1, batch // dp)
-        micro = per_rank // whole(raw, "grad_accum", per_rank) or 1
+        micro = per_rank // integer(raw, "grad_accum", per_rank) or 1
     accumulation = max(1, round(batch / (micro * dp)))
     sharding, shard = read_sharding(raw, stack, dp, per_node, full=read_method(raw) == "full")
-    ep = math.gcd(whole(raw, "ep", 1), tp * cp * dp)
+    ep = math.gcd(integer(raw, "ep", 1), tp * cp * dp)
     ep = ep if model.experts and model.experts % ep == 0 else 1
-    virtual = whole(raw, "vpp", 1) if pp > 1 else 1
-    sp, compiled = words(raw, "seq_parallel"), words(raw, "compile")
+    virtual = integer(raw, "vpp", 1) if pp > 1 else 1
+    sp, compiled = text_of(raw, "seq_parallel"), text_of(raw, "compile")
     return Layout(
         world_size=world, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
         sharding=sharding,
@@ -499,7 +499,7 @@ def read_layout(raw: Raw, stack: Stack, model: ModelSpec, world: int, per_node: 
         schedule="interleaved" if virtual > 1 else "1f1b", virtual_stages=virtual, micro_batch=micro,
         gradient_accumulation=accumulation, checkpointing=read_checkpointing(raw) or "none", precision=precision,
         offload=read_offload(raw),
-        compile=compiled in ("yes", "true", "1") or "torch.compile" in words(raw, "note")
+        compile=compiled in ("yes", "true", "1") or "torch.compile" in text_of(raw, "note")
         or (stack.engine.compile and not compiled),
         fused_cross_entropy=fused_loss(raw, stack),
     )  # fmt: skip
@@ -523,17 +523,17 @@ def read_row(columns: Raw) -> Row:
     checkpointing = read_checkpointing(raw)
     seconds = read_seconds(raw, model, world, sequence, layout.global_batch)
     memory, memory_kind = read_memory(raw, gpu, world)
-    printed = words(raw, "mem_kind")
+    printed = text_of(raw, "mem_kind")
     return Row(
         row_id=raw.get("row_id") or "?", source=raw.get("source") or "?", framework=raw.get("framework") or "?",
-        gpu=gpu, precisions=precisions, four_bits=bool(_FOUR_BITS.search(words(raw, "precision"))),
+        gpu=gpu, precisions=precisions, four_bits=bool(_FOUR_BITS.search(text_of(raw, "precision"))),
          model=model, train=read_train(raw, stack, sequence, precisions[0]),
         layout=layout, links=links, stack=stack, checkpointing=checkpointing,
         assumed=tuple(name for name, gap in gaps.items() if gap),
         seconds=seconds, memory_bytes=memory, memory_kind=memory_kind,
         first_stage="as printed" in printed and not re.search(r"max|last|total|worst|peak", printed),
-        out_of_memory=bool(re.search(r"\boom\b|out of memory", words(raw, "mem_gib"))
-                           or (not seconds and re.search(r"\boom\b|out of memory", words(raw, "note")))),
+        out_of_memory=bool(re.search(r"\boom\b|out of memory", text_of(raw, "mem_gib"))
+                           or (not seconds and re.search(r"\boom\b|out of memory", text_of(raw, "note")))),
         set_aside=doubt(raw), raw=raw,
     )  # fmt: skip
 

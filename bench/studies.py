@@ -35,14 +35,14 @@ has the largest part of the forecast. "not published" means that the study shows
 
 def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
     """Return the forecast of a row, or the reason why its layout cannot run."""
-    asked = {name: row.get(name, value) for name, value in study["asked"].items()}
+    layout = {name: row.get(name, value) for name, value in study["layout"].items()}
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in (study["question"] | row).items()}
     unknown = options.get("transport") == "unknown"  # TCP over a network whose rate is not published
     request = Request.of(**options | {"transport": None if unknown else options.get("transport")},
-                         asked=tuple(asked.items()))  # fmt: skip
+                         asked=tuple(layout.items()))  # fmt: skip
     if "micro_batch" in row:
-        ranks = asked["dp_shard"]
-        request = request.changed(global_batch=asked["micro_batch"] * asked["gradient_accumulation"] * ranks)
+        ranks = layout["dp_shard"]
+        request = request.changed(global_batch=layout["micro_batch"] * layout["gradient_accumulation"] * ranks)
     cluster = request.cluster(())
     if unknown:
         nodes = tuple(replace(node, nics=(), nearest_nic=()) for node in cluster.nodes)

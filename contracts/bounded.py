@@ -122,14 +122,9 @@ def utf8_chunks(file: Stream) -> Iterator[bytes]:
     """Yield the file in chunks of about 1 MiB. UTF-16 text, with or without byte order mark, is converted to UTF-8."""
     chunk = file.read(_BLOCK_BYTES)
     encoding = utf16(chunk[:4096])
-    if encoding is None:
-        while chunk:
-            yield chunk
-            chunk = file.read(_BLOCK_BYTES)
-        return
-    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding else None
     while chunk:
-        yield decoder.decode(chunk).encode("utf-8", "replace")
+        yield decoder.decode(chunk).encode("utf-8", "replace") if decoder else chunk
         chunk = file.read(_BLOCK_BYTES)
 
 

@@ -55,7 +55,6 @@ class EffectiveLayout:
     precision: str | None = None
     reshard_after_forward: bool | None = None
     checkpointed_layers: int | None = None
-    compiled_layers: int | None = None
     placements: dict[str, int] = field(default_factory=dict)  # "dp_shard:S(0)" -> parameters with this placement
     unsharded_parameters: int | None = None
     split_projections: list[int] = field(default_factory=list)  # projections split over tp, and the total
@@ -91,7 +90,6 @@ class Measured:
     mfu: float | None = None
     memory_bytes: float | None = None  # peak of the rank with the highest use
     memory_counts: str | None = None  # what memory_bytes counts
-    memory_allocated_bytes: float | None = None  # part used by tensors; GPU only
     rss_peak_bytes: int | None = None
 
 

@@ -173,30 +173,25 @@ def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclCh
 End = tuple[str, int]
 
 
-class GlooSeen(NamedTuple):
-    """One rank's view of its connections."""
-
-    connections: tuple[tuple[End, End], ...]  # own end, remote end
-    interfaces: Mapping[str, tuple[str, ...]]  # address -> the interfaces that have it
-
-
-def read_gloo_connections() -> GlooSeen:
-    """Return this rank's connections, and the interfaces of its addresses; empty if they cannot be read."""
+def read_gloo_connections() -> dict[tuple[End, End], str]:
+    """Return the interface of each of this rank's connections, by own and remote end; {} if they cannot be read."""
     try:
         found = psutil.Process().net_connections("tcp")
         named = psutil.net_if_addrs()
     except (psutil.Error, OSError):
-        return GlooSeen((), {})
-    store = int(os.environ.get("MASTER_PORT") or 0)
-    ends = [((_plain(c.laddr.ip), c.laddr.port), (_plain(c.raddr.ip), c.raddr.port))
-            for c in found if c.status == psutil.CONN_ESTABLISHED and c.raddr]  # fmt: skip
-    interfaces: dict[str, tuple[str, ...]] = {}
+        return {}
+    interfaces: dict[str, list[str]] = {}
     for name, addresses in named.items():
         for one in addresses:
             if one.family.name in ("AF_INET", "AF_INET6"):
-                address = _plain(one.address)
-                interfaces[address] = (*interfaces.get(address, ()), name)
-    return GlooSeen(tuple(e for e in ends if store not in (e[0][1], e[1][1])), interfaces)
+                interfaces.setdefault(_plain(one.address), []).append(name)
+    store = int(os.environ.get("MASTER_PORT") or 0)
+    made: dict[tuple[End, End], str] = {}
+    for seen in found:
+        if seen.status == psutil.CONN_ESTABLISHED and seen.raddr and store not in (seen.laddr.port, seen.raddr.port):
+            own, remote = ((_plain(end.ip), end.port) for end in (seen.laddr, seen.raddr))
+            made[own, remote] = "/".join(interfaces.get(own[0], ())) or "an unknown interface"
+    return made
 
 
 def _plain(address: str) -> str:
@@ -205,7 +200,7 @@ def _plain(address: str) -> str:
     return str(getattr(read, "ipv4_mapped", None) or read)
 
 
-def gloo_transports(ranks: Sequence[GlooSeen]) -> list[str]:
+def gloo_transports(ranks: Sequence[Mapping[tuple[End, End], str]]) -> list[str]:
     """Return each interface with its first address, as `gloo: TCP over net1 (10.0.0.1)`, or that they are unknown.
 
     The two ends of a connection can be on different networks: a rank accepts at the address of GLOO_SOCKET_IFNAME, and
@@ -213,12 +208,12 @@ def gloo_transports(ranks: Sequence[GlooSeen]) -> list[str]:
     """
     if len(ranks) < 2:
         return []
-    holders = {end: rank for rank, seen in enumerate(ranks) for end in seen.connections}
+    holders = {ends: rank for rank, seen in enumerate(ranks) for ends in seen}
     addresses: dict[str, str] = {}
     for rank, seen in enumerate(ranks):
-        for own, remote in sorted(seen.connections):
+        for own, remote in sorted(seen):
             if holders.get((remote, own), rank) != rank:
-                addresses.setdefault("/".join(seen.interfaces.get(own[0], ())) or "an unknown interface", own[0])
+                addresses.setdefault(seen[own, remote], own[0])
     return [f"gloo: TCP over {name} ({address})" for name, address in addresses.items()] or [
         "gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"
     ]

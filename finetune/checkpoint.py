@@ -12,10 +12,10 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from contracts.job_config import ConfigError, EndedError, JobConfig
 from finetune import weights
 from finetune.model import build_model, causal_lm, stored_type
 
+T = TypeVar("T")
 SCHEMA_VERSION = 1
 STATE = "trainer.json"
 # For ranks that wait while others download, read, tokenise or write. NCCL's own limit of 10 minutes applies to steps
@@ -119,6 +120,20 @@ class Checkpoints:
             raise ConfigError(f"resume_from_checkpoint: {path} does not fit this model: {_root(error)}") from error
 
 
+def on_rank_zero(work: Callable[[], T]) -> T:
+    """Return on every rank what `work` returns on rank 0. The EndedError that it raises there is raised on all."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [work()]
+        except EndedError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], EndedError):
+        raise outcome[0]
+    return cast(T, outcome[0])
+
+
 def list_checkpoints(folder: Path, state: str = STATE) -> list[Path]:
     """Return complete checkpoints, oldest first; the file `state` is written last."""
     found = [p for p in folder.glob("checkpoint-*") if p.name[11:].isdigit() and (p / state).is_file()]
@@ -145,10 +160,8 @@ def find_resume(config: JobConfig, state: str = STATE) -> Path | None:
 def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:
     """Export an adapter (or whole model) in Hugging Face format from a checkpoint.
 
-    Rank 0 does it, with the whole model in the memory of its host, in the type that it is written in.
+    The whole model is then in the memory of the host, in the type that it is written in.
     """
-    if dist.get_rank() != 0:
-        return {}
     folder, source = Path(config.output_dir), weights.source_of(config)
     dtype = source.dtype or stored_type(config, precision)
     if config.dtype != "auto":

@@ -7,7 +7,6 @@ use the commits that rank 0 has received. Files of these commits that are in the
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import glob
 import os
@@ -28,22 +27,6 @@ from contracts.job_config import ConfigError, JobConfig
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # one file, or the names of shards
 MOST_BYTES = 64 << 30  # of the files of one split
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
-
-
-def pin(config: JobConfig) -> JobConfig:
-    """The settings with a commit for each revision, the same on every rank: rank 0 asks."""
-    import torch.distributed as dist
-
-    payload: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            payload = [commits_of(config)]
-        except ConfigError as error:
-            payload = [str(error)]
-    dist.broadcast_object_list(payload, src=0)
-    if isinstance(payload[0], str):
-        raise ConfigError(payload[0])
-    return dataclasses.replace(config, **payload[0])
 
 
 def commits_of(config: JobConfig) -> dict[str, Any]:

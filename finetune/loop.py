@@ -5,8 +5,6 @@ Surface: SIGTERM; stderr. `Trainer.step` is one optimizer step; `parallel.Engine
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import math
 import signal
@@ -98,9 +96,8 @@ class Trainer:
         self.config, self.layout, self.recorder = config, layout, recorder
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
-        liger = device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
-        if config.layout.get("fused_cross_entropy") and not liger:
-            recorder.note("fused_cross_entropy: Liger's kernel is not here; torch computes the loss in parts")
+        if config.layout.get("fused_cross_entropy"):
+            recorder.note("fused_cross_entropy: torch computes the loss in parts; TRL's trainer has Liger's kernels")
         recorder.open_logs(config.report_to)
         self.tokenizer = load_tokenizer(config)
         examples, data_counts = data.prepare(config, config.dataset_train_split, self.tokenizer)
@@ -114,6 +111,7 @@ class Trainer:
         data.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
         fill = partial(weights.fill, weights.source_of(config), config.seed)
+        recorder.baseline_rss = runs.rss_bytes()  # with libraries and rows, without weights
         self.engine = parallel.Engine(net, layout, device, mesh, fill)
         del net
         self.named = self.engine.named_parameters()
@@ -160,19 +158,17 @@ class Trainer:
     def train(self) -> None:
         """Run all remaining steps, and write the last checkpoint."""
         config, place = self.config, self.resume()
-        profiler = runs.Profiler(config.profile_steps, first=place.step + runs.WARM_UP + 1)
         self.recorder.watch_memory()
-        with contextlib.closing(profiler):
+        with self.recorder.profile(config.profile_steps) as profiler:
             while place.step < self.steps:
                 first = math.ceil(place.samples / self.loader.global_batch)
                 began = time.perf_counter()
                 for share in self.loader.epoch(place.epoch, first):
-                    with profiler.at(place.step) as profiled:
-                        done = self.step(place.step, share)
-                        seconds = time.perf_counter() - began
+                    done = self.step(place.step, share)
+                    seconds = time.perf_counter() - began
                     place.step, place.samples = place.step + 1, place.samples + self.loader.global_batch
-                    self.recorder.step(seconds, done.loss, share.tokens, profiled)
-                    self.recorder.record.communication = profiler.result
+                    self.recorder.step(seconds, done.loss, share.tokens)
+                    profiler.step()
                     self.recorder.record.steps_done = place.step
                     self._after(place, done, share.tokens / seconds)
                     began = time.perf_counter()  # the next batch's making counts; saving and evaluating do not
@@ -185,7 +181,6 @@ class Trainer:
                 if config.save_strategy == "epoch":
                     self.save(place)
                 self.recorder.write()
-        self.recorder.record.communication = profiler.result  # the run may have ended among the profiled steps
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
         self.recorder.find_fullest_rank()
@@ -217,7 +212,7 @@ class Trainer:
         """Do what follows a step: print a line, write a checkpoint, evaluate, or end."""
         config, step = self.config, place.step
         if len(self.recorder.losses) == 1:  # all connections for a step exist now
-            verify.require_transports(self.recorder.record, self.plan)
+            verify.require_equal(verify.record_transports(self.recorder.record, self.plan))
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {
@@ -264,9 +259,7 @@ class Trainer:
 
     def resume(self) -> Place:
         """Load the checkpoint to resume from, if any."""
-        found = [checkpoint.find_resume(self.config)]
-        dist.broadcast_object_list(found, src=0)
-        path = found[0]
+        path = checkpoint.on_rank_zero(lambda: checkpoint.find_resume(self.config))
         if path is None:
             return Place()
         about = json.loads((path / "trainer.json").read_text())

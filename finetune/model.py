@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from finetune.rows import IGNORED
 try:
     from torch.nn.attention.varlen import varlen_attn
 
-    # Windows and shared key heads came after the function itself.
+    # Causal windows and shared key heads came after the function itself.
     _HAS_VARLEN = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 except ImportError:
     _HAS_VARLEN = False
@@ -42,17 +43,6 @@ RANDOM = {
                     "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 512},
 }  # fmt: skip
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entropy
-
-
-def load_libraries(config: JobConfig) -> None:
-    """Import what `build_model` needs, so that memory measured from here on holds no code of libraries.
-
-    How much code PEFT brings depends on what else is installed: 61 MiB where bitsandbytes is, which it then imports.
-    """
-    names = ("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
-    data = () if config.dataset_name.startswith("synthetic:") else ("datasets",)
-    for name in (*names, *data, *(("peft",) if config.use_peft else ())):
-        importlib.import_module(name)
 
 
 def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
@@ -83,6 +73,12 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
         raise ConfigError(f"model_name_or_path={name!r}: rope_type={rope!r}: this job runs {', '.join(ROPE_TYPES)}")
     if getattr(shape, "quantization_config", None) is not None:
         raise ConfigError(f"model_name_or_path={name!r}: its weights are quantised; name the model they were made from")
+    window = getattr(shape, "sliding_window", None)
+    if shape.model_type != "llama" and kernel == BY_DOCUMENT and window is not None and window < config.max_length:
+        raise ConfigError(
+            f"model_name_or_path={name!r}: its sliding window of {window} tokens is shorter than "
+            f"max_length={config.max_length}; set attn_implementation: eager, or use TRL's trainer"
+        )
     with init_empty_weights(include_buffers=False):
         model = _load(
             name, AutoModelForCausalLM.from_config, shape, attn_implementation=kernel,
@@ -195,7 +191,7 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
     ) -> torch.Tensor:
         """Tokens or hidden states in; hidden states, or the summed loss as one number in a row, out."""
         lm = causal_lm(self.net)
-        documents = Documents.of(positions) if packed else None
+        documents = find_documents(positions) if packed else None
         # Without autocast's cache, which would keep a copy of every fp32 weight until the forward pass has ended; no
         # weight is used twice in it.
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
@@ -216,18 +212,6 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
 
     def _fused_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The same with the logits of a part of the tokens at a time: no tensor has vocabulary x tokens."""
-        head = causal_lm(self.net).lm_head
-        plain = type(head) is nn.Linear and head.bias is None and not isinstance(head.weight, DTensor)
-        here = hidden.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, for tests
-        if plain and here and importlib.util.find_spec("liger_kernel"):
-            from liger_kernel.transformers import (  # type: ignore[import-not-found, unused-ignore]
-                LigerFusedLinearCrossEntropyLoss,
-            )
-
-            summed: torch.Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum")(
-                head.weight, hidden, labels
-            )
-            return summed
         parts = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
         return torch.stack([checkpoint(self._loss, h, y, use_reentrant=False) for h, y in parts]).sum()
 
@@ -255,54 +239,44 @@ def _shallow(model: Any) -> Any:
 # Attention inside documents: packed rows without a mask of tokens x tokens.
 #
 # Surface: transformers' `AttentionInterface`; torch's `varlen_attn` (flash attention over lengths) on a GPU in 16 bits,
-# and `scaled_dot_product_attention` document by document elsewhere. Sliding windows are as transformers means them: a
-# token sees itself and the window - 1 before it.
+# and `scaled_dot_product_attention` document by document elsewhere.
 
 
-class Documents(NamedTuple):
-    """The documents of a batch, its rows laid end to end."""
+# Of a batch, its rows laid end to end: where each begins and the last one ends, int32 [documents + 1]; tokens of each.
+Documents = tuple[torch.Tensor, list[int]]
 
-    bounds: torch.Tensor  # int32, [documents + 1]: where each begins, and where the last one ends
-    lengths: list[int]  # [documents], tokens
 
-    @classmethod
-    def of(cls, positions: torch.Tensor) -> Documents:
-        """Find the documents of rows, [rows, tokens]: each begins at position 0. Waits for the GPU."""
-        starts = (positions.flatten() == 0).nonzero().flatten()
-        bounds = functional.pad(starts, (0, 1), value=positions.numel()).int()
-        return cls(bounds, bounds.diff().tolist())
+def find_documents(positions: torch.Tensor) -> Documents:
+    """Find the documents of rows, [rows, tokens]: each begins at position 0. Waits for the GPU."""
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    bounds = functional.pad(starts, (0, 1), value=positions.numel()).int()
+    return bounds, bounds.diff().tolist()
 
 
 def attend(
     _module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, documents: Documents | None = None, **_more: Any,
+    scaling: float | None = None, documents: Documents | None = None, **_more: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Causal attention of [rows, heads, tokens, head size], within documents where there are any.
 
     Returns [rows, tokens, heads, head size].
     """
-    rows, _, length, _ = query.shape
-    window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if documents is None and window is None:
-        out: torch.Tensor = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2), None
+    causal = partial(
+        functional.scaled_dot_product_attention, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
+    )
     if documents is None:
-        ends = torch.arange(0, (rows + 1) * length, length, device=query.device, dtype=torch.int32)
-        documents = Documents(ends, [length] * rows)
+        return causal(query, key, value).transpose(1, 2), None
+    rows, _, length, _ = query.shape
+    bounds, lengths = documents
     if not dropout and _varlen_takes(query):
         flat = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
-        bounds = documents.bounds
-        back = -1 if window is None else window - 1
         packed: torch.Tensor = varlen_attn(
-            *flat, bounds, bounds, length, length, scale=scaling, window_size=(back, 0), enable_gqa=True
+            *flat, bounds, bounds, length, length, scale=scaling, window_size=(-1, 0), enable_gqa=True
         )
         return packed.unflatten(0, (rows, length)), None
     # split, whose gradient is one concatenation: slices would each add a gradient of the whole
-    each = [one.transpose(0, 1).flatten(1, 2)[None].split(documents.lengths, dim=2) for one in (query, key, value)]
-    parts = [_document(q, k, v, dropout, scaling, window) for q, k, v in zip(*each, strict=True)]
-    whole = torch.cat(parts, dim=2)[0].unflatten(1, (rows, length))
+    each = [one.transpose(0, 1).flatten(1, 2)[None].split(lengths, dim=2) for one in (query, key, value)]
+    whole = torch.cat([causal(*parts) for parts in zip(*each, strict=True)], dim=2)[0].unflatten(1, (rows, length))
     return whole.permute(1, 2, 0, 3), None
 
 
@@ -312,20 +286,6 @@ def _varlen_takes(query: torch.Tensor) -> bool:
         return False
     capability: tuple[int, int] = torch.cuda.get_device_capability(query.device)
     return capability >= (8, 0)
-
-
-def _document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:  # fmt: skip
-    """Causal attention of one document; under a window with a mask of tokens x tokens, stored for the backward pass."""
-    how: Any = {"dropout_p": dropout, "scale": scaling, "enable_gqa": True}
-    length = query.shape[2]
-    if window is None or length <= window:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, **how)
-    at = torch.arange(length, device=query.device)
-    back = at[:, None] - at
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=(back >= 0) & (back < window), **how)
 
 
 ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, attend)

@@ -1,4 +1,4 @@
-"""Choose the layout and apply it to the model: TP, activation checkpointing, compile, FSDP2/HSDP or DDP; pipelines.
+"""Choose the layout and apply it to the model: TP, activation checkpointing, FSDP2/HSDP or DDP; pipelines.
 
 Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDataParallel`,
 `torch.distributed.pipelining`. The order is torchtitan's: each step wraps the result of the step before.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from contracts import trl
 from contracts.job_config import ConfigError, parse_layout, resolve_layout
@@ -41,21 +40,8 @@ from finetune.model import Chunk, causal_lm, cut
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 Fill = Callable[..., None]  # gives values to the parameters of a chunk, or of a module of it: weights.fill
-# What selective checkpointing keeps: results of matrix products and of attention; the rest is made again.
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # the last two arguments are the factors
-KEPT = {
-    *PRODUCTS,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}  # fmt: skip
-# A product of a shorter inner dimension, as of lora_B, is made again: writing its result takes longer than computing it
-# where a GPU's bf16 FLOP/s are more than this many times its bytes/s of memory (hardware/gpus.toml: all but P100, H20).
-SHORTEST_KEPT = 64
-# torch's own for lengths; each is an operator only where its module has been imported.
-KEPT_NAMED = {"torch_attn::_varlen_attn", "aten::_flash_attention_forward"}
 
 
 def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
@@ -96,6 +82,9 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
         f"cp={layout.cp}: this job has no context parallelism; TRL's trainer has it": layout.cp > 1,
         "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
             layout.sharding == "zero1" and layout.dp_shard > 1,
+        "checkpointing='selective': this job recomputes every operator of a layer or none; use full or none":
+            layout.checkpointing == "selective",
+        "compile=true: this job does not compile; TRL's trainer does (torch_compile)": layout.compile,
         f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),
         "offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'":
             layout.offload == "optimizer",
@@ -121,10 +110,6 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     return [text for text, holds in why.items() if holds]
 
 
-def keep_values(*_chunk_device_module: Any) -> None:
-    """Leave parameters as they are."""
-
-
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
     """First and one-past-last layer of each pipeline stage; where even is impossible the first stages take one more."""
     stages = layout.pp * layout.virtual_stages
@@ -140,21 +125,17 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def parallelize(
-    chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device, fill: Fill = keep_values
+    chunk: Chunk, layout: Layout, mesh: DeviceMesh | None, device: torch.device, fill: Fill = lambda *_: None
 ) -> nn.Module:
-    """One chunk under the layout: TP, activation checkpointing, compile, then FSDP2/HSDP or DDP.
+    """One chunk under the layout: TP, activation checkpointing, then FSDP2/HSDP or DDP.
 
     `fill` gives parameters their values once it is known which part of them this rank holds.
     """
     if mesh is not None and layout.tp > 1:
         apply_tp(chunk, mesh["tp"], layout.sequence_parallel)
-    if layout.checkpointing != "none":
+    if layout.checkpointing == "full":
         for layer in chunk.layers:
-            layer.forward = _checkpointed(layer.forward, layout.checkpointing)
-    if layout.compile:
-        check_compiler(device)
-        for layer in chunk.layers:
-            layer.compile()
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     low = torch.bfloat16 if layout.precision == "bf16" else None
     if mesh is None or layout.dp_shard == layout.tp == layout.pp == 1:
         _cast_as_used(chunk, low)
@@ -196,30 +177,6 @@ def _cast_as_used(chunk: Chunk, low: torch.dtype | None) -> None:
     for module in chunk.modules():
         if low is not None and hasattr(module, "lora_A"):
             module.cast_input_dtype_enabled = False
-
-
-def check_compiler(device: torch.device) -> None:
-    """torch.compile writes C++ on a CPU; on a GPU Triton builds its launchers with a C compiler."""
-    kind, variable, names = ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++",))
-    if not any(shutil.which(name) for name in (os.environ.get(variable), *names) if name):
-        raise ConfigError(f"compile=true: torch.compile needs a {kind} compiler: install {names[0]} or set {variable}; "
-                          "or set compile: false")  # fmt: skip
-
-
-def _checkpointed(forward: Any, kind: str) -> Any:
-    """Return a function, not a partial: torch.compile silently skips a layer whose forward is a partial."""
-    selected = {"context_fn": partial(create_selective_checkpoint_contexts, _select)} if kind == "selective" else {}
-
-    def again(*args: Any, **more: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **selected, **more)
-
-    return again
-
-
-def _select(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    short = op in PRODUCTS and args[-1].shape[0] < SHORTEST_KEPT
-    saves = (op in KEPT and not short) or op._schema.name in KEPT_NAMED
-    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -278,7 +235,12 @@ class Engine:
     """The model under its layout; runs one global batch at a time, forward and backward."""
 
     def __init__(
-        self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, fill: Fill = keep_values
+        self,
+        model: Any,
+        layout: Layout,
+        device: torch.device,
+        mesh: DeviceMesh | None,
+        fill: Fill = lambda *_: None,
     ) -> None:
         self.layout, self.device = layout, device
         self.adapters = hasattr(model, "get_base_model")
@@ -317,9 +279,8 @@ class Engine:
             "loss_fn": lambda out, _: out.sum() * self.scale,
             "scale_grads": False,
         }
-        if len(stages) > 1 or self.layout.schedule == "interleaved":
-            return ScheduleInterleaved1F1B(stages, **options)
-        return (ScheduleGPipe if self.layout.schedule == "gpipe" else Schedule1F1B)(stages[0], **options)
+        kind = SCHEDULES[self.layout.schedule]
+        return kind(stages if kind is ScheduleInterleaved1F1B else stages[0], **options)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters under the names that they have in the whole model."""

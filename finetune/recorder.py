@@ -13,13 +13,13 @@ import os
 import resource
 import statistics
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerAction
 
 from contracts import job_plan, run_record
 from contracts.job_config import EndedError
@@ -37,12 +37,6 @@ MEMORY_STEPS = 3
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 EXACT_BYTES, FAST_BYTES = 128 << 10, 32 << 20
 MAX_STEPS = 4096  # steps whose times are kept
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak by its data sheet, FLOP/s; None where it is not known, or has no bf16."""
-    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return gpu.peak_bf16 if gpu and gpu.bf16 else None
 
 
 def flops_per_token(parameters: int, trainable: int, shape: Any, length: float) -> float:
@@ -121,39 +115,6 @@ def ran_out(error: BaseException) -> bool:
 # communicate. On a GPU only what runs on the device counts.
 
 
-class Profiler:
-    """torch's profiler over a few steps."""
-
-    def __init__(self, steps: int, first: int) -> None:
-        self.range = range(first, first + steps)
-        self.result: Communication | None = None
-        self._tool: Any = None
-        self._wall = 0.0
-
-    @contextlib.contextmanager
-    def at(self, step: int) -> Iterator[bool]:
-        """Enclose one step; yields whether it is profiled."""
-        if step not in self.range:
-            yield False
-            return
-        if self._tool is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notices are not the job's
-            self._tool = torch.profiler.profile()
-            self._tool.start()
-        began = time.perf_counter()
-        yield True
-        self._wall += time.perf_counter() - began
-        if step == self.range[-1]:
-            self.close()
-
-    def close(self) -> None:
-        """Stop, wherever the run ends: a process that leaves with the profiler running dies of SIGSEGV (torch 2.13)."""
-        if self._tool is not None:
-            tool, self._tool = self._tool, None
-            tool.stop()
-            self.result = measure_communication(tool.events(), self._wall)
-
-
 def measure_communication(events: Iterable[Any], wall_seconds: float) -> Communication | None:
     """Return the shares of collectives in the profiled time; None if there were none.
 
@@ -206,7 +167,7 @@ class Recorder:
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.tokens = 0
-        self.profiled: set[int] = set()
+        self.profiled = range(0)  # steps since the start
         self.record = RunRecord(
             status="running", started_at=timestamp(), host=os.uname().nodename,
             restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS") or 0), steps_done=0,
@@ -215,7 +176,7 @@ class Recorder:
         self.ranks = layout.world_size
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
-        self.fullest = (0, 0)  # peaks of the fullest ranks, once the ranks have exchanged theirs
+        self.fullest = 0  # peak of the fullest rank, once the ranks have exchanged theirs
         self.started = False  # the model is loaded
         self._metrics: Any = None
         self._board: Any = None
@@ -243,10 +204,27 @@ class Recorder:
         if text not in self.record.notes:
             self.record.notes.append(text)
 
-    def step(self, seconds: float, loss: float, tokens: int, profiled: bool) -> None:
+    def profile(self, steps: int) -> torch.profiler.profile:
+        """Return torch's profiler of a few steps after the warm-up, which is told of the end of each step.
+
+        Its context ends it wherever the run ends: a process that leaves with it running dies of SIGSEGV (torch 2.13).
+        """
+        self.profiled = range(WARM_UP + 1, WARM_UP + 1 + steps)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notices are not the job's
+
+        def choose(step: int) -> ProfilerAction:
+            if step not in self.profiled:
+                return ProfilerAction.NONE
+            return ProfilerAction.RECORD_AND_SAVE if step == self.profiled[-1] else ProfilerAction.RECORD
+
+        def keep(tool: torch.profiler.profile) -> None:
+            seconds = sum(self.seconds[self.profiled.start : self.profiled.stop])
+            self.record.communication = measure_communication(tool.events(), seconds)
+
+        return torch.profiler.profile(schedule=choose, on_trace_ready=keep)
+
+    def step(self, seconds: float, loss: float, tokens: int) -> None:
         """Record an optimizer step that has ended."""
-        if profiled:
-            self.profiled.add(len(self.seconds))
         if self.device.type != "cuda" and len(self.seconds) < MEMORY_STEPS:
             self.peak = max(self.peak, highest_rss_bytes() - self.baseline_rss)
             if len(self.seconds) == MEMORY_STEPS - 1:
@@ -280,23 +258,23 @@ class Recorder:
         first = WARM_UP if self.device.type == "cuda" else MEMORY_STEPS
         return [s for i, s in enumerate(self.seconds) if i >= first and i not in self.profiled]
 
-    def peak_memory(self) -> tuple[int, int]:
-        """Return this rank's peak in bytes, on a GPU after the warm-up, and the part that tensors took (0 on a CPU).
+    def peak_memory(self) -> int:
+        """Return this rank's peak in bytes, on a GPU after the warm-up.
 
         On a GPU the peak has all that the forecast has: what the allocator reserved, and what is used outside of it.
         """
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             other_bytes = max(0, total - free - torch.cuda.memory_reserved(self.device))  # context, NCCL, others
-            reserved = torch.cuda.max_memory_reserved(self.device) + other_bytes
-            return reserved, torch.cuda.max_memory_allocated(self.device)
-        return max(0, self.peak or highest_rss_bytes() - self.baseline_rss), 0
+            peak: int = torch.cuda.max_memory_reserved(self.device) + other_bytes
+            return peak
+        return max(0, self.peak or highest_rss_bytes() - self.baseline_rss)
 
     def find_fullest_rank(self) -> None:
         """Exchange the peaks of all ranks, which call it together."""
-        peaks = torch.tensor(self.peak_memory(), device=self.device)
-        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-        self.fullest = tuple(peaks.tolist())
+        peak = torch.tensor(self.peak_memory(), device=self.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        self.fullest = int(peak)
 
     def exhausted(self, error: str) -> str:
         """Describe the memory when an allocation failed, its forecast, and what to change."""
@@ -319,17 +297,17 @@ class Recorder:
         """Return the measurements, with which a forecast is compared."""
         on_gpu, counted = self.device.type == "cuda", self.counted_steps()
         typical = statistics.median(counted or self.seconds) if self.seconds else None
-        taken, allocated = map(max, self.peak_memory(), self.fullest)
         counts = (
             "reserved by CUDA's allocator after the warm-up, and other memory in use on the device" if on_gpu
-            else f"rss of the first {MEMORY_STEPS} steps above the process before the model was built"
+            else f"rss of the first {MEMORY_STEPS} steps above the process before its weights were loaded"
         )  # fmt: skip
         rate = self.tokens / len(self.losses) / typical if typical else None
-        peak = peak_flops(self.device)
+        gpu = gpu_named(torch.cuda.get_device_name(self.device)) if on_gpu else None
+        peak = gpu.peak_bf16 if gpu and gpu.bf16 else None  # dense, by its data sheet, FLOP/s
         mfu = rate * self.flops / (peak * self.ranks) if rate and self.flops and peak else None
         return Measured(
-            step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu, memory_bytes=taken,
-            memory_counts=counts, memory_allocated_bytes=allocated if on_gpu else None,
+            step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu,
+            memory_bytes=max(self.peak_memory(), self.fullest), memory_counts=counts,
             rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )  # fmt: skip
 

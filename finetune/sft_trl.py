@@ -65,6 +65,7 @@ def _make_trainer(
     options = {"revision": config.model_revision, "trust_remote_code": args.trust_remote_code,
                "attn_implementation": model.attn_implementation, "dtype": model.dtype,
                "quantization_config": trl.get_quantization_config(model), **(args.model_init_kwargs or {})}  # fmt: skip
+    made.baseline_rss = recorder.rss_bytes()  # with libraries and rows, without weights
     with hub.asking("model_name_or_path", model.model_name_or_path, config.model_revision):
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None
@@ -82,7 +83,7 @@ def _make_trainer(
     net, examples = trainer.model, trainer.train_dataset
     lengths = [len(row["input_ids"]) for row in examples.take(1000)]
     mean = sum(lengths) / len(lengths)
-    made.flops = recorder.flops_per_token(*loop.multiplied(net), text_shape(net), mean)
+    made.flops = recorder.flops_per_token(*loop.multiplied(net), net.config.get_text_config(), mean)
     trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
     made.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
     made.record.data = {"name": config.dataset_name, "mean_tokens": mean}
@@ -237,10 +238,10 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         loss, tokens, stop = sums.tolist()
         self.sums.zero_()
         mean = loss / layout.world_size
-        self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)), profiled=False)
+        self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)))
         self.recorder.record.steps_done = state.global_step
         if len(self.recorder.losses) == 1:  # what a step needs is connected now
-            verify.require_transports(self.recorder.record, self.plan)
+            verify.require_equal(verify.record_transports(self.recorder.record, self.plan))
         if not math.isfinite(mean):
             raise loop.DivergedError(f"step {state.global_step}: loss {mean}; the checkpoints remain")
         if stop:
@@ -261,22 +262,16 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         self.recorder.write()
 
 
-def text_shape(model: Any) -> Any:
-    """Return the configuration of the text model, a part of that of a model that also reads images (Gemma 3)."""
-    return model.config.get_text_config()
-
-
 def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLayout:
     """Return the layout that accelerate built, read from its objects."""
     model, accelerator = trainer.model_wrapped, trainer.accelerator
-    layers = text_shape(trainer.model).num_hidden_layers
+    layers = trainer.model.config.get_text_config().num_hidden_layers  # Gemma 3 also has an image model
     cp = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
     recomputes = trainer.model.is_gradient_checkpointing or (
         trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.activation_checkpointing
     )
-    compiled = accelerator.state.dynamo_plugin.backend.value != "NO"
     return EffectiveLayout(
         **verify.observe_modules([model], dict(model.named_parameters()), device, cp), pp=1, stage_layers=[layers],
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
-        checkpointed_layers=layers if recomputes else 0, compiled_layers=layers if compiled else 0,
+        checkpointed_layers=layers if recomputes else 0,
     )  # fmt: skip

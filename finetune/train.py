@@ -15,6 +15,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,6 @@ from contracts.job_config import ConfigError, EndedError
 from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import Trainer
-from finetune.model import load_libraries
 from finetune.parallel import settle_layout
 from finetune.recorder import MemoryRanOutError, Recorder, ran_out
 
@@ -58,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
         plan = dataclasses.replace(plan, layout=layout)
-        load_libraries(config)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
-        config = hub.pin(config)
+        config = dataclasses.replace(config, **checkpoint.on_rank_zero(partial(hub.commits_of, config)))
         recorder.store_plan(dataclasses.replace(plan, config=config))
         if plan.trl is not None:
             from finetune import sft_trl  # which imports TRL
@@ -124,19 +123,17 @@ def export(trainer: Trainer) -> None:
     """Adapter and merged model, or the whole model, from the last checkpoint."""
     made, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
     made.checkpoint = str(last)
-    failed: str | None = None
-    try:
-        written = checkpoint.export(trainer.config, trainer.layout.precision, last, trainer.tokenizer)
-        for name, path in written.items():
-            setattr(made, name, path)
-    except OSError as error:
-        if error.errno not in hub.DISK_ERRORS:
-            raise
-        failed = f"export: {error}"
-    outcome = [failed]
-    dist.broadcast_object_list(outcome, src=0)  # only rank 0 exports
-    if outcome[0]:
-        raise checkpoint.SaveError(outcome[0])
+
+    def write() -> dict[str, str]:
+        try:
+            return checkpoint.export(trainer.config, trainer.layout.precision, last, trainer.tokenizer)
+        except OSError as error:
+            if error.errno not in hub.DISK_ERRORS:
+                raise
+            raise checkpoint.SaveError(f"export: {error}") from error
+
+    for name, path in checkpoint.on_rank_zero(write).items():
+        setattr(made, name, path)
 
 
 if __name__ == "__main__":

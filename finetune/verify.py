@@ -24,9 +24,7 @@ from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, RunRecord
 from finetune import channels
-from finetune.parallel import COLUMN, ROW, Engine
-
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+from finetune.parallel import COLUMN, ROW, SCHEDULES, Engine
 
 
 class MismatchError(EndedError):
@@ -45,7 +43,6 @@ def observe(engine: Engine) -> EffectiveLayout:
         stage_layers=[len(chunk.layers) for chunk in engine.chunks],
         precision=_observe_precision(engine),
         checkpointed_layers=sum("forward" in vars(layer) for layer in layers),
-        compiled_layers=sum(layer._compiled_call_impl is not None for layer in layers),
     )
 
 
@@ -119,7 +116,6 @@ def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, s
         for name in ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "precision")
     }
     pairs["checkpointed_layers"] = layers if requested.checkpointing != "none" else 0, got.checkpointed_layers
-    pairs["compiled_layers"] = layers if requested.compile else 0, got.compiled_layers
     if requested.sharding != "ddp" and requested.dp_shard * requested.cp > 1:
         reshards = requested.reshard_after_forward and requested.sharding == "zero3"
         pairs["wrapper"] = "FSDP", got.wrapper
@@ -129,7 +125,7 @@ def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, s
         split, projections = got.split_projections
         pairs["projections split over tp"] = projections, split
     if requested.pp > 1:
-        pairs["schedule"] = SCHEDULES[requested.schedule], got.schedule
+        pairs["schedule"] = SCHEDULES[requested.schedule].__name__, got.schedule
     if got.backend != "none":
         pairs["backend"] = "nccl" if str(got.device).startswith("cuda") else "gloo", got.backend
     pairs |= {f"environment variable {name}": (value, os.environ.get(name)) for name, value in environment.items()}
@@ -145,19 +141,14 @@ def check(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
     if got.backend == "gloo":  # the ranks have just exchanged a message, so their connections are up
         got.transports = channels.gloo_transports(_gather(channels.read_gloo_connections()))
-    _require_equal(wrong)
+    require_equal(wrong)
     return got
 
 
-def _require_equal(wrong: Sequence[str]) -> None:
+def require_equal(wrong: Sequence[str]) -> None:
     """Raise MismatchError with the first few differences in one line, if there are any."""
     if wrong:
         raise MismatchError("; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
-
-
-def require_transports(record: RunRecord, plan: JobPlan) -> None:
-    """Record the transports as `record_transports` does. Raises MismatchError if they differ from the plan."""
-    _require_equal(record_transports(record, plan))
 
 
 def _gather(value: Any) -> list[Any]:

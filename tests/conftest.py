@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
 GOLDEN = Path(__file__).parent / "golden"
 # hardware, data and 290 MB of packages that a CI machine need not have
-MAY_SKIP_IN_CI = {"gpu", "corpus", "triton"}
+MAY_SKIP_IN_CI = {"gpu", "corpus"}
 
 # no test asks a hub on the network; those of the stand-in hub say so in their own environment
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,12 +32,12 @@ settings.register_profile(
 settings.load_profile("same")
 
 PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
-TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "triton"}  # those are in every tier
+TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus"}  # which is in every tier
 # Files that take half a minute or more start first, those that mostly wait before those that compute: one that started
 # last would run while the other workers are idle.
 SLOW = """
 train real_prometheus agent_image softroce slurm_cluster search_hosts why_runs bench_hosts bench_slow_networks
-finetune_pods finetune_equivalence trl_trainer finetune_compile finetune_hub short_fuzz finetune_loading page_in_browser
+finetune_pods finetune_equivalence trl_trainer finetune_hub short_fuzz finetune_loading page_in_browser
 lint_forms launch_trl_files compare_networks bench_ends hostile_clients costly_questions finetune_default
 forecast_memory_cpu current_folder run_post footprint finetune_traced finetune_memory wrap_verb drills_disk drills_kills
 drills_scan bench_measures rendered_answers finetune_resume finetune_survival evidence_scale model_weights

@@ -145,9 +145,8 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     direct = {nic for near in node.nearest_nic if near.decidable and by_gdr(near, farthest) for nic in near.nics}
     lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
     hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
-    for near in node.nearest_nic:
-        if not near.decidable:
-            continue
+    for near in (near for near in node.nearest_nic if near.decidable):
+        named = ", ".join(near.nics[:4]) + f" and {len(near.nics) - 4} more" * (len(near.nics) > 4)
         if near.why:
             seen = tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4]
             # of NICs at equal distance, slower ones are probably for storage
@@ -164,7 +163,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
             yield finding(
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
                 _judge_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
-                near.gpu, (*_cite_pairs(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
+                near.gpu, (*_cite_pairs(node, near), *relay), where=where, nics=named, near=near,
                 closed=_text("no_pxn") * node.nvlink_known + hidden,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
@@ -172,7 +171,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
             yield finding(
                 TEXTS, "topology.gdr.path" + " designed" * bool(designed),
                 designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
-                near.gpu, _cite_pairs(node, near), nics=", ".join(near.nics[:4]), near=near,
+                near.gpu, _cite_pairs(node, near), nics=named, near=near,
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
                 phb=_text("node_is_phb") * (near.label == "NODE") + hidden,
             )  # fmt: skip
@@ -233,7 +232,8 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
         gpus, why = ", ".join(near.gpu for near in undecided), undecided[0].why
-        yield finding(TEXTS, "topology.gpu_nic.undecidable", None, gpus, _cite_pairs(node, undecided[0]), why=why)
+        code = "topology.gpu_nic.undecidable" + " cut" * bool(node.lacking)
+        yield finding(TEXTS, code, None, gpus, _cite_pairs(node, undecided[0]), why=why)
 
 
 def _check_virtual(node: NodeTopology) -> Iterator[Finding]:

@@ -339,8 +339,7 @@ def _fold(found: list[Difference]) -> list[Difference]:
         if len(group) < 4 or not first.what:
             result += group
             continue
-        listed = ", ".join(difference.subject for difference in group[:3])
-        subject = f"{listed} and {len(group) - 3} more"
+        subject = f"{', '.join(difference.subject for difference in group[:3])} and {len(group) - 3} more"
         message = first.message.replace(first.subject, f"{subject}:", 1)
         result.append(replace(first, subject=subject, message=message))
     return sorted(result, key=lambda difference: WORST_FIRST.index(difference.status))

@@ -48,8 +48,10 @@ def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
     unread = {"gpu": no_gpu_read(snapshot), "rdma": no_hca_read(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
-    # Outside a container no device plugin adds device files, so a file that is missing here is missing for every job.
-    on_host = {"rdma.uverbs.missing"} if pci is not None and pci.container is None else set()
+    # No device plugin adds files to a host, or to a container (but the agent's) that has none: no job here gets them.
+    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
+    of_job = limits is not None and not limits.of_agent and not any(d.uverbs for d in (rdma.devices if rdma else ()))
+    on_host = {"rdma.uverbs.missing"} if of_job or (pci is not None and pci.container is None) else set()
     for check in checks:
         family = check.code.split(".")[0]
         why = unread.get(family, "")
@@ -64,8 +66,9 @@ def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
 def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     """Return the families of checks that devices on this host's bus make required."""
     gpus = snapshot.facts(GpuFacts)
-    if pci is None:  # use the GPUs that NVML and sysfs show
-        return {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
+    if pci is None:  # use the GPUs that NVML and sysfs show; one with an address is on a bus that is hidden here
+        shown = {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
+        return shown | {"pci" for gpu in (gpus.gpus if gpus is not None else ()) if gpu.bus_id}
     shown = {"gpu"} if pci_probe.gpus(pci) or pci_probe.foreign_accelerators(pci) else set()
     return shown | ({"rdma"} if pci_probe.hcas(pci) else set())
 
@@ -91,8 +94,7 @@ def no_gpu_read(snapshot: Snapshot) -> str:
 def no_hca_read(snapshot: Snapshot) -> str:
     """Return why no HCA on the bus could be read; empty if one was read or there is none."""
     pci = snapshot.facts(PciFacts)
-    on_bus = pci_probe.hcas(pci) if pci else ()
-    if not on_bus:
+    if not (on_bus := pci_probe.hcas(pci) if pci else ()):
         return ""
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
@@ -184,8 +186,7 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
             checks.extend(with_passes(snapshot.hostname, found, judged))
             checks.extend(_unknown(snapshot.hostname, unjudged))
         else:
-            why = _outcome(snapshot, probe.name)
-            checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
+            checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, _outcome(snapshot, probe.name))))
     checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
     return tuple(checks)
 
@@ -282,10 +283,9 @@ def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
     interfaces = snapshot.facts(InterfacesFacts)
     if check.code != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or interfaces is None:
         return check
-    devices = [device for device in rdma.devices if device.kind in ("hca", "efa")] if rdma else []
+    ports = [port for device in rdma.devices if device.kind in ("hca", "efa") for port in device.ports] if rdma else []
     plugin = host is not None and any("tcpx" in path for path in host.vendor_files)
-    carrier = "RDMA" if any(port.state == "ACTIVE" for device in devices for port in device.ports) else ""
-    carrier = carrier or "The TCPX plugin" * plugin
+    carrier = "RDMA" if any(port.state == "ACTIVE" for port in ports) else "The TCPX plugin" * plugin
     of_host = any(i.name == check.subject and i.role in ("host", "unknown") for i in interfaces.interfaces)
     if not (carrier and of_host):
         return check

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class CalibrationFailedError(RuntimeError):
 
 
 def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = None) -> dict[str, Any]:
-    """Run the copies at the same time and return the slowest one's result."""
+    """Run the copies at the same time and return the result of the slowest one, for which the others would wait."""
     timeout_seconds = STARTUP_SECONDS + request.budget_seconds
     until = time.monotonic() + timeout_seconds
     answers: list[dict[str, Any]] = []
@@ -75,11 +75,6 @@ def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = Non
         finally:
             for tree in trees:
                 tree.end(0.0)
-    return find_slowest(answers)
-
-
-def find_slowest(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of the slowest of several copies, for which the others would wait."""
     return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
 
 

@@ -153,16 +153,11 @@ class BusyError(RuntimeError):
     """The host is in use by another benchmark, or by other processes on its GPUs."""
 
 
-def default_lock_path() -> Path:
-    """Return the path of the lock: in /run/lock, which every user may write on Debian, else in the temporary folder."""
-    run_lock = Path("/run/lock")
-    return (run_lock if os.access(run_lock, os.W_OK) else Path(tempfile.gettempdir())) / LOCK_NAME
-
-
 @contextlib.contextmanager
 def lock_host(path: Path | None = None) -> Iterator[None]:
     """Hold the host's benchmark lock, or raise BusyError that names the holder."""
-    place = path or default_lock_path()
+    run_lock = Path("/run/lock")  # on Debian every user may write in it
+    place = path or (run_lock if os.access(run_lock, os.W_OK) else Path(tempfile.gettempdir())) / LOCK_NAME
     descriptor = _open(place)
     try:
         try:

@@ -101,6 +101,7 @@ PATHS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = tuple(
 )
 FACT_WORDS, DULL_STARTS = (tuple(text.encode() for text in _MESSAGES[name]) for name in ("fact_words", "dull_starts"))
 
+
 # Texts to search for in lines without an NCCL header.
 SEARCHED: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS if sign.own))
 
@@ -114,3 +115,12 @@ def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))
     causes = any(not CODES[code].symptom and not CODES[code].vague for code in found)
     return tuple(code for code in found if not (causes and CODES[code].symptom))
+
+
+def cut_to_sign(line: bytes, code: str, most: int = 300) -> bytes:
+    """Return so much of a line: its start, or the part with the text that indicates the code."""
+    if len(line) <= most:
+        return line
+    texts = [sign.pattern or re.escape(sign.needle) for sign in SIGNS if sign.code == code and sign.needle in line]
+    end = min((match.end() for text in texts if (match := _compiled(text).search(line))), default=0)
+    return line[:most] if end <= most else b"..." + line[min(end + 100, len(line)) - most + 3 :][: most - 3]

@@ -1,8 +1,8 @@
 """Evidence: what a training log proves about the transports that NCCL used.
 
 ``read_files`` reads logs (``-`` is stdin) and returns the verdict. ``environment`` returns the variables with which a
-run logs this evidence. ``exit_code`` converts a verdict to the exit code of a gate. Formats and codes:
-docs/explanation/evidence.md.
+run logs this evidence. ``exit_code`` converts a verdict to the exit code of a gate. Formats, codes and the rules by
+which a verdict is derived: docs/explanation/evidence.md.
 """
 
 from __future__ import annotations
@@ -25,12 +25,6 @@ from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, P
 from contracts import plain
 from contracts.bounded import open_regular, utf8_chunks
 from contracts.redaction import without_secrets
-
-# Derive the verdict from counted lines: the transport between nodes and within a node, and GPUDirect RDMA.
-#
-# Rules: Channel lines are proof. The selected network proves that GPUDirect RDMA is off if it is Socket, and never that
-# it is on. "GDR 1" in the summary line proves nothing (it is the initial value). P2P does not prove NVLink. Without a
-# channel line there is no evidence.
 
 MAX_PROOF = 64
 
@@ -219,7 +213,7 @@ def judge(ledger: Ledger) -> Evidence:
     proxied = {channel.proxied for _, channel in ledger.channels if channel.direction == "send" and not channel.is_cut}
     layers = evidence_problems.layers_in_use(ledger)
     # "Multicast available" means hardware support; NVLS is used only if a communicator set it up.
-    nvls = {None: "unknown", True: "available", False: "not available"}[facts.nvls]
+    nvls = "available" if "available" in facts.nvls_support else "not available" if facts.nvls_support else "unknown"
     evidence = Evidence(
         library="rccl" if facts.rccl or facts.rccl_versions or (version and "+hip" in version) else "nccl",
         nccl_version=version,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from collectives.nccl_log import messages as nccl_messages
+from collectives.nccl_log.codes import cut_to_sign
 from collectives.nccl_log.messages import Firsts, Lasts, Tally, merge_attributes
 from collectives.nccl_log.transport import ChannelCount, ProofLine
 
@@ -251,8 +252,8 @@ class Ledger:
 
     def _proof_line(self, shown: bytes, proves: str) -> ProofLine:
         return ProofLine(
-            line=self.lines, file=self.file, text=shown.strip()[:300].decode("utf-8", "replace"), proves=proves,
-            host=self.writer.host,
+            line=self.lines, file=self.file, proves=proves, host=self.writer.host,
+            text=cut_to_sign(shown.strip(), proves).decode("utf-8", "replace"),
         )  # fmt: skip
 
 

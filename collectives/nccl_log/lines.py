@@ -58,6 +58,7 @@ class LineReader:
         self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
+        self._above = b""  # the line before
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def finish(self) -> None:
@@ -83,14 +84,15 @@ class LineReader:
         if writer is None or channel is None:
             return False
         self.ledger.channels.add((writer.host, channel))
-        self.ledger.facts.channel_places.keep(head[8:], None)
+        self.ledger.facts.channel_places.keep(head[8:], writer.host)
         return True
 
     def take_line(self, line: bytes) -> None:
         """Read one line."""
         has_header = any(header in line for header in _HEADERS)
         self._tags_read = 0
-        self.ledger.writer = Writer() if has_header else _writer_of(line)
+        above = self._above + b" " if b"The actor is dead because" in line else b""  # has the actor's address
+        self.ledger.writer = Writer() if has_header else _writer_of(above + line)
         if has_header:
             self._meet_process(line)
             self.ledger.began.keep(self.file, self.ledger.lines)
@@ -99,6 +101,7 @@ class LineReader:
             self._messages(line)
         elif not found:
             self._headless(line)
+        self._above = line
         self.cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self.cause_lines - 1)
         if TAG in line:
             # A tag that belongs to no channel of its line was torn from an earlier one.
@@ -157,7 +160,7 @@ class LineReader:
         for channel in found:
             self.ledger.channels.add((self.ledger.writer.host, channel))
             self.ledger.prove_channel(channel, text)
-            self.ledger.facts.channel_places.keep(place_of(text), None)
+            self.ledger.facts.channel_places.keep(place_of(text), self.ledger.writer.host)
             self._tags_read += channel.gdrdma is True
         if len(found) == 1 and text.count(TAG) == self._tags_read:
             self._remember_end(text, found[0])

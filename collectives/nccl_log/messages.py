@@ -187,7 +187,7 @@ class Facts:
         self.gpus: Tally[str] = Tally(64)
         self.finished = False  # a line says that the job, or the test, finished
         self.places: Firsts[Place, None] = Firsts(MAX_PLACES)
-        self.channel_places: Firsts[bytes, None] = Firsts(4_096)  # "00/0 : 0[0] -> 8[0] [send] "
+        self.channel_places: Firsts[bytes, str] = Firsts(4_096)  # "00/0 : 0[0] -> 8[0] [send] ": host that wrote it
         self.test_ranks: Firsts[int, str] = Firsts(4_096)  # rank of nccl-tests: host
 
     def merge(self, other: Facts) -> None:
@@ -200,11 +200,6 @@ class Facts:
     def provider(self) -> str | None:
         """Return the provider of libfabric that most processes chose."""
         return max(self.providers, key=lambda name: self.providers[name]) if self.providers else None
-
-    @property
-    def nvls(self) -> bool | None:
-        """Return whether the hardware supports NVLS; None if no message says."""
-        return "available" in self.nvls_support if self.nvls_support else None
 
     @property
     def mnnvl(self) -> bool | None:
@@ -234,10 +229,16 @@ class Facts:
                 found.update(((int(match[1]), match[2]), (int(match[3]), match[4])))
         return found
 
+    def channel_hosts(self) -> dict[int, str]:
+        """Return the ranks that wrote a channel line, and their hosts; one end of a channel wrote its line."""
+        places = (
+            (_TEXTS["place"].search(place), b"[receive]" in place, host) for place, host in self.channel_places.items()
+        )
+        return {int(match[3 if receives else 1]): host for match, receives, host in places if match}
+
     def unread_ranks(self) -> tuple[int, ...]:
-        """Return the ranks of the largest communicator that wrote no line; one end of a channel wrote its line."""
-        places = ((b"[receive]" in place, _TEXTS["place"].search(place)) for place in self.channel_places)
-        read = {*self.rank_places, *(int(match[3 if receives else 1]) for receives, match in places if match)}
+        """Return the ranks of the largest communicator that wrote no line."""
+        read = {*self.rank_places, *self.channel_hosts()}
         # Without a limit that was reached: else some ranks were left out.
         known = 0 < len(self.places) < MAX_PLACES and 2 * len(self.channel_places) < self.channel_places.most
         return tuple(rank for rank in range(min(self.ranks, MAX_PLACES)) if rank not in read) if known else ()
@@ -252,13 +253,16 @@ class Facts:
         return ("GB10",) if at_f and any(_SPARK_PORT.fullmatch(port) for port in ports) else ()
 
     def all_on_one_host(self) -> bool:
-        """Return whether every rank of nccl-tests, or of a communicator with a GPU each, is known, all on one host."""
-        places, tests = self.rank_places, self.test_ranks
+        """Return whether each rank (of nccl-tests, or with a GPU of its own) is known, and all are on one host."""
+        places, tests, wired, devices = self.rank_places, self.test_ranks, self.channel_hosts(), self.rank_devices()
         whole = 0 < self.places_of == len(places) == len(set(places.values())) and self.places_of >= self.ranks
         tested = 0 < len(tests) == max(tests, default=0) + 1 and self.ranks in (0, len(tests))
         known = [({host for host, _ in places.values()}, len(places))] if whole else []
         known += [(set(tests.values()), len(tests))] if tested else []
-        return any(len(hosts) == 1 and all(rank < size for rank, _ in self.rank_devices()) for hosts, size in known)
+        wired = wired if any(b"[receive]" in place or b"[send]" in place for place in self.channel_places) else {}
+        apart = self.ranks in (0, len(wired)) and len({device for _, device in devices}) == len(devices) == len(wired)
+        known += [(set(wired.values()), len(wired))] if apart and all(wired.values()) else []
+        return any(len(hosts) == 1 and all(rank < size for rank, _ in devices) for hosts, size in known)
 
     # --- reading a message
 

@@ -153,16 +153,17 @@ class _Findings:
         self.problems[code] = problem_of(
             code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
             hosts=tuple(sorted(hosts)), ranks=ranks, severity=severity or meaning.severity,
-            action=self._action(meaning, proof),
+            **self._words(meaning, proof),
         )  # fmt: skip
 
-    def _action(self, meaning: Meaning, proof: tuple[ProofLine, ...]) -> str:
-        """Return the first action for what the log shows: its lines, ports, versions, provider and GPUDirect RDMA."""
+    def _words(self, meaning: Meaning, proof: tuple[ProofLine, ...]) -> dict[str, str]:
+        """Return the case's words for what the log shows: its lines, ports, versions, provider and GPUDirect RDMA."""
         facts = self.facts
         seen = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
         seen += [f"NCCL {version}" for version in facts.versions] + [f"provider {name}" for name in facts.providers]
         text = "\n".join((*seen, *(f"GPUDirect RDMA {word}" for _, word in facts.gdr_words)))
-        return next((case["action"] for case in meaning.cases if re.search(case["seen"], text)), meaning.action)
+        case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
+        return {"action": meaning.action} | {name: case[name] for name in ("message", "action") if name in case}
 
     def add_code(self, code: str) -> None:
         """Add a code of messages, in the words of the provider that libfabric chose."""
@@ -239,8 +240,8 @@ class _Findings:
                 self.demote(code)
         if not self.has_failure("remote_failed") and not self.facts.finished:
             for code in self.problems.keys() & codes_with("alone"):
-                action = self._action(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
-                self.problems[code] = replace(self.problems[code], severity="fail", action=action)
+                words = self._words(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
+                self.problems[code] = replace(self.problems[code], severity="fail", action=words["action"])
         for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)

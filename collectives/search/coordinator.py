@@ -156,12 +156,6 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
     return search
 
 
-def _get_default_names(nodes: int) -> Sequence[str]:
-    """Name nodes that do not join: from the node list of the Slurm job step, or by number."""
-    hosts = expand_host_list(os.environ.get("SLURM_STEP_NODELIST", ""))
-    return hosts if len(hosts) == nodes else [f"node {node}" for node in range(nodes)]
-
-
 def coordinate(settings: Place, store: Any) -> None:
     """Run the search and write its result to the journal. Exit if the journal belongs to another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
@@ -172,7 +166,8 @@ def coordinate(settings: Place, store: Any) -> None:
         note_path(settings.journal, node).unlink(missing_ok=True)  # of an earlier search
     joined = fleet.gather(range(settings.nodes))
     described = [joined.get(node, {}) for node in range(settings.nodes)]
-    unnamed = _get_default_names(settings.nodes)
+    listed = expand_host_list(os.environ.get("SLURM_STEP_NODELIST", ""))
+    unnamed = listed if len(listed) == settings.nodes else [f"node {node}" for node in range(settings.nodes)]
     names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
     absent = {node: f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran "
               "there, its output contains the reason. If no node joined, set --rendezvous HOST:PORT to an address of "

@@ -1,6 +1,6 @@
-"""Hooks of the documentation site: the version in the header, and the reference pages that are made from the code.
+"""Hooks of the documentation site: the version in the header, and the parts of reference pages that come from the code.
 
-A page names what is filled in with a line `<!-- made: NAME -->`. Specification: https://www.mkdocs.org/user-guide/configuration/#hooks.
+The line `<!-- made: NAME -->` of a page is replaced by such a part. Specification: https://www.mkdocs.org/user-guide/configuration/#hooks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CODE = re.compile(r"(?<![\w./-])[a-z_]+\.[a-z_0-9.]+[a-z0-9]")  # as in "see pci
 
 
 def on_config(config: Any) -> Any:
-    """The header shows the version of the build: it is part of the site's name."""
+    """Add the version of the build to the name of the site, which the header shows."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     config.site_name = f"Topoflight {version}"
     return config
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in what is made from the code, and link each code that an entry names to its own entry."""
+    """Insert the parts that come from the code, and link each code that an entry names to its own entry."""
     if page.file.src_uri in (f"reference/{name}.md" for name in PAGES):
         markdown = re.sub(r"^- \*\*.+$", lambda found: linked(found[0]), markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^<!-- made: ([a-z-]+) -->$", lambda found: MADE[found[1]](), markdown, flags=re.MULTILINE)
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def indented(markdown: str) -> str:
     """Indent the content of list items by four blanks, as Python-Markdown requires; pages indent it by the marker."""
-    lines, more = [], 0  # blanks that the lines of the present item lack
+    lines, more = [], 0  # blanks to add to the lines of the current item
     for line in markdown.splitlines():
         if found := re.match(r"(\d+\. |- )", line):
             more = 4 - len(found[1])
@@ -50,7 +50,7 @@ def indented(markdown: str) -> str:
 
 
 def linked(text: str) -> str:
-    """A line of an entry with a link to the entry of each code that stands in its prose, not between backticks."""
+    """Link each code in a line of an entry to its own entry, except between backticks."""
     pieces = re.split(r"(`[^`]*`)", text)
     return "".join(CODE.sub(_link, piece) if not piece.startswith("`") else piece for piece in pieces)
 

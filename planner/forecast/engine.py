@@ -239,8 +239,6 @@ class Engine:
     hooks_one_rank: bool = False  # ZeRO-3's hooks before and after a module also run with one rank
     splits_documents: bool = False  # attention in packed rows stays within a sample, and costs no more
     selective_attention: bool = False  # selective recomputation repeats attention's core, not every second product
-    # With selective recomputation, every operator of both forward passes takes so many times as long to launch.
-    selective_launch: float = 0.0  # 0: few operators are repeated, and none takes longer
 
     # What is run.
 

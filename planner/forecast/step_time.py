@@ -345,10 +345,9 @@ def _time_micro_batch(step: _StepInputs) -> _MicroBatchTimes:
 
 def _time_launches(step: _StepInputs, forward: float, recompute: float, backward: float) -> float:
     """Return the seconds of kernel launches that are not hidden by the kernels themselves."""
-    full, selective = (step.layout.checkpointing == kind for kind in ("full", "selective"))
-    slower = step.job.engine.selective_launch if selective and not step.layout.compile else 0.0
-    forward_host, backward_host = step.cost.host * (slower or 1.0) + step.hooks, 1.7 * step.cost.host + step.hooks
-    again = forward_host if full or slower else 0.0
+    full = step.layout.checkpointing == "full"
+    forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
+    again = forward_host if full else 0.0
     if not step.on_cpu:
         # After a unit's hooks, the host launches nothing until the GPU has sent it the token counts per expert.
         waits = min(step.hooks, forward) if step.job.model.experts and step.layout.ep > 1 else forward

@@ -159,7 +159,8 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
         if job.kind == "TrainJob" and (of_runtime := places.get(_runtime_of(job))) is not None:
             runtime = jobs[of_runtime]  # its pods are those of the TrainJob
             nodes, ranks = job.nodes or runtime.nodes, job.ranks_per_node or runtime.ranks_per_node
-            for place in (at, of_runtime):
+            is_shared = sum(_runtime_of(each) == _runtime_of(job) for each in jobs if each.kind == "TrainJob") > 1
+            for place in (at,) if is_shared else (at, of_runtime):
                 jobs[place] = replace(jobs[place], nodes=nodes, ranks_per_node=ranks)
     if not jobs:
         kinds = dict.fromkeys(str(each.get("kind")) for each in objects)

@@ -269,16 +269,11 @@ class _Walk:
             self._at(source).set(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}"))
 
     def _env_from(self, entries: Any, source: str) -> None:
-        for entry in entries if isinstance(entries, list) else ():
-            reference = entry.get("configMapRef") if isinstance(entry, dict) else None
-            name = str(reference.get("name")) if isinstance(reference, dict) else ""
-            secret = entry.get("secretRef") if isinstance(entry, dict) else None
-            if isinstance(secret, dict):
-                self._at(source).files.append(f"Secret {secret.get('name')}")
-            if not name:
-                continue
-            if name not in self._configs:
-                self._at(source).files.append(f"ConfigMap {name}")
+        for entry in (each for each in entries if isinstance(each, dict)) if isinstance(entries, list) else ():
+            kind = "secretRef" if "secretRef" in entry else "configMapRef"
+            name = str(entry[kind].get("name")) if isinstance(entry.get(kind), dict) else ""
+            if kind == "secretRef" or name not in self._configs:
+                self._at(source).files += [f"{'Secret' if kind == 'secretRef' else 'ConfigMap'} {name}"] if name else []
                 continue
             self.taken.setdefault(source, set()).add(name)
             for key, value in self._configs[name].items():

@@ -118,6 +118,7 @@ class _Reader(Expander):
         self._ways, self._way = [_Way()], _Way()
         self._met: set[str] = set()  # conditions, on all ways
         self._outcomes: dict[str, bool] = {}  # of the conditions that were met on this way
+        self._known: dict[int, bool] = {}  # id of the list that was followed last, and its outcome if that is certain
         self._launches: dict[object, _Launch] = {}
         self._started = 0  # number of program starts, repetitions included
         self._exported: set[str] = set()  # variables that are exported anywhere
@@ -263,10 +264,9 @@ class _Reader(Expander):
 
     def _succeeds(self, node: Node, title: str, *, likely: bool | None = None) -> bool:
         """Return whether a command succeeds on this way. By default a program is likely to, and a test to fail."""
-        while node.type == "list":
-            decides = node.children[1].type == "||"
-            if self._succeeds(node.children[0], self._title([node.children[0]])) == decides:
-                return decides
+        if node.id in self._known:  # a list whose last command was not run
+            return self._known[node.id]
+        while node.type == "list":  # its last command decides
             node = node.children[-1]
         text = self.text(node)
         is_assigned = node.type in _CERTAIN and "$(" not in text and "`" not in text
@@ -285,7 +285,7 @@ class _Reader(Expander):
 
     def _list(self, node: Node) -> None:
         """Follow `a && b || c`. The grammar nests such lists to the left, so a loop replaces deep recursion."""
-        chain: list[tuple[str, Node]] = []
+        whole, chain = node.id, list[tuple[str, Node]]()
         while node.type == "list":
             chain.append((node.children[1].type, node.children[-1]))
             node = node.children[0]
@@ -300,6 +300,7 @@ class _Reader(Expander):
             is_followed = success == (sign == "&&")
             self._follow([each] if is_followed else [])
             node = each
+        self._known = {} if is_followed else {whole: success}
 
     def _block(self, node: Node) -> None:
         """Follow a block of statements. The grammar parses an arithmetic command `((...))` as a block, too."""

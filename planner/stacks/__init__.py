@@ -7,7 +7,7 @@ from dataclasses import replace
 from contracts.layout import ROPE_TYPES, TRAINED, Layout
 from contracts.tables import read_table
 from planner.forecast.engine import IN_HALF, Engine, Fsdp, Share, StateBytes, make_engine
-from planner.forecast.specs import ModelSpec, TrainSpec, attention_columns, mlp_width, weights
+from planner.forecast.specs import ModelSpec, TrainSpec, weights
 
 LOSS_TOKENS = 1024.0  # whose logits exist at a time (finetune/model.py, LOSS_CHUNK)
 
@@ -29,6 +29,10 @@ class Topoflight(Fsdp):
             return "topoflight does not support PP with tied embeddings: two stages would each train a copy"
         if layout.sequence_parallel and not self.splits_sequence(train):
             return "topoflight does not support sequence parallelism with adapters or with eager attention"
+        if layout.compile:
+            return "topoflight does not support torch.compile"
+        if train.attention != "eager" and model.sliding_window and model.sliding_window < train.sequence_length:
+            return f"topoflight supports a sliding window ({model.sliding_window} tokens) only with eager attention"
         return "topoflight does not support fp16" if layout.precision == "fp16" else None
 
     def stored_tensors(self, share: Share) -> tuple[float, float]:
@@ -38,7 +42,7 @@ class Topoflight(Fsdp):
         each product of a full model casts its own input. Counted with torch.autograd.graph.saved_tensors_hooks.
         """
         hidden, inner = super().stored_tensors(share)
-        if share.in_fp32 or share.layout.compile or not share.model.gated_mlp:
+        if share.in_fp32 or not share.model.gated_mlp:
             return hidden, inner
         if share.adapters:
             return hidden - 3.0, inner
@@ -68,17 +72,6 @@ class Topoflight(Fsdp):
         if whole and share.layout.checkpointing == "full":
             return 2.0 * max(share.largest, weights(share.model).head / share.layout.tp)
         return whole
-
-    def selective_activations(self, share: Share, boundary: float) -> float:
-        """Count the layer's input, and the output of every product and of attention (finetune/parallel.py, KEPT)."""
-        model = share.model
-        products = attention_columns(model) + model.hidden + (2.0 if model.gated_mlp else 1.0) * mlp_width(model)
-        stored = products + model.hidden
-        return boundary + share.tokens * share.element * stored / share.layout.tp
-
-    def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
-        """With selective checkpointing, recompute only what is between the kept products."""
-        return (0.0, 0.0, 1.0) if checkpointing == "selective" else super().recomputed(checkpointing)
 
     def tensor_parallel_rounds(self, layout: Layout) -> float:
         """Each column-split projection reduces its own input gradient; recomputation repeats its traffic."""

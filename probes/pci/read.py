@@ -42,7 +42,7 @@ def read(host: Host) -> PciFacts:
         # recording older than the query for /sys/bus, network interfaces show that sysfs was mounted.
         if not host.exists("/sys/bus") and not sysfs.names(host, "/sys/class/net"):
             raise
-        raise UnavailableError(f"this machine has no PCI bus ({DEVICES}: {error.strerror or error})") from error
+        raise UnavailableError(f"no PCI bus is visible here ({DEVICES}: {error.strerror or error})") from error
     addresses = [name for name in found if sysfs.BUS_ID.fullmatch(name)][:DEVICES_MAX]
     devices = _with_config(host, [d for name in addresses if (d := read_device(host, name)) is not None])
     version = sysfs.text(host, "/proc/driver/nvidia/version")

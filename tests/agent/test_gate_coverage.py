@@ -21,6 +21,7 @@ from agent.http.server import create
 from agent.http.state import State
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
+from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
@@ -125,6 +126,14 @@ def test_sysfs_that_is_not_mounted_is_no_machine_without_a_bus(tmp_path: Path) -
     assert isinstance(scan(LiveHost(str(tmp_path))).outcomes["pci"], Absent)
 
 
+def test_a_gpu_with_an_address_is_on_a_bus_that_a_sandbox_hides() -> None:
+    """gVisor passes the GPUs through and shows /sys/bus without pci: ACS, IOMMU and NICs were not seen."""
+    hidden = with_outcomes(snapshot(), pci=Absent(why="no PCI bus is visible here"))
+    assert build_view((hidden,)).verdict.exit_code == 5
+    unplaced = changed(hidden, GpuFacts, gpus=each(facts(GpuFacts).gpus, bus_id=None))
+    assert {c.code for c in build_view((unplaced,)).checks if c.required} <= GPU_CODES
+
+
 @each_row("events", [None, ()])
 def test_xids_that_were_not_looked_for_do_not_pass_and_do_not_block(events: tuple[int, ...] | None) -> None:
     """Without the right to read the kernel's log nothing is known of Xids before the first scan: unknown, and no 5."""
@@ -208,10 +217,22 @@ def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> Non
     assert departures(seen) == ["warn"], "the bus shows eight: a GPU that NVML leaves out has a finding of its own"
 
 
-@each_row(("container", "required"), [(None, True), ("kubernetes", False)])
-def test_a_device_node_that_is_missing_on_the_host_itself_is_required(container: str | None, required: bool) -> None:
-    """In a container it belongs to the pod that scans."""
-    bare = each(facts(RdmaFacts).devices, uverbs=None, uverbs_usable=None)
+@each_row(
+    ("container", "agent", "given", "required"),
+    [
+        (None, False, 0, True),
+        ("kubernetes", False, 0, True),
+        ("kubernetes", False, 1, False),
+        ("kubernetes", True, 0, False),
+    ],
+)
+def test_a_device_node_that_no_job_here_gets_is_required(
+    container: str | None, agent: bool, given: int, required: bool
+) -> None:
+    """A container of a job or of its gate that has some has its own; the agent's own container asks for none."""
+    devices = facts(RdmaFacts).devices
+    bare = (*devices[:given], *each(devices[given:], uverbs=None, uverbs_usable=None))
     found = changed(changed(snapshot(), RdmaFacts, devices=bare), PciFacts, container=container)
+    found = changed(found, LimitsFacts, of_agent=agent)
     told = {(c.status, c.required) for c in of_code(build_view((found,)), "rdma.uverbs.missing")}
     assert told == {("unknown", required)}

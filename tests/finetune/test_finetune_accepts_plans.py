@@ -101,7 +101,7 @@ def combinations(layout, method, packing):
     family = re.sub(r"(?<=[CTP]P)\d+", "", layout.family).replace("ZeRO-2", replicas)
     keeps = layout.dp_shard > 1 and not (layout.reshard_after_forward and layout.sharding == "zero3")
     yield family, method, layout.schedule if layout.pp > 1 else ""
-    for name in ("checkpointing", "offload", "sequence_parallel", "fused_cross_entropy", "compile"):
+    for name in ("checkpointing", "offload", "sequence_parallel", "fused_cross_entropy"):
         yield family, name, getattr(layout, name)
     yield family, "kept gathered", keeps
     yield family, "packing", packing

@@ -5,11 +5,10 @@ import torch
 from filled import filled_model
 from rigs.command import python
 from rigs.tables import each_row
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from contracts.job_config import JobConfig
 from finetune.data import collate, pack, prepare
-from finetune.model import Documents, attend, cut
+from finetune.model import attend, cut, find_documents
 from finetune.rows import load_tokenizer
 
 pytestmark = pytest.mark.long
@@ -22,11 +21,9 @@ ROWS = {  # the lengths of the documents of each row
 }
 
 
-def dense(rows, window):
+def dense(rows):
     """[rows, tokens, tokens]: who sees whom."""
-    at = torch.arange(LENGTH)
-    back = at[:, None] - at
-    seen = ((back >= 0) & (back < (window or LENGTH))).expand(2, -1, -1)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, -1, -1)
     if rows is None:
         return seen
     number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
@@ -34,29 +31,21 @@ def dense(rows, window):
 
 
 @each_row("name", ROWS)
-@each_row("window", [None, 5, 16, 64, 100])
-def test_documents_and_windows_equal_a_dense_mask(name, window):
-    """Results and gradients of grouped heads; windows are shorter and longer than the documents, and than the row."""
+def test_documents_equal_a_dense_mask(name):
+    """Results and gradients of grouped heads."""
     draw, rows = torch.Generator().manual_seed(1), ROWS[name]
     shapes = ((2, 8, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 16))
     given = [torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes]
     at = None if rows is None else torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    documents = None if at is None else Documents.of(at)
-    got, _ = attend(None, *given, None, sliding_window=window, documents=documents)
+    documents = None if at is None else find_documents(at)
+    got, _ = attend(None, *given, None, documents=documents)
     wanted = torch.nn.functional.scaled_dot_product_attention(
-        *given, attn_mask=dense(rows, window)[:, None], enable_gqa=True
+        *given, attn_mask=dense(rows)[:, None], enable_gqa=True
     ).transpose(1, 2)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     back = torch.randn(wanted.shape, generator=draw)
     for one, other in zip(torch.autograd.grad(got, given, back), torch.autograd.grad(wanted, given, back), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_a_window_alone_waits_for_no_value_of_the_device():
-    """Each layer would wait for the GPU, and break the graph of a compiled one."""
-    with FakeTensorMode():
-        given = [torch.empty(2, heads, LENGTH, 16) for heads in (8, 2, 2)]
-        assert attend(None, *given, None, sliding_window=16)[0].shape == (2, LENGTH, 8, 16)
 
 
 def test_a_packed_row_trains_as_under_the_mask_of_transformers():
@@ -84,12 +73,12 @@ def test_a_packed_row_trains_as_under_the_mask_of_transformers():
 LONG = 128 * 1024
 SCRIPT = f"""
 import resource, torch
-from finetune.model import Documents, attend
+from finetune.model import attend, find_documents
 torch.set_num_threads(1)
 positions = torch.arange({LONG})[None] % 1024
 q, k, v = (torch.randn(1, heads, {LONG}, 16, requires_grad=True) for heads in (4, 2, 2))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-attend(None, q, k, v, None, documents=Documents.of(positions))[0].sum().backward()
+attend(None, q, k, v, None, documents=find_documents(positions))[0].sum().backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

@@ -46,9 +46,8 @@ JOB = {
 # than the training itself. It runs the jobs of each line of standard input in forks, one fork for each rank.
 DRIVER = """
 import json, os, sys, traceback
-from contracts.job_config import JobConfig
+import accelerate, peft, transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
 from finetune import train
-train.load_libraries(JobConfig(use_peft=True))
 
 def run(jobs, log):
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -126,7 +125,7 @@ def hub(tmp_path_factory):
     may_read = ("hf_good", TOKENS["opened"])
     made.refused[TOKENS["401"]] = 401
     made.add("models", "meta/tiny-llama", model_at(folder / "llama", LlamaConfig), tokens=may_read)
-    made.add("models", "mistral/tiny", model_at(folder / "mistral", MistralConfig, sliding_window=16))
+    made.add("models", "mistral/tiny", model_at(folder / "mistral", MistralConfig))
     made.add("models", "qwen/tiny-2", model_at(folder / "qwen2", Qwen2Config))
     made.add("models", "qwen/tiny-3", model_at(folder / "qwen3", Qwen3Config, head_dim=8))
     moving = {"v1": model_at(folder / "moving", Qwen2Config)}

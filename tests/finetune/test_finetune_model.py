@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
 from finetune.loop import build_schedule, clip_gradients
 from finetune.model import build_model, causal_lm, cut
-from finetune.parallel import _checkpointed, parallelize, refusals, stage_bounds
+from finetune.parallel import parallelize, refusals, stage_bounds
 from finetune.recorder import measure_communication
 from finetune.rows import IGNORED, load_tokenizer
 from planner.forecast.engine import share_of
@@ -38,8 +39,8 @@ SMALL = {
 }  # fmt: skip
 FAMILIES = {
     "llama": None,
-    "mistral": MistralConfig(**SMALL, sliding_window=16),
-    "qwen2": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=2),
+    "mistral": MistralConfig(**SMALL),
+    "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL),
 }
 
@@ -242,34 +243,6 @@ def test_stage_bounds_cover_every_layer_once():
     assert stage_bounds(Layout(**piped, stage_layers=(1, 4, 4, 1)), 10) == [(0, 1), (1, 5), (5, 9), (9, 10)]
 
 
-class Products(TorchDispatchMode):
-    """The inner dimensions of the matrix products that are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner: list[int] = []
-
-    def __torch_dispatch__(self, op, _types, args=(), kwargs=None):
-        """Run it and note its inner dimension."""
-        if op is torch.ops.aten.mm.default:
-            self.inner.append(args[1].shape[0])
-        return op(*args, **(kwargs or {}))
-
-
-def test_an_adapter_s_wide_output_is_made_again_and_other_products_are_kept():
-    """With LoRA of rank 16, lora_B's output is as large as the frozen product's and costs little to compute."""
-    x = torch.randn(8, 64, requires_grad=True)
-    frozen, low, high = torch.randn(64, 96), torch.randn(64, 16), torch.randn(16, 96)
-    layer = _checkpointed(lambda x: torch.nn.functional.silu(x @ frozen + (x @ low) @ high), "selective")
-    with Products() as forward:
-        result = layer(x).sum()
-    with Products() as backward:
-        result.backward()
-    assert forward.inner == [64, 64, 16]
-    # one product again, then the gradients of the three, whose inner dimensions are the widths of their outputs
-    assert backward.inner == [16, 96, 16, 96]
-
-
 class Event:
     """A span as torch's profiler gives it, microseconds."""
 
@@ -324,6 +297,21 @@ def test_the_planner_knows_the_bytes_of_a_checkpoint(tmp_path, family, lora):
                       lora_targets=config.lora_target_modules, saved_modules=config.lora_modules_to_save)  # fmt: skip
     spec = model_from_config(FAMILIES[family].to_dict())
     assert checkpoint_bytes(spec, train, in_fp32=False) == stored
+
+
+def test_a_window_that_is_shorter_than_the_rows_is_refused_by_name(tmp_path):
+    """By the job, and before it by the plan; transformers' eager attention has windows."""
+    shape = {**FAMILIES["mistral"].to_dict(), "sliding_window": 48}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    given = JobConfig(model_name_or_path=f"random:{tmp_path}", tokenizer_name="builtin:bytes", max_length=64)
+    with pytest.raises(ConfigError, match="its sliding window of 48 tokens is shorter than max_length=64"):
+        build_model(given, "fp32")
+    build_model(replace(given, attn_implementation="eager"), "fp32")
+    build_model(replace(given, max_length=48), "fp32")
+    for length, attention, refused in ((64, "sdpa", True), (64, "eager", False), (48, "sdpa", False)):
+        train = TrainSpec(sequence_length=length, attention=attention)
+        why = TOPOFLIGHT.refuses(model_from_config(shape), train, Layout(world_size=1))
+        assert (why is not None and "sliding window (48 tokens)" in why) == refused
 
 
 def test_rotary_positions_that_nobody_knows_are_refused_by_name(tmp_path):

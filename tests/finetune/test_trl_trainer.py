@@ -150,7 +150,7 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:
     """Gemma 3: its configuration has no layers of its own."""
-    from finetune import loop, recorder, sft_trl
+    from finetune import loop, recorder
 
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None
               "image_size": 28, "patch_size": 14}  # fmt: skip
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision))
-    assert recorder.flops_per_token(*loop.multiplied(net), sft_trl.text_shape(net), 8.0) > 0
+    assert recorder.flops_per_token(*loop.multiplied(net), net.config.get_text_config(), 8.0) > 0
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:

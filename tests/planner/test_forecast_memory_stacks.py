@@ -30,14 +30,6 @@ def test_torchtitan_keeps_every_second_product() -> None:
     assert parts.activations == pytest.approx(32 * TOKENS * HALF * (4 * 4096 + 1024 + 14336))
 
 
-def test_the_job_keeps_every_product() -> None:
-    """Input, q, k, v, attention's result, o, gate, up and down."""
-    layout = Layout(world_size=32, dp_shard=32, micro_batch=2, checkpointing="selective")
-    parts = memory_parts(MODEL, FULL, layout, engine_named("topoflight"))
-    by_hand = 32 * TOKENS * HALF * (5 * 4096 + 2 * 1024 + 2 * 14336)
-    assert parts.activations == pytest.approx(by_hand, rel=1e-3)
-
-
 def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
     """Of 2 x 4.0 B weights: 2 + 2 + 12 bytes each, and fp32 gradients of 1e9 of them; ZeRO-2 casts all of its share."""
     engine, count = engine_named("deepspeed"), weights(MODEL).total / 2

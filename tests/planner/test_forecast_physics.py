@@ -183,21 +183,6 @@ def test_shards_that_cross_the_network_hide_less_well() -> None:
         assert (step_parts(given, layout).total > step_parts(even, layout).total) == slower, layout
 
 
-def test_selective_recomputation_of_the_job_runs_python_for_each_operator() -> None:
-    """Both forward passes are launched more slowly, which a short micro-batch shows, and a compiled layer does not."""
-    short = replace(FULL, sequence_length=64)
-    one = job(links(1), short)
-    layout = Layout(world_size=1, checkpointing="selective")
-    host, none = (step_parts(one, at).host for at in (layout, replace(layout, checkpointing="none")))
-    launches = MODEL.layers * one.constants.kernels_eager * one.rates.launch_seconds
-    assert host - none == pytest.approx((2 * one.engine.selective_launch - 1) * launches, rel=0.05)
-    plain = replace(one, engine=replace(one.engine, selective_launch=0.0))
-    assert step_parts(plain, layout).host == none
-    compiled = replace(layout, compile=True)
-    assert step_parts(one, compiled).host == step_parts(plain, compiled).host
-    assert step_parts(job(links(1), replace(FULL, sequence_length=32768)), layout).host == 0.0
-
-
 def test_what_the_host_takes_is_not_known_before_it_is_measured() -> None:
     """A step that waits for launches may be much slower on a slow CPU; one that hides them is not."""
     layout = Layout(world_size=1, micro_batch=1)

@@ -61,7 +61,7 @@ def test_what_the_reader_cannot_place_is_counted_under_its_reason(tmp_path: Path
     """Never skipped in silence: a column of its own, and the reason of each."""
     done = score(tmp_path, [*({**BASE, **row} for row in TABLES["counted"]), {"row_id": "9"}])
     assert cells(done, "Rows", "all")[:2] == ["9", "7"]
-    for word in ("in no table", "does not divide", "seq is not given", "mixture of experts", "neither layers nor size",
+    for word in ("is unknown", "does not divide", "seq is not given", "mixture of experts", "neither layers nor size",
                  "a hybrid of attention"):  # fmt: skip
         assert word in done, word
 

@@ -48,9 +48,10 @@ def preload_job():
     if "finetune.loop" in sys.modules:
         return
     import finetune.train
-    from contracts.job_config import JobConfig
 
-    finetune.train.load_libraries(JobConfig(use_peft=True))
+    for name in ("accelerate", "peft", "transformers.models.auto.modeling_auto"):
+        importlib.import_module(name)
+    importlib.import_module("transformers.models.llama.modeling_llama")
     del sys.modules["finetune.train"], finetune.train
     refuse_threads()
     gc.collect()
