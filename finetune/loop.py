@@ -5,6 +5,7 @@ Surface: SIGTERM; stderr. `Trainer.step` is one optimizer step; `parallel.Engine
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import signal
@@ -96,8 +97,9 @@ class Trainer:
         self.config, self.layout, self.recorder = config, layout, recorder
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
-        if config.layout.get("fused_cross_entropy"):
-            recorder.note("fused_cross_entropy: torch computes the loss in parts; TRL's trainer has Liger's kernels")
+        liger = device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+        if config.layout.get("fused_cross_entropy") and not liger:
+            recorder.note("fused_cross_entropy: Liger's kernel is not here; torch computes the loss in parts")
         recorder.open_logs(config.report_to)
         self.tokenizer = load_tokenizer(config)
         examples, data_counts = data.prepare(config, config.dataset_train_split, self.tokenizer)

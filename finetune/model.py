@@ -212,6 +212,18 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
 
     def _fused_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The same with the logits of a part of the tokens at a time: no tensor has vocabulary x tokens."""
+        head = causal_lm(self.net).lm_head
+        plain = type(head) is nn.Linear and head.bias is None and not isinstance(head.weight, DTensor)
+        here = hidden.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, for tests
+        if plain and here and importlib.util.find_spec("liger_kernel"):
+            from liger_kernel.transformers import (  # type: ignore[import-not-found, unused-ignore]
+                LigerFusedLinearCrossEntropyLoss,
+            )
+
+            summed: torch.Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum")(
+                head.weight, hidden, labels
+            )
+            return summed
         parts = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
         return torch.stack([checkpoint(self._loss, h, y, use_reentrant=False) for h, y in parts]).sum()
 

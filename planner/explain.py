@@ -43,7 +43,9 @@ SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s; hosts with GPUs are not sold with slow
 
 
 def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
-    """Return the link that one component of the traffic uses."""
+    """Return the link that one component of the traffic uses; for offloading, only if its rate is known."""
+    if part == "offload":
+        return links.host if links.host.how != "assumed" else None
     cp, shard, replicate, pp = strides(layout)
     hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
     groups = {
@@ -132,18 +134,16 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
 def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calibrated: bool, scale: float) -> Forecast:
     """Return the forecast with every component explained."""
     layout, parts, memory = candidate.layout, candidate.parts, candidate.memory
-    time_parts = []
+    time_parts, used = [], set[str]()
     for name, seconds in parts._asdict().items():
         if seconds <= 0:
             continue
-        link = link_of(job.links, layout, name) if name in COMMUNICATION else None
         detail = _WORDS[name]
-        if link:
+        if link := link_of(job.links, layout, name):
+            used.add(str(link))
             moved = traffic_bytes(job, layout, name)
             volume = f", {moved / GIGA:.3g} GB per rank and step" if moved else ""
-            detail += f"; exposed, over {link}{volume}"
-        if name == "offload" and job.links.host.how != "assumed":
-            detail += f"; over {job.links.host}"
+            detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}{volume}"
         time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(
         Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0
@@ -151,11 +151,6 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
     sigma, measured = base_sigma(job, calibrated=calibrated), calibrated or job.rates.how == "measured"
     faster, slower = (math.hypot(sigma, other) for other in sigmas_of_rates(job, layout, parts, host_measured=measured))
-    used = {
-        str(link) for name in COMMUNICATION if getattr(parts, name) > 0 and (link := link_of(job.links, layout, name))
-    }
-    if parts.offload > 0 and job.links.host.how != "assumed":
-        used.add(str(job.links.host))
     return Forecast(
         step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, faster, slower)),
         memory_bytes=memory_interval(job, memory.total),

@@ -27,12 +27,11 @@ from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
-from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row, rows_are_assumed
+from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row
 from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job
 from planner.nccl_env import environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, situation
-from planner.rules import first_broken
-from planner.search import TIGHT_SHARE, Candidate, Found, Planned, difference_sigma, fitting, search, usual_options
+from planner.search import Candidate, Found, Planned, difference_sigma, first_broken, fitting, search, usual_options
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -389,7 +388,8 @@ def recommend(
     if nccl_version and nccl_version > (newest := newest_read()):
         unknowns.append(_text("unread_release", version=version_text(nccl_version), newest=version_text(newest)))
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
-    if not found.best and too_large and planned.requested and rows_are_assumed(train):
+    knows_rows = train.packing or train.length_histogram  # else `longest_row` is only an upper bound
+    if not found.best and too_large and planned.requested and not knows_rows:
         found, assumed = _choose_for_shorter_rows(planned, found)
         unknowns.append(assumed)
     helps: tuple[str, ...] = ()
@@ -397,12 +397,12 @@ def recommend(
     chosen = rank(planned, best[0]) if best else None
     if chosen is not None:
         helps = helps_most(planned.job, best[0], planned.capacity)
-        high, has = chosen.forecast.memory_bytes.high, planned.capacity
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, chosen))
             helps = (*nearest(planned), *helps) if planned.requested else helps
-        elif is_certain and has and high > TIGHT_SHARE * has:
-            unknowns.append(_text("tight_memory", high=high / GIB, capacity=has / GIB))
+        elif is_certain and best[0].may_be_tight:
+            high, capacity = chosen.forecast.memory_bytes.high, planned.capacity or 0.0
+            unknowns.append(_text("tight_memory", high=high / GIB, capacity=capacity / GIB))
     elif planned.requested:
         found.rejected.insert(0, _explain_refusal(planned, found))
         helps = nearest(planned)
@@ -543,16 +543,13 @@ def frontier(
         for count in nodes
         for network in (networks if count > 1 else networks[:1])
     ]  # fmt: skip
-    spent = {id(p): p.cost.mid if p.cost else p.gpu_hours or math.inf for p in points}
-    fits = [p for p in points if p.seconds is not None]
-    priced = all(p.cost for p in fits)
+    fits = {id(p): (p.seconds.mid, p.cost.mid if p.cost else p.gpu_hours or math.inf) for p in points if p.seconds}
     beaten = {
-        id(p) for p in fits for q in fits
-        if q is not p and q.seconds and p.seconds and q.seconds.mid <= p.seconds.mid
-        and spent[id(q)] <= spent[id(p)] and (q.seconds.mid, spent[id(q)]) != (p.seconds.mid, spent[id(p)])
+        key for key, own in fits.items()
+        if any(other != own and other[0] <= own[0] and other[1] <= own[1] for other in fits.values())
     }  # fmt: skip
-    comparable = priced or not any(p.cost for p in fits)
-    return tuple(replace(p, best=comparable and p.seconds is not None and id(p) not in beaten) for p in points)
+    comparable = len({p.cost is None for p in points if p.seconds}) < 2
+    return tuple(replace(p, best=comparable and id(p) in fits and id(p) not in beaten) for p in points)
 
 
 def _make_point(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -20,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
 GOLDEN = Path(__file__).parent / "golden"
 # hardware, data and 290 MB of packages that a CI machine need not have
-MAY_SKIP_IN_CI = {"gpu", "corpus"}
+MAY_SKIP_IN_CI = {"gpu", "corpus", "triton"}
 
 # no test asks a hub on the network; those of the stand-in hub say so in their own environment
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,7 +31,7 @@ settings.register_profile(
 settings.load_profile("same")
 
 PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
-TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus"}  # which is in every tier
+TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "triton"}  # those are in every tier
 # Files that take half a minute or more start first, those that mostly wait before those that compute: one that started
 # last would run while the other workers are idle.
 SLOW = """
@@ -120,7 +119,7 @@ def golden() -> Callable[..., None]:
     whole. `make golden-documents OUT=DIR` writes them out, before a change and after it, for diff -r.
     """
 
-    def compare(name: str, value: Any, *, digest: bool = False) -> None:
+    def compare(name: str, value, *, digest: bool = False) -> None:
         text = value if isinstance(value, str) else json.dumps(value, indent=1, sort_keys=True) + "\n"
         path = GOLDEN / name
         if digest:

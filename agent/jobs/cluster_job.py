@@ -109,7 +109,8 @@ def without_compute_domain(advice: Recommendation) -> Recommendation:
 
 def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
     """Return the ConfigMap with the job's plan, then the job for the chosen API."""
-    return (manifests.config_map(spec, {"plan.json": dumps(plan)}), *manifests.APIS[api](spec))
+    config_map = manifests.from_template("config_map", spec=spec, files={"plan.json": dumps(plan)})
+    return config_map + manifests.APIS[api](spec)
 
 
 def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None = None) -> tuple[Document, ...]:

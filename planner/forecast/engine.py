@@ -48,6 +48,7 @@ class StateBytes(NamedTuple):
     copy: float = 0.0  # part of the optimizer bytes: its fp32 copy of half-precision weights
 
 
+_ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 IN_FP32 = StateBytes(4.0, 4.0, 8.0)
 IN_HALF = StateBytes(2.0, 2.0, 4.0)
 
@@ -86,7 +87,7 @@ def _most_layers(stage_layers: tuple[int, ...], pp: int) -> float:
     return float(max(sum(stage_layers[i::pp]) for i in range(pp)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Share:
     """The fullest rank's share of a job, from which the memory terms are computed.
 
@@ -97,6 +98,9 @@ class Share:
     train: TrainSpec
     layout: Layout
     in_fp32: bool  # all values are four bytes wide: requested, or on a CPU
+    element: float  # bytes per element in computations
+    zero: int  # the ZeRO stage
+    group: int  # ranks that shard together; those of CP hold the same weights (torchtitan's dp_shard_cp)
     tokens: float  # in the longest micro-batch, which sets the peak
     layers: float
     layer: float  # mean weights per layer after tensor and expert parallelism
@@ -114,29 +118,14 @@ class Share:
         return self.train.method != "full"
 
     @property
-    def element(self) -> float:
-        """Bytes per element in computations."""
-        return 4.0 if self.in_fp32 else 2.0
-
-    @property
     def frozen_bytes(self) -> float:
         """Bytes of a layer's weight in memory and transfers: QLoRA's are 4-bit blocks."""
         return NF4_BYTES if self.train.method == "qlora" else self.element
 
     @property
-    def zero(self) -> int:
-        """The ZeRO stage."""
-        return {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[self.layout.sharding]
-
-    @property
     def sharded(self) -> bool:
         """Whether a rank holds only a part of the weights and gathers the others."""
         return self.layout.sharding == "zero3" and self.group > 1
-
-    @property
-    def group(self) -> int:
-        """Ranks that shard together; context-parallel ranks hold the same weights (torchtitan's dp_shard_cp)."""
-        return self.layout.dp_shard * self.layout.cp
 
     @property
     def expert_group(self) -> float:
@@ -177,8 +166,10 @@ def _count_weights(model: ModelSpec, train: TrainSpec, layers: float, tp: int, p
 
 def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool = False) -> Share:
     """Return the share of the fullest rank."""
+    in_fp32 = on_cpu or layout.precision == "fp32"
     return Share(
-        model=model, train=train, layout=layout, in_fp32=on_cpu or layout.precision == "fp32",
+        model=model, train=train, layout=layout, in_fp32=in_fp32, element=4.0 if in_fp32 else 2.0,
+        zero=_ZERO_STAGES[layout.sharding], group=layout.dp_shard * layout.cp,
         tokens=layout.micro_batch * float(longest_row(train)) / layout.cp,
         **_count_weights(model, train, fullest_stage(model, layout), layout.tp, layout.pp, layout.ep),
     )  # fmt: skip

@@ -69,7 +69,8 @@ def memory_parts(
     stored = _count_stored(engine, share, first_stage=first_stage)
     gradients, activations, logits = _count_backward(engine, share, gradients, stored)
     held = in_weights + gradients + optimizer + gathered + activations + logits
-    on_gpu = _CONTEXT_BYTES + (layout.world_size > 1) * NCCL_BYTES
+    several = layout.world_size > 1
+    buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
     return MemoryParts(
         weights=in_weights,
         gradients=gradients,
@@ -79,17 +80,9 @@ def memory_parts(
         logits=logits,
         # CUDA's caching allocator; on a CPU the job counts allocations (finetune/recorder.py, return_freed)
         fragmentation=0.0 if on_cpu else held * (FRAGMENTATION - 1.0),
-        reserved=0.0 if on_cpu else _count_reserved(engine, layout),
-        context=_CPU_BYTES if on_cpu else on_gpu,
+        reserved=0.0 if on_cpu else _RESERVED_BYTES + several * RESERVED_RANKS_BYTES + buckets,
+        context=_CPU_BYTES if on_cpu else _CONTEXT_BYTES + several * NCCL_BYTES,
     )
-
-
-def _count_reserved(engine: Engine, layout: Layout) -> float:
-    """Return the bytes of workspaces and, with several ranks, of communication buffers."""
-    if layout.world_size == 1:
-        return _RESERVED_BYTES
-    buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
-    return _RESERVED_BYTES + RESERVED_RANKS_BYTES + buckets
 
 
 def _count_states(engine: Engine, share: Share) -> tuple[float, float, float]:

@@ -258,11 +258,6 @@ def longest_row(train: TrainSpec) -> int:
     return min(train.sequence_length, max(length for length, _ in train.length_histogram))
 
 
-def rows_are_assumed(train: TrainSpec) -> bool:
-    """Return whether nobody measured how long the rows are, so that `longest_row` is only an upper bound."""
-    return not (train.packing or train.length_histogram)
-
-
 Method = Literal["full", "lora", "qlora"]
 
 

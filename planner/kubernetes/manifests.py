@@ -377,9 +377,3 @@ def _render_job(api: str, spec: JobSpec) -> tuple[Document, ...]:
 
 
 APIS: dict[str, Callable[[JobSpec], tuple[Document, ...]]] = {api: partial(_render_job, api) for api in POD_LABELS}
-
-
-def config_map(spec: JobSpec, files: dict[str, str]) -> Document:
-    """Return the ConfigMap with the job's configuration and plan."""
-    (document,) = from_template("config_map", spec=spec, files=files)
-    return document

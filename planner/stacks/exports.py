@@ -17,7 +17,7 @@ from contracts.layout import Layout
 from contracts.tables import read_table
 from planner.advice import ExportError, ExportRequest, render
 from planner.forecast.models import hub_id
-from planner.rules import engine_lacks
+from planner.search import engine_lacks
 from planner.stacks import ENGINES, TOPOFLIGHT, is_sharded, is_wrapped
 
 

@@ -208,8 +208,10 @@ def _check_rdma(facts: PciFacts) -> Iterator[Finding]:
             continue
         if not (made_for_it or device.driver == "mlx5_core" or device in hcas(facts)):
             continue
-        # Ethernet cards may serve storage or management, but not if a GPU node has no other card with RDMA.
-        alone = bool(gpus(facts)) and not any(d.rdma for d in facts.devices if is_network(d.class_code))
+        # Ethernet cards may serve storage or management, but not if a GPU node has no other card with RDMA. Of the only
+        # card of a virtual machine, the provider may have turned RDMA off.
+        nics = [d for d in facts.devices if is_network(d.class_code)]
+        alone = bool(gpus(facts)) and not any(d.rdma for d in nics) and (facts.hypervisor is None or len(nics) > 1)
         status = Status.FAIL if made_for_it or alone else Status.WARN
         where = " in this container, which may be another network namespace's" if facts.container else ""
         seen = (f"{DEVICES}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}")

@@ -3,7 +3,6 @@
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 from build import LOOPBACK
 from kustomization import render
@@ -20,7 +19,7 @@ from probes.host.recording import RecordedHost, load
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = ROOT / "deploy/daemonset/overlays"
-Document = dict[str, Any]
+Document = dict
 GROUP = "/kubepods/burstable/pod0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c/c0ffee00c0ffee00"
 OPENSHIFT_UID = 1000650000  # where the manifest names none, of the range of the namespace
 SHM_OF_A_POD = 64 << 20  # what containerd and CRI-O give where the manifest mounts nothing there

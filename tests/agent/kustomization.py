@@ -9,11 +9,10 @@ import zipfile
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-Document = dict[str, Any]
+Document = dict
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 CLUSTER_SCOPED = {
     "Namespace", "CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "PriorityClass",

@@ -5,7 +5,6 @@ import math
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -23,7 +22,7 @@ from planner.forecast.specs import TrainSpec, mean_length
 from topology.build import build
 
 
-def ask(**more: Any) -> Recommendation:
+def ask(**more) -> Recommendation:
     given = {"machine": "p5.48xlarge", "model": "Llama-3.1-8B", "method": "full", "global_batch": 64}
     return advise(Request.of(**{**given, **more}), ())
 
@@ -34,11 +33,11 @@ def chosen_of(advice: Recommendation) -> RankedLayout:
     return advice.chosen
 
 
-def step(**more: Any) -> float:
+def step(**more) -> float:
     return chosen_of(ask(**more)).forecast.step_seconds.mid
 
 
-def shown(*words: object) -> tuple[Any, str]:
+def shown(*words: object) -> tuple:
     """The document that `recommend` prints as JSON, and what it says beside it."""
     done = topoflight("recommend", *words, "-o", "json")
     assert done.exit_code == 0, done.output
@@ -181,7 +180,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def of_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more: Any) -> Request:
+def of_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more) -> Request:
     """A request with what is known of a data set's rows."""
     found = {"dataset_name": str(data), **({"tokenizer_name": str(tokenizer)} if tokenizer else {})}
     return with_rows(Request.of(model=model, **more), found)
@@ -237,9 +236,8 @@ def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Pa
 
 
 def test_tokens_beyond_a_models_positions_are_said() -> None:
-    assert any(
-        "beyond Llama-3.1-8B's 131072 positions" in line for line in ask(nodes=2, sequence_length=200_000).unknowns
-    )
+    beyond = ask(nodes=2, sequence_length=200_000).unknowns
+    assert any("beyond Llama-3.1-8B's 131072 positions" in line for line in beyond)
     assert not any("positions" in line for line in ask(nodes=2, sequence_length=131_072).unknowns)
 
 
@@ -286,7 +284,7 @@ def test_launch_plans_with_the_rows_of_the_jobs_own_data(rows: Path, tmp_path: P
     assert step < 0.5 * full
 
 
-def run(words: str) -> tuple[int, dict[str, Any]]:
+def run(words: str) -> tuple[int, dict]:
     """Exit code and document of the verb."""
     result = topoflight("recommend", *shlex.split(words), "-o", "json")
     return result.exit_code, json.JSONDecoder().raw_decode(result.stdout)[0]
@@ -339,8 +337,7 @@ def test_no_network_is_offered_that_nobody_sells() -> None:
 def test_auto_takes_trl_s_trainer_where_only_split_sequences_fit(tmp_path: Path, model: str, words: list[str]) -> None:
     """Long rows on two GPUs: TRL's trainer has context parallelism, and the built-in one has not."""
     file = tmp_path / "job.yaml"
-    file.write_text(
-        f"{{model_name_or_path: {model}, dataset_name: own/x, use_peft: true, max_length: 131072, max_steps: 10}}"
-    )
+    job = {"dataset_name": "own/x", "use_peft": True, "max_length": 131072, "max_steps": 10}
+    file.write_text(json.dumps({"model_name_or_path": model, **job}))
     done = topoflight("recommend", "--config", str(file), "--lengths", "131072:64", "--machine", "2xa40-roce")
     assert [word for word in words if word not in done.stdout + done.stderr] == []

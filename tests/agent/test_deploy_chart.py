@@ -5,7 +5,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -18,7 +17,7 @@ from agent.checks.expect import KEYS, read_file
 from agent.checks.verdict import GateError
 
 CHART = ROOT / "deploy/chart"
-Document = dict[str, Any]
+Document = dict
 CHANGED_BY_VALUES = ("ConfigMap", "DaemonSet", "NetworkPolicy", "PodMonitor")
 # overlay -> values files and settings
 VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

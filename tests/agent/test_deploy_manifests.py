@@ -3,7 +3,6 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -18,7 +17,7 @@ BESIDE = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
 BENCH = [ROOT / "deploy/bench/job", ROOT / "deploy/bench/openshift", ROOT / "deploy/bench/search"]
 FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, *BENCH]
 CUSTOM = ("monitoring.coreos.com", "security.openshift.io")
-Document = dict[str, Any]
+Document = dict
 
 every_folder = each_row("folder", FOLDERS, ids=lambda p: p.name)
 every_overlay = each_row("folder", OVERLAYS, ids=lambda p: p.name)

@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import click
 import kubernetes_validate
@@ -241,7 +240,7 @@ COMMAND = re.compile(r"(?:^ *|run: |- |-- |\$ )topoflight ((?:[a-z-]+)(?: [^|#\n
 def test_an_example_is_yaml_whose_commands_and_expectations_are_understood(name: str) -> None:
     """Verbs, options and check names that exist, and what a node must have."""
     text = EXAMPLES[name].read_text(encoding="utf-8")
-    document: dict[str, Any] = yaml.safe_load(text)
+    document: dict = yaml.safe_load(text)
     if name == "init-container":
         kubernetes_validate.validate(document, "1.35", strict=True)
         (gate,) = document["spec"]["template"]["spec"]["initContainers"]

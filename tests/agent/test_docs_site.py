@@ -58,13 +58,8 @@ def test_what_others_link_to_is_there(site):
 @each_row("page", sorted((ROOT / "docs" / "how-to").glob("*.md")))
 def test_a_how_to_guide_has_goal_prerequisites_commands_verify_and_undo(page):
     text = page.read_text(encoding="utf-8")
-    parts = (
-        r"\*\*Goal:\*\* ",
-        r"\*\*Prerequisites:\*\* ",
-        r"^ *```(console|sh)$",
-        r"\b[Vv]erify",
-        r"\b([Uu]ndo|Uninstall)\b",
-    )
+    parts = (r"\*\*Goal:\*\* ", r"\*\*Prerequisites:\*\* ", r"^ *```(console|sh)$", r"\b[Vv]erify",
+             r"\b([Uu]ndo|Uninstall)\b")  # fmt: skip
     assert [part for part in parts if not re.search(part, text, re.M)] == []
 
 

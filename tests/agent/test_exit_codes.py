@@ -7,7 +7,6 @@ import socket
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -31,7 +30,7 @@ ELSEWHERE = {(row["verb"], row["code"]): row["test"] for row in TABLE["elsewhere
 AS_PROCESSES = (("evidence", 0), ("evidence", 2), ("evidence", 3))  # the quickest verb; the others run in this process
 
 
-def filled(row: dict[str, Any], **places: Path) -> tuple[list[str], str]:
+def filled(row: dict, **places: Path) -> tuple[list[str], str]:
     """The words of a row, and what stands on its standard input."""
     words = shlex.split(row.get("words", ""))
     for name, place in {**MACHINES, **places}.items():
@@ -67,7 +66,7 @@ def test_a_verb_ends_as_the_table_says(verb: str, code: int) -> None:
 
 
 @each_row("row", TABLE["mistakes"])
-def test_a_mistake_of_the_user_is_said_before_anything_is_done(row: dict[str, Any], tmp_path: Path) -> None:
+def test_a_mistake_of_the_user_is_said_before_anything_is_done(row: dict, tmp_path: Path) -> None:
     """Exit code 2 and what is wrong, by the option's or the file's name."""
     places = {"FILE": tmp_path / "file", "FOLDER": tmp_path, "MISSING": tmp_path / "none" / "x.json"}
     places["FILE"].write_text(row.get("file", ""), encoding="latin-1")

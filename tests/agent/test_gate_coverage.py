@@ -4,7 +4,6 @@ import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import resident
@@ -79,14 +78,14 @@ ABSENT = Absent(why="no NVIDIA GPU on the PCI bus, and no driver")
 BUSES = tomllib.loads(Path(__file__).with_name("buses.toml").read_text(encoding="utf-8"))["buses"]
 
 
-def device(row: dict[str, Any]) -> PciDevice:
+def device(row: dict) -> PciDevice:
     """A row of buses.toml."""
     vendor, code = (int(number, 16) for number in row["id"].split(":"))
     more = {key: value for key, value in row.items() if key not in ("class", "id")}
     return PciDevice(class_code=int(row["class"], 16), vendor_id=vendor, device_id=code, **more)
 
 
-def on_bus(case: str, **outcomes: Any) -> View:
+def on_bus(case: str, **outcomes) -> View:
     """A CPU host with these devices put on its bus, of whose probes some ended so."""
     plain = snapshot("cpu-only-vm")
     (bus,) = [row for row in BUSES if row["name"] == case]
@@ -96,7 +95,7 @@ def on_bus(case: str, **outcomes: Any) -> View:
 
 @each_row("case", BUSES)
 @each_row("gone", [Failed(error="no answer after 30.0 s"), ABSENT])
-def test_the_bus_says_what_must_be_measured(case: dict[str, Any], gone: Any) -> None:
+def test_the_bus_says_what_must_be_measured(case: dict, gone) -> None:
     """Both ends of the rule: what is there and unread is required, what is not there may be absent, hang or fail."""
     view = on_bus(case["name"], gpu=gone, rdma=gone)
     families = {case["measures"]} - {""}

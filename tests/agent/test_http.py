@@ -9,7 +9,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -30,7 +29,7 @@ from agent.http.state import State
 rows = rows_of(__file__)
 
 
-def scanning(look: Callable[[], Any], every: float = 3600) -> TestClient:
+def scanning(look: Callable, every: float = 3600) -> TestClient:
     """An agent whose first scan begins with `with`."""
     return TestClient(create(State(look, interval_seconds=every)))
 
@@ -185,7 +184,7 @@ def test_readiness_waits_for_the_first_scan() -> None:
     """A scan that takes a moment is not told as a failed probe; without waiting the answer is no at once."""
     gate = threading.Event()
 
-    def slow() -> Any:
+    def slow():
         gate.wait()
         return (snapshot(),)
 
@@ -208,7 +207,7 @@ def test_readiness_does_not_wait_for_a_scan_that_failed() -> None:
     """Its error is the answer, and the agent continues to scan."""
     mended = threading.Event()
 
-    def failing() -> Any:
+    def failing():
         if not mended.is_set():
             raise RuntimeError("driver gone")
         return (snapshot(),)

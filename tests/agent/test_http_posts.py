@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -27,7 +26,7 @@ MACHINE = "titan-rtx-2x-nv2"
 HEADERS = bearer()
 AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
 STEPS = PostedRecord.model_json_schema()["properties"]["step_seconds"]["maxItems"]
-RECORD: dict[str, Any] = {
+RECORD: dict = {
     **RUN, "model": {"name": "a-model-of-ours"}, "measured": {"step_seconds": 0.25}, "step_seconds": [0.25] * 20,
     "layout": {"family": "FSDP", "effective": {"world_size": 2, "placements": {"dp_shard:S(0)": 97}}},
     "transports": ["NET/Socket/0"], "nccl": {"interfaces": ["net1"]},
@@ -51,7 +50,7 @@ def http(tokens: Tokens, folder: Path) -> TestClient:
     return agent(MACHINE, folder, tokens=tokens)
 
 
-def posted(http: TestClient, **change: Any) -> Any:
+def posted(http: TestClient, **change):
     """What the agent answers to the record, changed so."""
     return http.post("/runs", headers=HEADERS, json={**RECORD, **change})
 
@@ -181,7 +180,7 @@ def test_a_jobs_url_and_role_are_those_that_the_manifests_deploy() -> None:
     assert manifests.AGENT_AUDIENCE == AUDIENCE
 
 
-def spec(**more: Any) -> manifests.JobSpec:
+def spec(**more) -> manifests.JobSpec:
     return manifests.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), **more)
 
 

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -45,7 +44,7 @@ def result(
     """What a run on this machine would have left, with these bus bandwidths in GB/s."""
     found = (snapshot(machine),)
     links = json.loads(json.dumps(job_benchmark.links_of(found, ranks)))
-    row: dict[str, Any] = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
+    row: dict = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
     hello = [{**row, "host": name} for name in hosts for _ in range(ranks)]
     expect = job_benchmark.expected(found)
     made = [
@@ -204,10 +203,8 @@ def test_a_port_that_is_slower_than_in_the_baseline_is_the_cause() -> None:
     """The bar "as it is" has the rate and the packets of now."""
     before = {"mlx5_0:1": with_bars(written(0.97 * NDR), snapshot(), {}).writes[0]}
     check = judged_write(written(0.97 * NDR / 4), with_device(rate_bytes_per_second=NDR / 4), before)
-    assert (
-        "the port is what limits it: the port carries 100 Gb/s" in check.message
-        and "as in the baseline" in check.message
-    )
+    assert "the port is what limits it: the port carries 100 Gb/s" in check.message
+    assert "as in the baseline" in check.message
     ethernet = with_device(link_layer="Ethernet")
     before = {"mlx5_0:1": with_bars(written(0.97 * NDR), ethernet, {}).writes[0]}
     check = judged_write(written(0.7 * NDR, mtu=256), ethernet, before)

@@ -6,7 +6,6 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,10 +20,10 @@ from agent.cluster.nodes import API_VERSION, PLURAL
 NODES = path_of(API_VERSION, PLURAL)
 
 
-def config(path: Path, *, current: str | None = None, **entries: dict[str, dict[str, Any]]) -> Path:
+def config(path: Path, *, current: str | None = None, **entries: dict[str, dict]) -> Path:
     """A kubeconfig with these contexts, clusters and users by name."""
     kinds = {"contexts": "context", "clusters": "cluster", "users": "user"}
-    whole: dict[str, Any] = {
+    whole: dict = {
         kind: [{"name": name, kinds[kind]: value} for name, value in entries[kind].items()] for kind in entries
     }
     if current is not None:
@@ -38,7 +37,7 @@ def several(*paths: Path) -> dict[str, str]:
     return {"KUBECONFIG": os.pathsep.join(map(str, paths)), "HOME": "/nonexistent"}
 
 
-def client_as(tmp_path: Path, user: dict[str, Any], **cluster: Any) -> Client:
+def client_as(tmp_path: Path, user: dict, **cluster) -> Client:
     """A client by a kubeconfig with this one user."""
     path = config(
         tmp_path / "config", current="c", contexts={"c": {"cluster": "k", "user": "u"}},
@@ -119,7 +118,7 @@ def test_a_proxy_is_used(tmp_path: Path, heard: tuple[str, list[Asked]]) -> None
     assert ("Host", "api.cluster.invalid:1") in heard[1][0].headers
 
 
-def plugin(tmp_path: Path, status: dict[str, Any], code: int = 0) -> dict[str, Any]:
+def plugin(tmp_path: Path, status: dict, code: int = 0) -> dict:
     """A user whose credential plugin answers with this, and counts how often it is asked."""
     path = tmp_path / "plugin"
     told = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": status}

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rigs.command import topoflight
@@ -191,7 +190,7 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
         job_request(Request(), job, ["push_to_hub=false", "lora_r=x"])
 
 
-RECORD: dict[str, Any] = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
+RECORD: dict = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
 # What torchrun (torch 2.13.0) writes where rank 1 of 2 was killed, from its last twelve lines.
 STRUCK = Path(__file__).with_name("torchrun_killed.log").read_text(encoding="utf-8")
 FATE = "rank 1 was ended by SIGKILL; run the same command again to resume from the last checkpoint, if one was saved"
@@ -206,7 +205,7 @@ def posted(monkeypatch):
         yield found
 
 
-def ended(folder: Path, code: int = 1, **changed: Any) -> RunRecord:
+def ended(folder: Path, code: int = 1, **changed) -> RunRecord:
     """The record after torchrun has ended because a rank was struck."""
     path = folder / "run.json"
     path.write_text(json.dumps({**RECORD, **changed}))

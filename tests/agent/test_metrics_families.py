@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from generate import BY_SOURCE, LABELS
@@ -66,7 +65,7 @@ def bench() -> BenchResult:
     )  # fmt: skip
 
 
-RUN: dict[str, Any] = {
+RUN: dict = {
     "status": "complete", "ended_at": "2026-09-01T12:00:00Z", "steps_done": 40,
     "measured": {"step_seconds": 5.0, "memory_bytes": 4e9, "tokens_per_second": 700.0, "mfu": None},
     "plan": {"forecast": {"step_seconds": {"low": 1.0, "mid": 2.0, "high": 4.0},
@@ -181,7 +180,7 @@ def test_golden_exposition_of_measurements(full, golden):
 
 
 @each_row("member", [{"status": 7}, {"loss": {"first": "x"}}, {"communication": 3}, {"ended_at": 5}])
-def test_a_spoiled_run_record_is_refused(member: dict[str, Any]) -> None:
+def test_a_spoiled_run_record_is_refused(member: dict) -> None:
     """run.json is a file that anybody may have written: no page or scrape meets a member of the wrong kind."""
     with pytest.raises(MisfitError, match="no RunRecord"):
         record_of({**RUN, **member})

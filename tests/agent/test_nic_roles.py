@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 import platform_machines
 import pytest
@@ -27,7 +26,7 @@ from probes.rdma.facts import RdmaFacts, RdmaPort
 GB10 = replace(H100, name="NVIDIA GB10", links=0, capability=(12, 1), memory_bytes=119 << 30)
 
 
-def _roce(name: str, netdev: str, index: int, address: str | None, **more: Any) -> tuple[Rdma, Netdev]:
+def _roce(name: str, netdev: str, index: int, address: str | None, **more) -> tuple[Rdma, Netdev]:
     """A RoCE port and its interface; without an address it has no cable."""
     mtu, gbit = more.pop("mtu", 9000), more.pop("gbit", 400)
     local = f"fe80:0000:0000:0000:0a00:00ff:fe00:{index:04x}"

@@ -4,7 +4,6 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rigs.agents import agent
 from rigs.fleet import record_of, resource_of, resources
@@ -30,11 +29,11 @@ def published(*records: NodeRecord) -> Fleet:
     return held
 
 
-def page(held: Fleet, **asked: Any) -> str:
+def page(held: Fleet, **asked) -> str:
     return pages.fleet_page(held, source="kubernetes", behind=None, **asked)
 
 
-def shown(held: Fleet, **asked: Any) -> Any:
+def shown(held: Fleet, **asked):
     return pages.console(held, time.time(), **asked)
 
 
@@ -95,7 +94,7 @@ def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
     assert page(held).count("no finding") == 2
 
 
-ODD: list[Any] = [
+ODD: list = [
     "text", [1], {"gpus": "eight"}, {"gpus": 10**400}, {"gpus": True}, {"interval": 10**400}, {"interval": -1},
     {"interval": "x"}, {"findings": [1]}, {"findings": {"code": "x"}}, {"findings": [{"code": {}}]}, {"changes": "x"},
     {"verdict": "splendid"}, {"verdict": {}}, {"product": 1},
@@ -106,7 +105,7 @@ ODD: list[Any] = [
 
 
 @each_row("status", ODD)
-def test_one_object_that_the_definition_would_refuse_hides_no_other(status: Any) -> None:
+def test_one_object_that_the_definition_would_refuse_hides_no_other(status) -> None:
     """Where the definition is older, or was changed by hand: that node is unknown, the others are as ever."""
     good = resource_of(record_of(NAMES[0]))
     whole = {"scannedAt": good["status"]["scannedAt"], **status} if isinstance(status, dict) else status
@@ -194,7 +193,7 @@ def test_the_search_reads_names_verdicts_and_findings() -> None:
     """All words have to be in the row."""
     held = published(*map(record_of, NAMES))
 
-    def names(**asked: Any) -> list[str]:
+    def names(**asked) -> list[str]:
         return [row.name for mine in shown(held, **asked).shown for row in mine]
 
     assert names(search="MEMLOCK") == names(search="limits.memlock.low") == ["hgx-h100-sick-memlock"]

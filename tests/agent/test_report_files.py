@@ -5,7 +5,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -77,32 +76,23 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recordings of three nodes: one healthy, two sick with something of their own."""
-    made = tmp_path_factory.mktemp("nodes")
-    for name in ("hgx-h100-8xH100-8hca", "sick-h100-gpu-lost", "sick-h100-nvlink-missing"):
-        shutil.copy(path_of(name), made)
-    return made
-
-
-def preflight(folder: Path, *options: str) -> str:
-    return topoflight("preflight", "-q", "--host", folder, *options).stdout
-
-
 LOST, CUT, WELL = "hgx-h100-sick-lost", "hgx-h100-sick-nvlink", "hgx-h100-01"
 
 
-def test_junit_and_github_name_the_node_of_every_finding(nodes: Path) -> None:
-    """The suite, its host and the message itself, which viewers show alone."""
-    root = ElementTree.fromstring(preflight(nodes, "-o", "junit"))  # noqa: S314 - our own text
+def test_junit_and_github_name_the_node_of_every_finding(tmp_path: Path) -> None:
+    """The suite, its host and the message itself, which viewers show alone; of three nodes one is healthy."""
+    for name in ("hgx-h100-8xH100-8hca", "sick-h100-gpu-lost", "sick-h100-nvlink-missing"):
+        shutil.copy(path_of(name), tmp_path)
+    words = ("preflight", "-q", "--host", tmp_path, "-o")
+    junit, github = (topoflight(*words, form).stdout for form in ("junit", "github"))
+    root = ElementTree.fromstring(junit)  # noqa: S314 - our own text
     failures = [(suite, case) for suite in root for case in suite if case.find("failure") is not None]
     assert failures
     for suite, case in failures:
-        failure: Any = case.find("failure")
+        failure = case.find("failure")
         assert suite.get("hostname") == suite.get("name")
         assert failure.get("message").startswith(f"{suite.get('name')}: ")
-    lines = preflight(nodes, "-o", "github").splitlines()
+    lines = github.splitlines()
     assert lines
     assert all(re.match(rf"::\w+ title=\S+( \S+)* on ({LOST}|{CUT}|{WELL})::", line) for line in lines), lines
 
@@ -125,7 +115,7 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 @pytest.fixture
 def recording(tmp_path: Path) -> str:
     """A sick machine whose names and words are hostile: hostname, product, board, driver and the kernel's log."""
-    content: dict[str, Any] = json.loads(path_of("sick-h100-gpu-lost").read_text(encoding="utf-8"))
+    content: dict = json.loads(path_of("sick-h100-gpu-lost").read_text(encoding="utf-8"))
     answers = content["answers"]
     content["hostname"] = answers["identity"][""]["hostname"] = f"node{STEERING}"
     for path in answers["read_text"]:

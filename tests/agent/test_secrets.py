@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -109,7 +108,7 @@ def machine() -> RecordedHost:
     return RecordedHost(content)
 
 
-RECORD: dict[str, Any] = {
+RECORD: dict = {
     **RUN, "status": "failed", "exit_code": 1, "reason": f"died: {PLANTED}", "notes": [PLANTED, "a note"],
     "environment": {"HF_TOKEN": S, "X": PLANTED},
 }  # fmt: skip
@@ -128,9 +127,8 @@ def outputs(tmp_path, caplog):
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()
     (state_folder / result_store.RUNS_FOLDER).mkdir()
-    (state_folder / result_store.RUNS_FOLDER / "20261101T100000-0.json").write_text(
-        json.dumps(RECORD)
-    )  # of another writer
+    of_another_writer = state_folder / result_store.RUNS_FOLDER / "20261101T100000-0.json"
+    of_another_writer.write_text(json.dumps(RECORD))
     snapshot = scan(host)
     found = {"record as read": run_record.dumps(run_record.record_of(RECORD)), "last error": run_record.raised(LOG)}
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=state_folder)

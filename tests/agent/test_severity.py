@@ -71,9 +71,8 @@ def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
     down = replace(first, name="mlx5_99", ports=each(first.ports, state="DOWN"))
     others = [replace(first, name=f"mlx5_{n}", bus_id=None) for n in range(ports - 1)]
     another = replace(rdma.devices[4], name="mlx5_88")  # of another model, so that some port is ACTIVE
-    (check,) = of_code(
-        build_view((changed(snapshot(), RdmaFacts, devices=(down, *others, another)),)), "rdma.port.down"
-    )
+    found = changed(snapshot(), RdmaFacts, devices=(down, *others, another))
+    (check,) = of_code(build_view((found,)), "rdma.port.down")
     assert check.status == wanted
 
 
@@ -117,15 +116,13 @@ def table() -> dict[str, tuple[str, str]]:
 
 def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> None:
     """What it takes of a multi-node step, with a source or a reason; none is left out and none is invented."""
-    assert set(table()) == {
-        code for code in ALL_CODES if not code.startswith("env.")
-    }  # settings: docs/reference/nccl-environment.md
+    # settings: docs/reference/nccl-environment.md
+    assert set(table()) == {code for code in ALL_CODES if not code.startswith("env.")}
     for code, (severity, cost) in table().items():
         assert set(re.findall(r"[a-z]+", severity)) <= {"fail", "warn", "info", "unknown", "or"}, code
         assert len(cost) > 15, code
-        assert f"\n- **Severity:** {severity}. " in sections()[code], (
-            f"{code}: docs/reference/findings.md says otherwise"
-        )
+        said = f"\n- **Severity:** {severity}. "
+        assert said in sections()[code], f"{code}: docs/reference/findings.md says otherwise"
 
 
 @each_row("name", NAMES)

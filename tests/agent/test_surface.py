@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import click
 from rigs.recorded import H100, NAMES, view
@@ -76,7 +75,7 @@ def test_every_option_has_a_help_text() -> None:
     assert not silent
 
 
-def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
+def test_surface_is_frozen(golden) -> None:
     """No code, metric, verb, option, variable or endpoint comes, goes or is renamed unseen."""
     assert set(verbs()) == set(VERBS)
     golden(
@@ -117,7 +116,7 @@ Golden = Callable[..., None]
 @each_row("name", NAMES)
 def test_golden_findings(name: str, golden: Golden) -> None:
     """What the gate says, with evidence and remedy; findings that differ only in code and subject are one row."""
-    found: dict[str, Any] = {}
+    found: dict = {}
     for check in document(view(name).checks):
         code = f"{check.pop('code')} {check.pop('subject')}".strip()
         if check["status"] != "pass":
@@ -154,7 +153,7 @@ def test_golden_advice(name: str, golden: Golden) -> None:
         golden(f"{name}/advice-{method}.json", shortened(document(advice)), digest=True)
 
 
-def shortened(value: Any) -> Any:
+def shortened(value):
     """Numbers to three digits: a golden is about the advice, not the eleventh decimal."""
     if isinstance(value, float):
         return float(f"{value:.3g}")

@@ -5,7 +5,6 @@ import contextlib
 import re
 import socket
 import threading
-from typing import Any
 
 import pytest
 from anyio import to_thread
@@ -37,7 +36,7 @@ def api():
         yield server
 
 
-def reviewing(api: ApiServer, **more: Any) -> TestClient:
+def reviewing(api: ApiServer, **more) -> TestClient:
     return agent(tokens=Tokens(client=Client(configuration(api.url), tries=1), **more))
 
 
@@ -142,10 +141,10 @@ def test_the_token_is_judged_before_the_body_is_read(tmp_path):
         app = agent(tokens=tokens(tmp_path)).app
         statuses: list[int] = []
 
-        async def receive() -> Any:
+        async def receive():
             raise AssertionError("the body was asked for")
 
-        async def send(message: Any, statuses: list[int] = statuses) -> None:
+        async def send(message, statuses: list[int] = statuses) -> None:
             statuses.extend([message["status"]] if "status" in message else [])
 
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -45,7 +44,7 @@ class Reader:
     page: str
     folder: Path
     captured: Iterator[str]
-    applied: list[dict[str, Any]] = field(default_factory=list)
+    applied: list[dict] = field(default_factory=list)
     printed: list[tuple[list[str], list[str], str]] = field(default_factory=list)  # shown, printed, command
 
     def follow(self) -> None:

@@ -133,9 +133,8 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     (tmp_path / "state").mkdir()
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path / "state"))
     (tmp_path / "sft.py").write_text(SFT)
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({**SETTINGS, "output_dir": str(tmp_path / "out"), "model_name_or_path": "tiny-llama"})
-    )
+    own = {"output_dir": str(tmp_path / "out"), "model_name_or_path": "tiny-llama"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, **own}))
     words = ("launch", "--no-preflight", "--script", tmp_path / "sft.py", "--output", tmp_path / "run", "--")
     done = topoflight(*words, "--config", tmp_path / "config.yaml", "--max_steps", "4")
     assert done.exit_code == 0, done.output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from playwright.sync_api import Browser, ConsoleMessage, Page
 
@@ -38,7 +37,7 @@ class Tab:
         self.page.goto(url)
         return self
 
-    def run(self, script: str) -> Any:
+    def run(self, script: str):
         """The value of an expression, promises awaited."""
         return self.page.evaluate(script)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from browser import FLAGS, Tabs
@@ -55,7 +54,7 @@ def agent() -> Iterator[Callable[..., tuple[str, State]]]:
     """Start an agent of one's own: `agent(scan, folder=...)` gives its address and its state."""
     with ExitStack() as running:
 
-        def start(look: Callable[[], Any], *, folder: Path | None = None) -> tuple[str, State]:
+        def start(look: Callable, *, folder: Path | None = None) -> tuple[str, State]:
             state = State(look, interval_seconds=3600, folder=folder)
             state.refresh()
             app = create(state)

@@ -4,16 +4,15 @@ import html
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "
 
 
-TABLES: dict[str, list[Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLES: dict[str, list] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def rows(name: str) -> list[Any]:
+def rows(name: str) -> list:
     """Rows of one table: tuples, or single lines."""
     return [tuple(row) if isinstance(row, list) else row for row in TABLES[name]]
 

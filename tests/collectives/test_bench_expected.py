@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from rigs.recorded import changed, snapshot
@@ -29,14 +28,14 @@ def host(name: str) -> tuple[Snapshot, ...]:
     return (snapshot(name),)
 
 
-def hello(machine: str, ranks: int, hosts: Sequence[str] = ("a",), **more: Any) -> list[Mapping[str, Any]]:
+def hello(machine: str, ranks: int, hosts: Sequence[str] = ("a",), **more) -> list[Mapping]:
     """What the ranks say of themselves, through JSON as they do."""
     links = json.loads(json.dumps(benchmark.links_of(host(machine), ranks)))
     row = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": {}, **more}
     return [{**row, "host": name} for name in hosts for _ in range(ranks)]
 
 
-def held(machine: str, op: str, size: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Bar]:
+def held(machine: str, op: str, size: int, rows: Sequence[Mapping]) -> dict[str, Bar]:
     expect = benchmark.expected(host(machine))
     assert expect is not None
     return {bar.name: bar for bar in expect(op, size, rows)}

@@ -64,16 +64,7 @@ def test_folders_of_runs_are_told_apart_by_communicator(tmp_path):
     assert [run.inter_node_transport for run in verdict.runs] == ["Socket", "IB"]
 
 
-@each_row(
-    ("other", "expected"),
-    [
-        ({"node-1": "node-3", "nranks 2": "nranks 16"}, "several_jobs"),
-        ({"node-1": "node-3", "rank 0 nranks 2": "", "0[0]": "5[1]"}, "several_jobs"),  # ranks of its channels alone
-        ({"node-1": "node-3"}, "mixed_networks"),  # as many ranks: perhaps two groups of one job
-        ({"node-1": "node-3", "rank 0 nranks 2": ""}, "mixed_networks"),
-        ({"100:1": "900:9", "nranks 2": "nranks 16"}, "mixed_networks"),  # of the same host and process
-    ],
-)
+@each_row(("other", "expected"), rows("two_jobs"))
 def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(other, expected, tmp_path):
     """By hosts and sizes of communicators, in either order of the files, and in `why` too."""
     text = "\n".join(FIRST)
@@ -88,7 +79,7 @@ def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(other, expecte
         assert found.keys() & {"several_jobs", "mixed_networks"} == {expected}
         assert (len(verdict.runs) == 2) == (expected == "several_jobs")
         assert all(file.name in found.get("several_jobs", "good.log slow.log") for file in files)
-        assert f"{expected}: " in topoflight("why", *given).output
+        assert expected in topoflight("why", *given).output
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])

@@ -4,7 +4,6 @@ import json
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rigs.logs import read
@@ -17,7 +16,7 @@ from collectives.nccl_log.transport import Evidence
 TEXTS = ("problems", "notes", "proof", "fabric", "lines_read", "schema_version", "runs")
 
 
-def row_of(verdict: Evidence) -> dict[str, Any]:
+def row_of(verdict: Evidence) -> dict:
     """Every field that is not its type's default, problems with the lines that prove them, and what a gate answers."""
     usual = Evidence()
     plain = evidence.to_json(verdict)
@@ -48,11 +47,11 @@ GDRDMA = {"on": True, "off": False, "partial": "partial", "none": None}
 @pytest.mark.corpus
 @pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
-def test_the_verdict_is_the_experts(case: dict[str, Any]) -> None:
+def test_the_verdict_is_the_experts(case: dict) -> None:
     """Every field that the index states, no problem beyond those it lists, and proof by number and text of lines."""
     path = LOGS / case["file"]
     verdict = evidence.read_files([path])
-    got: dict[str, Any] = {
+    got: dict = {
         "inter_node_transport": verdict.inter_node_transport,
         "intra_node_transport": verdict.intra_node_transport,
         "gdrdma": GDRDMA[verdict.gdrdma],

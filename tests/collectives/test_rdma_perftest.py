@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -70,7 +69,7 @@ def _free_ports(many: int) -> int:
 Answers = list[tuple[tuple[str, ...], tuple[str, ...]]]
 
 
-def listening(wait_seconds: float, **more: Any) -> tuple[threading.Thread, Answers]:
+def listening(wait_seconds: float, **more) -> tuple[threading.Thread, Answers]:
     """The listening side in a thread, and what it returns."""
     answer: Answers = []
     words = {"ports": PORTS, "wait_seconds": wait_seconds, "stop": threading.Event(), **more}

@@ -95,9 +95,8 @@ def test_a_slow_part_is_compared_with_that_of_others_at_the_same_time():
     found = run([""] * 8, lambda *_: 1.0,
                 alone=lambda node, number: (1 + node % 3 / 100) * (1.4 if number > 1 or node == 5 else 1.0)
                 * (1.5 if node == 2 else 1.0))  # fmt: skip
-    assert [(v.node, v.reason, v.what) for v in found.verdicts() if v.state != "good"] == [
-        (2, "part", ("GPU0 matmul",))
-    ]
+    (bad,) = (verdict for verdict in found.verdicts() if verdict.state != "good")
+    assert (bad.node, bad.reason, bad.what) == (2, "part", ("GPU0 matmul",))
 
 
 def test_a_chance_event_and_a_small_deviation_are_no_fault():

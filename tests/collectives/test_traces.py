@@ -4,7 +4,6 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rigs.tables import each_row, golden_rows
@@ -12,7 +11,7 @@ from rigs.tables import each_row, golden_rows
 from collectives.traces import rank_files, ras, watchdog
 
 
-def entry(number: int, **members: Any) -> dict[str, Any]:
+def entry(number: int, **members) -> dict:
     return {
         "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number,
         "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:all_reduce", "time_created_ns": number * 10**9,
@@ -47,7 +46,7 @@ def test_a_dump_reads_alike_in_each_form(form: str) -> None:
 class Runs:
     """Touches a file where it is unpickled."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (Path.touch, (Path("/tmp/was-run"),))
 
 
@@ -86,13 +85,13 @@ def test_what_is_no_answer_of_ras_is_refused(raw: bytes, words: str) -> None:
         ras.read(raw)
 
 
-def of_ras(text: str) -> Any:
+def of_ras(text: str):
     """The answer, and of each communicator who is behind."""
     report = ras.read(text.encode())
     return [report, *map(ras.behind, report.comms)]
 
 
-READERS: dict[str, Callable[[str], Any]] = {
+READERS: dict[str, Callable] = {
     "calls": lambda text: rank_files.read(text.encode(), rank=0), "ras": of_ras,
     "watchdog": lambda text: watchdog.read(text.splitlines()),
 }  # fmt: skip

@@ -110,9 +110,8 @@ def test_promtool_sees_the_page_of_the_node_by_its_name(programs, tmp_path):
     del bare["alert_rule_test"][0]["exp_alerts"][0]["exp_labels"]["node"]
     (tmp_path / "rules.yaml").write_text(made["dashboards/rules.yaml"])
     (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump({**whole, "tests": [*whole["tests"], odd, bare]}))
-    done = subprocess.run(
-        [programs["promtool"], "test", "rules", str(tmp_path / "rules_test.yaml")], capture_output=True, text=True
-    )
+    words = [programs["promtool"], "test", "rules", str(tmp_path / "rules_test.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
 
 

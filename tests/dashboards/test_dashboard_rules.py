@@ -8,7 +8,6 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import generate
 import promql_parser
@@ -22,7 +21,7 @@ DECLARED = {family.exposed: family for family in CATALOGUE}
 NEED_UNITS = ("stat", "timeseries", "table", "gauge", "bargauge")
 
 
-def panels_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+def panels_of(document: dict) -> list[dict]:
     return [panel for panel in document["panels"] if panel["type"] != "row"]
 
 
@@ -52,7 +51,7 @@ def test_there_are_three_with_stable_names() -> None:
 
 
 @every_board
-def test_model_is_classic(document: dict[str, Any]) -> None:
+def test_model_is_classic(document: dict) -> None:
     """Classic JSON, which Grafana 10 to 13 loads, and no server's own id in it (rule uneditable-dashboard too)."""
     assert document["schemaVersion"] <= 42 and "apiVersion" not in document and "spec" not in document
     assert document.get("id") is None and document["editable"] is False
@@ -60,7 +59,7 @@ def test_model_is_classic(document: dict[str, Any]) -> None:
 
 
 @every_board
-def test_variables(document: dict[str, Any]) -> None:
+def test_variables(document: dict) -> None:
     """Rules template-datasource, template-job, template-instance, template-label-promql, template-on-time-change."""
     variables = {v["name"]: v for v in document["templating"]["list"]}
     assert list(variables) == ["datasource", "job", "instance"]
@@ -76,7 +75,7 @@ def test_variables(document: dict[str, Any]) -> None:
 
 
 @every_board
-def test_panels(document: dict[str, Any]) -> None:
+def test_panels(document: dict) -> None:
     """Rules panel-datasource, panel-title-description, panel-units, panel-no-targets; and no two in one place."""
     taken: set[tuple[int, int]] = set()
     numbers = [panel["id"] for panel in document["panels"]]
@@ -95,7 +94,7 @@ def test_panels(document: dict[str, Any]) -> None:
 
 
 @every_board
-def test_changes_are_marked_at_their_time(document: dict[str, Any]) -> None:
+def test_changes_are_marked_at_their_time(document: dict) -> None:
     """A finding and a change are annotations where they came: a Unix time, which Grafana takes in milliseconds."""
     marked = {each["name"]: each for each in document["annotations"]["list"]}
     times = {"Findings": "topoflight_finding_since_seconds", "Changes": "topoflight_change_timestamp_seconds"}
@@ -110,7 +109,7 @@ def test_changes_are_marked_at_their_time(document: dict[str, Any]) -> None:
 
 
 @every_board
-def test_dashboards_link_to_each_other(document: dict[str, Any]) -> None:
+def test_dashboards_link_to_each_other(document: dict) -> None:
     """One menu leads from each to the others and takes variables and time along."""
     (link,) = document["links"]
     assert link["type"] == "dashboards" and link["tags"] == ["topoflight"]

@@ -13,7 +13,6 @@ import urllib.parse
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import boards
 import pytest
@@ -93,7 +92,7 @@ class Prometheus:
     first: float = 0.0
     last: float = 0.0
 
-    def ask(self, path: str, **query: str) -> Any:
+    def ask(self, path: str, **query: str):
         """The data of an answer of its API."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
@@ -104,9 +103,9 @@ class Prometheus:
         assert answer["status"] == "success", f"{query}: {answer}"
         return answer["data"]
 
-    def query(self, expr: str, at: float = 0.0) -> list[dict[str, Any]]:
+    def query(self, expr: str, at: float = 0.0) -> list[dict]:
         """The instant vector of an expression, of the last moment where no other is given."""
-        found: list[dict[str, Any]] = self.ask("query", query=expr, time=f"{at or self.last:.3f}")["result"]
+        found: list[dict] = self.ask("query", query=expr, time=f"{at or self.last:.3f}")["result"]
         return found
 
     def shown(self, expr: str, machine: str, at: float = 0.0) -> dict[tuple[tuple[str, str], ...], str]:
@@ -171,7 +170,7 @@ KNOWN = f"""min_over_time(up[{3 * SCRAPE_SECONDS}s]) == 1
 def wait_for(server: Prometheus, folder: Path) -> None:
     """Find a moment when every agent was known, and one after every rule was then evaluated."""
     deadline = time.monotonic() + START_SECONDS
-    seen: list[dict[str, Any]] = []
+    seen: list[dict] = []
     evaluated = 0.0  # a moment by which each rule was evaluated on all agents
     while time.monotonic() < deadline:
         settled = time.time() - SCRAPE_SECONDS - 1  # what is asked of an earlier moment no scrape under way changes

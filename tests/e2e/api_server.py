@@ -13,7 +13,6 @@ import threading
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import jsonschema
@@ -23,7 +22,7 @@ from kubernetes.client import Configuration
 
 ROOT = Path(__file__).parent.parent.parent
 CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read_text())
-Json = dict[str, Any]
+Json = dict
 Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
 KINDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("api_kinds.yaml").read_text())
 # kind of a job -> the label of its pods
@@ -217,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         }:
             raise RefusedError(403, "Forbidden", f'cannot {verb} resource "{resource}" in API group "{group}"')
 
-    def _route(self, path: str, query: dict[str, str], body: Any) -> None:
+    def _route(self, path: str, query: dict[str, str], body) -> None:
         if path == "/apis/authentication.k8s.io/v1/tokenreviews":
             status = self.api.reviewed.get(body["spec"]["token"], {"authenticated": False})
             both = [a for a in status.get("audiences", ()) if a in body["spec"]["audiences"]]
@@ -335,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, made if query.get("dryRun") else self.api.put(collection, namespace, made))
 
 
-def merged(old: Any, new: Any) -> Any:
+def merged(old, new):
     """RFC 7396, which is what apply does to fields that one manager owns, less removal."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
@@ -360,7 +359,7 @@ def _definition() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(closed(CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
 
 
-def closed(schema: Any) -> Any:
+def closed(schema):
     made = dict(schema)
     if "properties" in made:
         made["properties"] = {k: v if k == "metadata" else closed(v) for k, v in made["properties"].items()}

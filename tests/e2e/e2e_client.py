@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import resident
 import urllib3
@@ -20,7 +19,7 @@ def client_of(server: ApiServer) -> Client:
     return Client(configuration(server.url), namespace="topoflight")
 
 
-def ask(url: str, *, method: str = "GET", bearer: str | None = None) -> tuple[int, Any]:
+def ask(url: str, *, method: str = "GET", bearer: str | None = None) -> tuple:
     """Status and document of the answer; 0 and None where nothing answers."""
     headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
     try:

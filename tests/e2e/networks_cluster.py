@@ -1,7 +1,6 @@
 """A stand-in API server on which each job of compare-networks ends at once and leaves a record of its run."""
 
 from pathlib import Path
-from typing import Any
 
 from api_server import ApiServer, Json
 
@@ -40,7 +39,7 @@ class Networks(ApiServer):
     def message_of(self, network: str) -> str:
         """What finetune.pod leaves of a run, in its own words."""
         taken = self.takes.get(network, network)
-        seen: dict[str, Any] = {"transports": ["NET/Socket/0"], "nccl": NcclChannels(interfaces=[taken])}
+        seen: dict = {"transports": ["NET/Socket/0"], "nccl": NcclChannels(interfaces=[taken])}
         if taken == "rdma":
             seen = {"transports": ["NET/IB/0/GDRDMA"], "nccl": NcclChannels(interfaces=[])}
         record = RunRecord(

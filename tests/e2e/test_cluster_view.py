@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from api_server import CRD, ApiServer, configuration, write_kubeconfig
@@ -71,10 +70,10 @@ def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, 
     assert changed.verdict == "fail"
 
 
-def schemas() -> Iterator[tuple[str, dict[str, Any]]]:
+def schemas() -> Iterator[tuple[str, dict]]:
     """Every schema of the definition, with its path."""
 
-    def within(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def within(schema: dict, path: str) -> Iterator[tuple[str, dict]]:
         yield path, schema
         for name, each in schema.get("properties", {}).items():
             yield from within(each, f"{path}.{name}")

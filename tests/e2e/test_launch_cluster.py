@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,7 +23,7 @@ WORDS = [
 GSM = ["--set", "dataset_name=openai/gsm8k", "--set", "dataset_config=main"]
 
 
-def printed(*words: str) -> dict[str, dict[str, Any]]:
+def printed(*words: str) -> dict[str, dict]:
     """What the dry run prints, by kind; as a user's kubectl reads it."""
     done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "yaml"])
     assert done.exit_code == 0, done.output
@@ -41,7 +40,7 @@ def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig):
     assert kubeconfig.of_kind("ConfigMap") == []
 
 
-def planned(made: dict[str, dict[str, Any]], folder: Path) -> JobPlan:
+def planned(made: dict[str, dict], folder: Path) -> JobPlan:
     """What the job's own reader makes of the ConfigMap."""
     (folder / "plan.json").write_text(made["ConfigMap"]["data"]["plan.json"])
     return read(folder / "plan.json")
@@ -150,7 +149,7 @@ COLLECTIONS = {
 }  # fmt: skip
 
 
-def launched(*words: str) -> Any:
+def launched(*words: str):
     """The verb, against the stand-in."""
     return CliRunner().invoke(launch, [*WORDS, "--name", "sft", *words])
 
@@ -202,6 +201,6 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig):
 
 
 @each_row(("status", "words"), rows("pods"))
-def test_the_state_of_a_pod_in_words(status: dict[str, Any], words: str) -> None:
+def test_the_state_of_a_pod_in_words(status: dict, words: str) -> None:
     """Which container ended and why."""
     assert cluster_job.how_failed({"metadata": {"name": "sft-0"}, "status": status}) == words

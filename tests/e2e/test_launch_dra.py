@@ -1,7 +1,6 @@
 """With --dra `launch` takes GPU and NIC from one PCIe root by a claim; a job over NVLink gets a ComputeDomain."""
 
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -30,7 +29,7 @@ def run_job(*words: str, host: Path | None = None) -> Result:
     return done
 
 
-def limits(document: dict[str, Any]) -> dict[str, str]:
+def limits(document: dict) -> dict[str, str]:
     """What the job's pods ask of device plugins."""
     found: dict[str, str] = document["spec"]["template"]["spec"]["containers"][0]["resources"].get("limits", {})
     return found

@@ -6,7 +6,6 @@ The stand-in authorizes as RBAC does.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import yaml
 from api_server import ApiServer, Right, write_kubeconfig
@@ -18,7 +17,7 @@ from agent.http.access import AUDIENCE
 ACCOUNT = {"kind": "ServiceAccount", "name": "topoflight", "namespace": "topoflight"}
 CALLER, TOKEN = "system:serviceaccount:ci:gate", "token-of-a-pipeline"
 OVERLAYS = sorted(path.name for path in (ROOT / "deploy/daemonset/overlays").iterdir())
-Document = dict[str, Any]
+Document = dict
 
 
 def rights_of(documents: list[Document]) -> set[Right]:
@@ -66,10 +65,10 @@ def test_every_request_of_the_agent_is_granted_and_every_right_is_used(tmp_path)
 class Tree:
     """A document as CEL reads it: members as attributes, `[?'a']` and `.?a` as `maybe`."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value) -> None:
         self.value = value
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         found = self.value[name]
         return Tree(found) if isinstance(found, (dict, list)) else found
 
@@ -98,7 +97,7 @@ class Authorizer:
     def __init__(self, allowed: bool) -> None:
         self.is_allowed = allowed
 
-    def __getattr__(self, _: str) -> Any:
+    def __getattr__(self, _: str):
         return lambda *_: self
 
     def allowed(self) -> bool:
@@ -106,7 +105,7 @@ class Authorizer:
         return self.is_allowed
 
 
-def evaluate(expression: str, names: dict[str, Any]) -> Any:
+def evaluate(expression: str, names: dict):
     """A CEL expression of the policies as Python's: the operators and macros that they use."""
     text = re.sub(r"has\((\w+)\.([\w.]+)\)", lambda m: f"{m[1]}.has(*{m[2].split('.')!r})", expression)
     text = re.sub(r"\[\?('[^']+')\]", r".maybe(\1)", text)
@@ -119,7 +118,7 @@ def refused(document: Document, node: str, *, administrator: bool = False) -> li
     """What the policies say to a write of the document with a token of a pod on `node`, "" for a token of no pod."""
     extra = {"authentication.kubernetes.io/node-name": [node]} if node else {}
     user = {"username": "system:serviceaccount:topoflight:topoflight", "extra": extra}
-    names: dict[str, Any] = {"object": Tree(document), "request": Tree({"userInfo": user}),
+    names: dict = {"object": Tree(document), "request": Tree({"userInfo": user}),
                              "authorizer": Authorizer(administrator)}  # fmt: skip
     group, resource = document["apiVersion"].split("/")[0], f"{document['kind'].lower()}s".replace("ys", "ies")
     said = []

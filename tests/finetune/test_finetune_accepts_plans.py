@@ -23,8 +23,7 @@ from planner.forecast.models import KNOWN, model_named
 from planner.forecast.specs import TrainSpec
 from planner.forecast.step_time import Job
 from planner.recommend import plan
-from planner.rules import first_broken
-from planner.search import search
+from planner.search import first_broken, search
 from planner.stacks import TOPOFLIGHT
 from topology.build import build
 from topology.graph import ClusterTopology

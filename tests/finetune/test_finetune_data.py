@@ -6,11 +6,9 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rigs.command import interpreter, python
-from rigs.hub import Hub
+from rigs.hub import Hub, parquet
 from rigs.tables import each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
@@ -49,13 +47,6 @@ def load_rows(config, split):
     return [row.members for row in row_reader.load_rows(config, split)]
 
 
-def write(path, rows):
-    """A parquet file of these rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
 def lists_of(example):
     """Arrays as lists, which compare as a whole."""
     return {field.name: getattr(example, field.name).tolist() for field in fields(example)}
@@ -75,7 +66,7 @@ def test_each_row_shape_is_learnt_from(tokenizer, tmp_path, shape):
     assert example.labels[-1] == IGNORED
     assert "Oui." in tokenizer.decode(example.tokens)
     told = {"completion_only_loss": False}
-    config = job(write(tmp_path / f"{shape}.parquet", [{**row, "id": 7, "image": b"x" * 10}] * 3), **told)
+    config = job(parquet(tmp_path / f"{shape}.parquet", [{**row, "id": 7, "image": b"x" * 10}] * 3), **told)
     assert load_rows(config, "train") == [row] * 3
     examples, told = prepare(config, "train", tokenizer)
     assert list(map(lists_of, examples)) == [lists_of(example)] * 3
@@ -249,7 +240,7 @@ def test_files_of_a_hub_that_are_not_downloaded(tmp_path):
 def test_nulls_of_a_table_are_absent_members(tmp_path):
     """Rows of two shapes in one table, and messages with members that only some have."""
     tool = {"messages": [{"role": "user", "content": "a?", "name": "Ann"}, TALK[1]]}
-    config = job(write(tmp_path / "train.parquet", [{**tool, **dict.fromkeys(SUM)}, {**SUM, "messages": None}]))
+    config = job(parquet(tmp_path / "train.parquet", [{**tool, **dict.fromkeys(SUM)}, {**SUM, "messages": None}]))
     assert load_rows(config, "train") == [tool, SUM]
     assert len(prepare(config, "train", load_tokenizer(config))[0]) == 2
 
@@ -259,7 +250,7 @@ def test_files_of_a_split_in_the_order_of_their_names(tmp_path):
     for part in ("main", "socratic"):
         for shard in (1, 0):
             rows = [{**SUM, "answer": f"{part} {shard} {n}"} for n in range(2)]
-            write(tmp_path / part / f"train-0000{shard}-of-00002.parquet", rows)
+            parquet(tmp_path / part / f"train-0000{shard}-of-00002.parquet", rows)
     rows = load_rows(job(tmp_path, dataset_config="main"), "train")
     assert [row["answer"] for row in rows] == ["main 0 0", "main 0 1", "main 1 0", "main 1 1"]
     assert len(load_rows(job(tmp_path, dataset_config="main", dataset_rows=3), "train")) == 3
@@ -277,7 +268,7 @@ def test_the_card_says_which_files_a_split_has(tmp_path):
     """Patterns, lists, a split that is not named; unknown names list what there is."""
     shutil.copy(Path(__file__).with_name("jobs") / "card.md", tmp_path / "README.md")
     for name in ("main/tr-0.parquet", "main/a.parquet", "socratic/one.parquet"):
-        write(tmp_path / name, [{"text": name}])
+        parquet(tmp_path / name, [{"text": name}])
     (tmp_path / "main/b.jsonl").write_text('{"text": "main/b.jsonl"}\n')
     found = {
         (part, split): [row["text"] for row in load_rows(job(tmp_path, dataset_config=part), split)]
@@ -305,7 +296,7 @@ def test_the_card_says_which_files_a_split_has(tmp_path):
 
 def test_what_is_not_parquet_is_said_in_one_line(tmp_path):
     """Truncated, another format, an empty file."""
-    whole = write(tmp_path / "whole.parquet", [SUM] * 50).read_bytes()
+    whole = parquet(tmp_path / "whole.parquet", [SUM] * 50).read_bytes()
     for number, content in enumerate((b"", b"PAR1", whole[:-20], whole[:40] + b"\0" * 60 + whole[100:], b"{}" * 40)):
         path = tmp_path / f"broken{number}.parquet"
         path.write_bytes(content)
@@ -317,7 +308,7 @@ def test_what_is_not_parquet_is_said_in_one_line(tmp_path):
 def test_rows_are_bounded_as_they_unpack(tmp_path, monkeypatch):
     """A small file of a long text, a million times: counted unpacked, and only as far as rows are asked for."""
     monkeypatch.setattr(row_reader, "MAX_BYTES", 1 << 20)  # a limit of gigabytes, at a size that a test can unpack
-    path = write(tmp_path / "train.parquet", [{"text": "x" * 100_000}] * 4000)
+    path = parquet(tmp_path / "train.parquet", [{"text": "x" * 100_000}] * 4000)
     assert path.stat().st_size < 1 << 20
     with pytest.raises(ConfigError, match="dataset_rows"):
         load_rows(job(path), "train")
@@ -347,7 +338,7 @@ def test_csv_cells_are_text(tmp_path):
 
 def test_nothing_of_datasets_is_written_or_asked(tmp_path):
     """A folder is read without a cache, a home or a network."""
-    write(tmp_path / "train.parquet", [SUM])
+    parquet(tmp_path / "train.parquet", [SUM])
     code = (
         "import socket, sys; socket.socket.connect = None\n"
         "from contracts.job_config import JobConfig; from finetune.rows import load_rows\n"
@@ -374,7 +365,7 @@ BAD_ROWS = {  # file -> content, words of the message
 
 def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path):
     """A broken line, a row that is no mapping, a null cell, a number in place of a text; each in one line."""
-    write(tmp_path / "null.parquet", [{"text": "a"}, {"text": None}])
+    parquet(tmp_path / "null.parquet", [{"text": "a"}, {"text": None}])
     rows = {**BAD_ROWS, "null.parquet": (None, ["null.parquet: row 2", "dataset_text_field"])}
     wrong = []
     for name, (content, words) in rows.items():

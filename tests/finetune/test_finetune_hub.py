@@ -10,12 +10,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from rigs.hub import Hub, silent
+from rigs.hub import Hub, parquet, silent
 from rigs.tables import ROOT, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -109,12 +107,6 @@ def model_at(folder, shape, **more):
 def sums(count):
     """GSM8K's shape."""
     return [{"question": f"What is {a} + 2?", "answer": f"{a} + 2 = {a + 2}\n#### {a + 2}"} for a in range(count)]
-
-
-def parquet(path, rows):
-    """One file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 @pytest.fixture(scope="module")

@@ -132,9 +132,8 @@ def test_only_rank_0_tells(note_of, monkeypatch):
         assert note_of("") == ""
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         monkeypatch.setenv("RANK", "1")
-        post.upload_run_record(
-            Recorder(Path("nowhere"), JobPlan(), Layout(world_size=2, dp_shard=2), torch.device("cpu"))
-        )
+        layout = Layout(world_size=2, dp_shard=2)
+        post.upload_run_record(Recorder(Path("nowhere"), JobPlan(), layout, torch.device("cpu")))
         assert asked == []
 
 

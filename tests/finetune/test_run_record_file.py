@@ -61,15 +61,13 @@ def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
     )  # fmt: skip
     wrong = [(log, run_record.raised(log)) for log, reason in rows if run_record.raised(log) != reason]
     assert not wrong, wrong
-    post.write_termination_message(
-        tmp_path / "run.json", tmp_path / "word", "the ranks of pod 1 ended with exit code 1: OSError: x"
-    )
+    said = "the ranks of pod 1 ended with exit code 1: OSError: x"
+    post.write_termination_message(tmp_path / "run.json", tmp_path / "word", said)
     left = json.loads((tmp_path / "word").read_text())
     assert (left["status"], left["transports"]) == ("failed", []) and left["reason"].endswith("OSError: x")
     (tmp_path / "run.json").write_text(json.dumps({"status": "complete"}))
-    post.write_termination_message(
-        tmp_path / "run.json", tmp_path / "word", "ended", time.time() + 60
-    )  # of an earlier start
+    # of an earlier start
+    post.write_termination_message(tmp_path / "run.json", tmp_path / "word", "ended", time.time() + 60)
     assert json.loads((tmp_path / "word").read_text())["reason"] == "ended"
 
 

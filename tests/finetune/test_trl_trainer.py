@@ -7,15 +7,14 @@ from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
 from rigs.command import ROOT, interpreter
-from rigs.hub import Hub
-from test_finetune_hub import model_at, parquet
+from rigs.hub import Hub, parquet
+from test_finetune_hub import model_at
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from agent.cli.launch import launch
@@ -39,7 +38,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def hub(tmp_path_factory: pytest.TempPathFactory):
     """Tiny weights of every architecture, sums as prompts with completions, and talks."""
     folder, made = tmp_path_factory.mktemp("hub"), Hub()
     for kind in (*OTHERS, "llama", *{row["model"] for row in RECIPES.values()}):
@@ -65,7 +64,7 @@ def at_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
-def planned(folder: Path, settings: dict[str, Any], *words: str) -> tuple[Any, str]:
+def planned(folder: Path, settings: dict, *words: str) -> tuple:
     """plan.json by `launch --dry-run`, and what stderr says; the plan is None where it is refused."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(settings))

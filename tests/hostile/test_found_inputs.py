@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fuzz_targets
 import yaml
@@ -15,7 +14,7 @@ from agent.cli.main import cli
 from contracts.job_config import read_file
 
 ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-VALID: dict[str, Callable[[], Any]] = {
+VALID: dict[str, Callable] = {
     "machine": fuzz_targets._machine, "bench_result": lambda: fuzz_targets.document_of("bench"), "outcome": dict,
     "run": lambda: fuzz_targets.document_of("run"), "recording": lambda: fuzz_targets._recording("titan-rtx-2x-nv2"),
 }  # fmt: skip
@@ -25,7 +24,7 @@ def encoded(text: str) -> bytes:
     return re.sub(r'"?9\{(\d+)\}"?', lambda found: "9" * int(found[1]), text).encode()
 
 
-def document(target: str, changes: dict[str, Any]) -> bytes:
+def document(target: str, changes: dict) -> bytes:
     valid = VALID[target]()
     if target == "recording":
         return b"\1\0" + dumped({**valid, "answers": {**valid["answers"], **changes}})

@@ -43,9 +43,8 @@ def test_a_report_replaces_a_link_and_never_follows_it(tmp_path):
 
 def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path):
     """The agent's state folder: names are made here, from time and process id only."""
-    kept = result_store.store_run(
-        record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}), tmp_path
-    )
+    record = record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"})
+    kept = result_store.store_run(record, tmp_path)
     assert kept is not None and kept.parent == tmp_path / result_store.RUNS_FOLDER
     assert re.fullmatch(r"[\w.-]+\.json", kept.name)
 
@@ -56,17 +55,11 @@ def test_no_name_from_the_machine_leads_out_of_its_folder(name: str) -> None:
     assert sysfs.NAME.fullmatch(name) is None
 
 
-@pytest.fixture(scope="module")
-def client():
-    return agent(MACHINE)
-
-
-def test_no_http_door_opens_a_file(client, tmp_path):
+def test_no_http_door_opens_a_file(tmp_path):
     """A model may be a path on the command line; over HTTP it is a name, and unknown names tell nothing of files."""
     there = tmp_path / "config.json"
     there.write_text('{"model_type": "llama", "hidden_size": "TOKEN"}')
-    said = set()
-    missing = tmp_path / "missing.json"
+    client, said, missing = agent(MACHINE), set(), tmp_path / "missing.json"
     for path in (str(there), str(tmp_path), str(missing), "../../../etc/passwd", "file:///etc/passwd"):
         for door in ("/recommendations", "/what-if"):
             answer = client.get(door, params={"model": path})

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rigs.packages import CACHE, apt_installed, debian_root, one_installs
@@ -96,7 +95,7 @@ def size_bytes(image: str) -> int:
     return int(podman("image", "inspect", "--format", "{{.Size}}", image).stdout)
 
 
-def playable(pod: dict[str, Any], image: str = "") -> dict[str, Any]:
+def playable(pod: dict, image: str = "") -> dict:
     """The pod as this engine knows the fields; what it does not know is taken out here, by name, and nothing else.
 
     Podman 4.3's `kube play` has no downward API beyond a pod's name, no projected or secret volumes, maps each port of
@@ -118,7 +117,7 @@ def playable(pod: dict[str, Any], image: str = "") -> dict[str, Any]:
     return pod
 
 
-def play(documents: Sequence[dict[str, Any]], place: Path) -> None:
+def play(documents: Sequence[dict], place: Path) -> None:
     """Start pods and ConfigMaps from Kubernetes' own YAML."""
     place.write_text(yaml.safe_dump_all(documents))
     podman("kube", "play", "--network", "host", str(place))

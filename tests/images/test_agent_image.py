@@ -7,7 +7,6 @@ import subprocess
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import resident
@@ -52,7 +51,7 @@ def test_the_bill_of_materials_names_what_is_installed(agent_image: str, tmp_pat
     assert sorted(one["name"] for one in document["components"]) == names
 
 
-def pod_of(folder: Path, image: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def pod_of(folder: Path, image: str) -> tuple[dict, list[dict]]:
     """The DaemonSet's pod as this engine can play it, and the ConfigMaps it mounts."""
     documents = render(folder)
     template = next(d for d in documents if d["kind"] == "DaemonSet")["spec"]["template"]

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -40,7 +39,7 @@ def address(index: int) -> str:
     return f"{SUBNET.rpartition('.')[0]}.{index + 10}"
 
 
-def pod_of_job(job: dict[str, Any], index: int, shared: Path) -> dict[str, Any]:
+def pod_of_job(job: dict, index: int, shared: Path) -> dict:
     """Pod `index` as the Job's controller makes it, with what this engine does not know taken out by name.
 
     Out go: affinity and subdomain (one host, no DNS: `hostAliases` names pod 0), the volume `shm` (a tmpfs of Memory:
@@ -79,7 +78,7 @@ def said_at(shared: Path, job: str, index: int) -> Path:
     return shared / f"{job}-{index}.word"
 
 
-def start(pod: dict[str, Any], maps: Sequence[dict[str, Any]], index: int, place: Path) -> None:
+def start(pod: dict, maps: Sequence[dict], index: int, place: Path) -> None:
     """Play one pod on the network."""
     place.write_text(yaml.safe_dump_all([*maps, pod]))
     podman("kube", "play", f"--network={BRIDGE}:interface_name=eth0,ip={address(index)}", str(place))
@@ -109,7 +108,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
         clear()
 
 
-def rendered(*words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def rendered(*words: str) -> tuple[dict, list[dict]]:
     """The Job that `launch` prints, and its ConfigMaps."""
     done = topoflight("launch", *JOB, *words, "--dry-run")
     assert done.exit_code == 0, done.output

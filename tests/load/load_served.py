@@ -62,10 +62,10 @@ def get_of(path: str, *headers: str) -> bytes:
     return "\r\n".join((f"GET {path} HTTP/1.1", "Host: localhost", *headers, "", "")).encode()
 
 
-def read(one: socket.socket) -> bytes:
-    """All that comes until the server closes."""
+def read(one: socket.socket, end: bytes | None = None) -> bytes:
+    """All that comes until the server closes, or until these bytes have come."""
     got = b""
     with contextlib.suppress(ConnectionResetError):
-        while piece := one.recv(65536):
+        while (end is None or end not in got) and (piece := one.recv(65536)):
             got += piece
     return got

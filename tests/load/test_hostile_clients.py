@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -35,6 +34,7 @@ serve.listen(app, serve.bind("127.0.0.1", port))
 """
 SECONDS = 2.0  # that a request may take to arrive, in place of the agent's own limit
 PLACES = 40
+HEAD_END = b"\r\n\r\n"  # of an answer: the connection may stay
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,10 @@ LONG = {
 }  # fmt: skip
 
 
-def rows(table: str) -> Callable[[], list[tuple[bytes, Any]]]:
+def rows(table: str) -> Callable[[], list[tuple]]:
     """Requests of a table, and what is expected of each."""
 
-    def read_table() -> list[tuple[bytes, Any]]:
+    def read_table() -> list[tuple]:
         found = []
         for text, wanted in rows_of(__file__)(table)().values():
             for word, meant in LONG.items():
@@ -85,17 +85,8 @@ def rows(table: str) -> Callable[[], list[tuple[bytes, Any]]]:
 @each_row(("request_bytes", "expected"), rows("refused"))
 def test_what_is_too_large_or_no_http_gets_its_own_status(served: Served, request_bytes: bytes, expected: int) -> None:
     with connect(served.port, request_bytes, HOSTILE) as one:
-        assert status(read_answer(one)) == expected
+        assert status(read(one, HEAD_END)) == expected
     served.honest()
-
-
-def read_answer(one: socket.socket) -> bytes:
-    """The head of one answer; the connection may stay."""
-    got = b""
-    with contextlib.suppress(ConnectionResetError):
-        while b"\r\n\r\n" not in got and (piece := one.recv(65536)):
-            got += piece
-    return got
 
 
 @each_row(("start", "answers"), rows("endless"))
@@ -175,7 +166,7 @@ def test_every_place_busy_leaves_health_checks(impatient: Served) -> None:
     busy = [connect(impatient.port, get_of(question.format(4096 + n)), f"127.0.1.{1 + n % 8}")
             for n in range(PLACES + 9)]  # fmt: skip
     found = {path: [get_once(impatient, path) for _ in range(5)] for path in ("/metrics", "/healthz", "/readyz")}
-    told = [status(read_answer(one)) for one in select.select(busy, [], [], 5)[0]]
+    told = [status(read(one, HEAD_END)) for one in select.select(busy, [], [], 5)[0]]
     assert 503 in told and set(told) <= {200, 503}, (found, told)  # none that was asked is ended without a word
     assert found["/healthz"] == found["/readyz"] == [200] * 5
     for one in busy:

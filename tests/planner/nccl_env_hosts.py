@@ -1,7 +1,6 @@
 """Hosts made by hand for the tests of the NCCL environment: only the facts that a rule asks for."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from planner.advice import Recommendation
 from planner.nccl_env import environment
@@ -18,20 +17,18 @@ from topology.graph import ClusterTopology, NearestNic, NodeTopology
 GBIT = 1e9 / 8
 
 
-def settings(*given: Any, **more: Any) -> Recommendation:
+def settings(*given, **more) -> Recommendation:
     """What is advised in a situation."""
     return environment.settings(situation(*given, **more))
 
 
-def interface(name: str, role: str, address: str = "10.0.0.1/24", **more: Any) -> Interface:
+def interface(name: str, role: str, address: str = "10.0.0.1/24", **more) -> Interface:
     """An interface that is up and running."""
     addresses = (address,) if address else ()
     return Interface(**{"name": name, "role": role, "up": True, "running": True, "addresses": addresses, **more})
 
 
-def port(
-    name: str, *, layer: str = "InfiniBand", gbit: float = 400, gids: Sequence[Gid] = (), **more: Any
-) -> RdmaDevice:
+def port(name: str, *, layer: str = "InfiniBand", gbit: float = 400, gids: Sequence[Gid] = (), **more) -> RdmaDevice:
     """A device with one port; `more` are members of either."""
     of_device = {"kind": "hca", "model": "ConnectX-7", "is_vf": more.pop("vf", None)}
     of_device |= {key: more.pop(key) for key in ("kind", "model", "driver") if key in more}
@@ -40,7 +37,7 @@ def port(
     return RdmaDevice(name=name, ports=(one,), **of_device)
 
 
-def pci(bus_id: str, class_code: int, vendor: int, *, driver: str | None = None, **more: Any) -> PciDevice:
+def pci(bus_id: str, class_code: int, vendor: int, *, driver: str | None = None, **more) -> PciDevice:
     """A PCI function."""
     return PciDevice(bus_id=bus_id, class_code=class_code, vendor_id=vendor, device_id=0x1000, driver=driver, **more)
 
@@ -55,13 +52,13 @@ def host(
     name: str = "a", *, gpus: int = 8, gpu_name: str | None = None, nvlink: bool = True, c2c: int | None = None,
     rdma: Sequence[RdmaDevice] | None = (), interfaces: Sequence[Interface] | None = (),
     default_route: str | None = None, cgroup_cpus: float | None = None, bus: Sequence[PciDevice] | None = None,
-    switches: dict[str, Any] | None = None, **info: Any,
+    switches: dict | None = None, **info,
 ) -> Snapshot:  # fmt: skip
     """A snapshot of the facts given; None leaves the probe out."""
     links = (NvLink(link=0, active=True),) if nvlink else ()
     made = (Gpu(index=i, bus_id=None, name=gpu_name, nvlinks=links, nvlinks_known=True, c2c_links=c2c)
             for i in range(gpus))  # fmt: skip
-    facts: dict[str, Any] = {
+    facts: dict = {
         "gpu": GpuFacts(driver_version="570", cuda_version="12.8", gpus=tuple(made)),
         "hostinfo": HostinfoFacts(**{"hostname": name, "cores": 64, **info}),
         "limits": LimitsFacts(

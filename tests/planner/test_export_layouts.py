@@ -7,7 +7,6 @@ import re
 import tomllib
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -37,7 +36,7 @@ PIPELINE = Layout(
 NAMED = {"FSDP": FSDP, "PP": PIPELINE}
 
 
-def request(layout: Layout, ranks_per_node: int = 8, **train: Any) -> ExportRequest:
+def request(layout: Layout, ranks_per_node: int = 8, **train) -> ExportRequest:
     """A request for Llama-3-8B."""
     spec = TrainSpec(**{"method": "full", "engine": "deepspeed", **train})
     return ExportRequest(layout=layout, model=LLAMA, train=spec, ranks_per_node=ranks_per_node)
@@ -105,7 +104,7 @@ def test_trl_names_are_those_of_training_arguments() -> None:
 
 
 @each_row(("precision", "train", "dtype"), rows("trl_type"))
-def test_trl_loads_the_model_in_a_type_that_trains(precision: Any, train: dict[str, Any], dtype: str) -> None:
+def test_trl_loads_the_model_in_a_type_that_trains(precision, train: dict, dtype: str) -> None:
     layout = dataclasses.replace(FSDP, dp_shard=1, world_size=1, precision=precision)
     assert yaml.safe_load(export("trl", request(layout, **train)))["dtype"] == dtype
 

@@ -99,9 +99,8 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
     assert half.network.bytes_per_second == pytest.approx(whole.network.bytes_per_second / 2)
     found = Finding(code="gpu.pcie.width", status=Status.FAIL, subject="GPU2", message="runs x8 of x16")
     train = TrainSpec(method="full", sequence_length=2048)
-    advice = recommend(
-        pairs[1], (snapshot,), model_named("Llama-3.1-8B"), train, findings={"a": (found,), "b": (found,)}
-    )
+    findings = {"a": (found,), "b": (found,)}
+    advice = recommend(pairs[1], (snapshot,), model_named("Llama-3.1-8B"), train, findings=findings)
     assert advice.slowed == ("gpu.pcie.width on GPU2: fewer lanes to the host and to the NICs",)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-from typing import Any
 
 import pytest
 from rigs.command import TORCHRUN, interpreter
@@ -39,7 +38,7 @@ def kept_bytes(layers: int, method: Method, targets: tuple[str, ...] = TrainSpec
     held = {p.untyped_storage().data_ptr() for p in net.parameters()}
     kept: dict[int, int] = {}
 
-    def see(tensor: Any) -> Any:
+    def see(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in held:
             kept[storage.data_ptr()] = storage.nbytes()

@@ -14,7 +14,7 @@ from planner.forecast.memory import NCCL_BYTES, RESERVED_RANKS_BYTES, memory_par
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.forecast.step_time import Job
-from planner.rules import list_broken
+from planner.search import list_broken
 from planner.stacks import engine_named
 
 MODEL = model_named("Llama-3.1-8B")  # 32 layers, h 4096, q 4096, kv 1024, f 14336
@@ -178,14 +178,8 @@ def test_what_ranks_hold_as_the_model_comes_in_bounds_the_layout() -> None:
     assert engine_named("topoflight").host_load(size, three, 8) == 0.0
     node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
     links = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
-    small = Job(
-        model=MODEL,
-        train=FULL,
-        links=links,
-        engine=engine_named("deepspeed"),
-        host_memory_bytes=128.0 * GIB,
-        rates=cpu_rates(8.0, None),
-    )
+    small = Job(model=MODEL, train=FULL, links=links, engine=engine_named("deepspeed"), rates=cpu_rates(8.0, None),
+                host_memory_bytes=128.0 * GIB)  # fmt: skip
     unknown, rule = replace(small, host_memory_bytes=None), "host-memory-holds"
     assert "loading needs 120 GiB" in dict(list_broken(small, two))[rule]
     assert not [job for job, at in ((small, three), (unknown, two)) if rule in dict(list_broken(job, at))]

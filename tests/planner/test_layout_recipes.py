@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rigs.tables import each_row
@@ -32,8 +31,8 @@ class Recipe:
     source: str
     model: str
     on: tuple[str, int] | tuple[str, int, int]  # machine, nodes, GPUs of each where not all
-    train: dict[str, Any]
-    layout: dict[str, Any]
+    train: dict
+    layout: dict
     claim: str
     differs: dict[str, str] = field(default_factory=dict)
 

@@ -49,12 +49,8 @@ def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:
         recommend(cluster, (), model_named("GPT-2"), TrainSpec(engine="keras"))
     with pytest.raises(ValueError, match="precision='int3'"):
         recommend(cluster, (), model_named("GPT-2"), TrainSpec(precision="int3"))
-    for name, says in {
-        "1xrtx4090": "4xrtx4090 .*fewer",
-        "V100": "p3.16xlarge",
-        "4x A100": "p4d.24xlarge",
-        "l4": "nearest",
-    }.items():
+    wrong = {"1xrtx4090": "4xrtx4090 .*fewer", "V100": "p3.16xlarge", "4x A100": "p4d.24xlarge", "l4": "nearest"}
+    for name, says in wrong.items():
         with pytest.raises(machines.MachineError, match=says):
             machines.machine(name)
     with pytest.raises(machines.MachineError, match="p5"):
@@ -212,9 +208,8 @@ def test_a_named_layout_that_does_not_fit_has_the_options_of_one_that_does() -> 
 def test_what_a_question_says_in_vain_is_said_back() -> None:
     """Rows that are cut, and a release of NCCL that nobody knows."""
     train = TrainSpec(sequence_length=2048, length_histogram=((100, 10), (9000, 5)))
-    answer = recommend(
-        machines.cluster("p5.48xlarge"), (), model_named("Llama-3.1-8B"), train, nccl_version=(99, 99, 0)
-    )
+    model, later = model_named("Llama-3.1-8B"), (99, 99, 0)
+    answer = recommend(machines.cluster("p5.48xlarge"), (), model, train, nccl_version=later)
     words = " ".join(answer.unknowns)
     assert "5 of 15 rows are longer than the sequence length of 2048 tokens" in words
     assert "NCCL 99.99.0 is newer than" in words

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from rigs.tables import each_row, rows_of
@@ -16,8 +15,7 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.forecast.step_time import Job
 from planner.recommend import plan, recommend
-from planner.rules import first_broken, list_broken
-from planner.search import search
+from planner.search import first_broken, list_broken, search
 from planner.stacks import ENGINES, engine_named
 
 rows = rows_of(__file__)
@@ -29,19 +27,16 @@ LINKS = Links(ranks_per_node=8, nodes=4, island_size=8, island=FAST, node=FAST, 
 
 def job(
     engine: str = "megatron", model: str = "Llama-3.1-70B", *, has_gpu: bool = True, quantised: str = "",
-    window: int | None = None, capability: Sequence[int] = (9, 0), **train: Any,
+    window: int | None = None, capability: Sequence[int] = (9, 0), **train,
 ) -> Job:  # fmt: skip
     """A job on four 8-GPU nodes."""
     named = model_named(model)
     return Job(
         model=replace(named, quantised=quantised or named.quantised, sliding_window=window or named.sliding_window),
         train=TrainSpec(**{"method": "full", "sequence_length": 8192, "engine": engine, **train}),
-        links=LINKS,
-        engine=engine_named(engine),
-        rates=cpu_rates(8.0, None),
-        has_gpu=has_gpu,
+        links=LINKS, engine=engine_named(engine), rates=cpu_rates(8.0, None), has_gpu=has_gpu,
         compute_capability=tuple(capability),
-    )
+    )  # fmt: skip
 
 
 @each_row(("rule", "engine", "settings", "layout", "says"), rows("forbids"))
@@ -61,7 +56,7 @@ def test_every_degree_that_divides_the_experts_is_tried(experts: int, ranks: int
 
 
 @each_row(("model", "settings", "says"), rows("said_of_all"))
-def test_what_no_degree_changes_is_said_of_every_layout(model: str, settings: dict[str, Any], says: str) -> None:
+def test_what_no_degree_changes_is_said_of_every_layout(model: str, settings: dict, says: str) -> None:
     """One reason, and not the same one for each degree."""
     train = TrainSpec(**{"method": "full", **settings})
     found = search(plan(machines.cluster("p5.48xlarge", 2), (), model_named(model), train))

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from nccl_env_hosts import host, interface
@@ -36,21 +35,21 @@ def test_launch_offers_every_api() -> None:
     assert tuple(api.type.choices) == ("local", *manifests.APIS, "slurm")
 
 
-def container_of(documents: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def container_of(documents: tuple[dict, ...]) -> dict:
     """Command and environment of the main container; of a TrainJob they stand in the trainer."""
     trainers = [d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"]
     return trainers[0] if trainers else next(templates(list(documents)))["spec"]["containers"][0]
 
 
-def command_of(documents: tuple[dict[str, Any], ...]) -> list[str]:
+def command_of(documents: tuple[dict, ...]) -> list[str]:
     return list(container_of(documents)["command"])
 
 
-def variables_of(documents: tuple[dict[str, Any], ...]) -> dict[str, str]:
+def variables_of(documents: tuple[dict, ...]) -> dict[str, str]:
     return {each["name"]: each.get("value", "") for each in container_of(documents)["env"]}
 
 
-def meant_for_retry(job: dict[str, Any], code: int) -> bool:
+def meant_for_retry(job: dict, code: int) -> bool:
     """Whether batch/v1's policy makes a pod anew that ended with this code: the first rule that matches."""
     for rule in job["podFailurePolicy"]["rules"]:
         on = rule.get("onExitCodes")
@@ -119,7 +118,7 @@ def test_pods_measure_together_only_where_it_is_asked_for(api: str) -> None:
     assert words.index("--measure") < words.index("--")
 
 
-def restricted(container: dict[str, Any], pod: dict[str, Any]) -> list[str]:
+def restricted(container: dict, pod: dict) -> list[str]:
     """What Pod Security's profile "restricted" (1.36) finds wrong with a container of a pod."""
     mine, common = container.get("securityContext", {}), pod.get("securityContext", {})
     seccomp = (mine.get("seccompProfile") or common.get("seccompProfile") or {}).get("type")
@@ -277,7 +276,7 @@ def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch
 def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
     """Where nvidia_peermem is loaded that driver is on the node; ofedDriver and useHostMofed exclude each other."""
 
-    def made(loaded: bool | None, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def made(loaded: bool | None, **settings) -> tuple[dict, dict]:
         found = changed(snapshot("l40s-4x-pcie"), PciFacts, peermem_loaded=loaded)
         spec = network_manifests.from_snapshots([found], **settings)
         kinds = {document["kind"]: document["spec"] for document in network_manifests.network(spec)}

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import build
 import pytest
@@ -24,7 +23,7 @@ rows = rows_of(__file__)
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
-def spec(count: int, **more: Any) -> network_manifests.NetworkSpec:
+def spec(count: int, **more) -> network_manifests.NetworkSpec:
     """Of as many interfaces."""
     names = tuple(f"ens{i}f0np0" for i in range(count))
     return network_manifests.NetworkSpec(**{"interfaces": names, "mtu_bytes": 9000, **more})
@@ -34,9 +33,7 @@ def of_kind(documents: Sequence[Document], kind: str) -> list[Document]:
     return [document for document in documents if document["kind"] == kind]
 
 
-def node(
-    name: str = "a", *, rails: int = 8, links: Sequence[Interface] = (), devices: Sequence[RdmaDevice] = ()
-) -> Any:
+def node(name: str = "a", *, rails: int = 8, links: Sequence[Interface] = (), devices: Sequence[RdmaDevice] = ()):
     """A node on its host network: a RoCE port for each rail, and Ethernet besides."""
     names = [f"ens{i}f0np0" for i in range(rails)]
     roce = [port(f"mlx5_{i}", layer="Ethernet", netdev=each, netdev_mtu_bytes=9000) for i, each in enumerate(names)]
@@ -53,9 +50,8 @@ def test_one_interface_is_as_it_always_was() -> None:
     assert one.rails() == (one,)
     documents = network_manifests.network(one)
     assert [document["metadata"]["name"] for document in documents[3:]] == ["rdmashared-net", "rdmashared-net"]
-    assert json.loads(documents[3]["spec"]["ipam"]) == {
-        "type": "whereabouts", "range": "8.8.8.0/24", "gateway": "1.1.1.1",
-    }  # fmt: skip
+    ipam = {"type": "whereabouts", "range": "8.8.8.0/24", "gateway": "1.1.1.1"}
+    assert json.loads(documents[3]["spec"]["ipam"]) == ipam
     assert network_manifests.NetworkSpec(interfaces=(), infiniband=True).rails() == ()
 
 
@@ -177,9 +173,8 @@ def test_a_job_for_several_rails_is_told_what_its_pods_would_have_said(rails: in
     found = network_manifests.from_snapshots(nodes)
     names = [f"{rail.namespace}/{rail.name}" for rail in found.rails()]
     by_number = sorted(found.interfaces, key=lambda name: (len(name), name))  # ens2 before ens10
-    given = network_manifests.attached(
-        advice(*nodes), nodes, networks=names, interfaces=by_number, resource="rdma/rdma_shared_device_eth"
-    )
+    device = "rdma/rdma_shared_device_eth"
+    given = network_manifests.attached(advice(*nodes), nodes, networks=names, interfaces=by_number, resource=device)
     seen = advice(pod("a", rails), pod("b", rails))
     assert environment(given) == environment(seen)
     assert environment(given)["NCCL_SOCKET_IFNAME"] == ("=net1" if rails > 9 else "net1"), "net1 begins net10 as well"

@@ -5,7 +5,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -38,16 +37,16 @@ NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=900
 SHARED_CLAIM = manifests.from_template("claim", name="shared", namespace="default", size="500Gi", storage_class="CLASS")
 
 
-def documents() -> list[dict[str, Any]]:
+def documents() -> list[dict]:
     """Everything we render, through YAML and back, as a user's kubectl would see it."""
     made = [d for api in manifests.APIS.values() for d in api(SPEC)]
     made += list(network_manifests.network(NETWORK))
     made += SHARED_CLAIM
-    made += [manifests.config_map(SPEC, {"config.yaml": "a: 1\n"})]
+    made += manifests.from_template("config_map", spec=SPEC, files={"config.yaml": "a: 1\n"})
     return list(yaml.safe_load_all(manifests.render(made)))
 
 
-def least_job(**given: Any) -> JobSpec:
+def least_job(**given) -> JobSpec:
     """The least that a job is, and what is given."""
     least = {"name": "a", "image": "i", "nodes": 1, "processes_per_node": 1, "command": ("true",)}
     return JobSpec(**{**least, **given})
@@ -107,7 +106,7 @@ def test_a_compute_domain_is_as_its_definition_has_it() -> None:
 
 
 @each_row("document", lambda: [d for d in documents() if d["apiVersion"] in CORE])
-def test_core_kinds_are_strictly_valid(document: dict[str, Any]) -> None:
+def test_core_kinds_are_strictly_valid(document: dict) -> None:
     """As the API server with strict field validation."""
     kubernetes_validate.validate(document, "1.35", strict=True)
 
@@ -145,7 +144,7 @@ def test_trainjob_environment_is_in_the_trainer_and_not_in_the_runtime() -> None
 
 
 @each_row(("field", "value", "told"), ROWS["refused"])
-def test_what_the_api_server_would_refuse_is_refused(field: str, value: Any, told: str) -> None:
+def test_what_the_api_server_would_refuse_is_refused(field: str, value, told: str) -> None:
     """By name and value: an object that cannot exist would otherwise leave the pods waiting for it."""
     with pytest.raises(JobError, match=re.escape(told)):
         least_job(**{field: tuple(value) if isinstance(value, list) else value})

@@ -4,7 +4,6 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,10 +25,10 @@ FAMILIES = (
     "minimax_m2", "olmo2", "olmo3",
 )  # fmt: skip
 # Every key may also be left out, and each family meets keys that only others have.
-CHOICES: dict[str, list[Any]] = rows("choices")()  # fmt: skip
+CHOICES: dict[str, list] = rows("choices")()  # fmt: skip
 
 
-def odd_configs(family: str, count: int) -> list[dict[str, Any]]:
+def odd_configs(family: str, count: int) -> list[dict]:
     """Small configurations, the same each time: all left out, then options drawn at random."""
     draw = random.Random(f"weights of {family}")
     least = {"model_type": family, "hidden_size": 256, "num_attention_heads": 32, "vocab_size": 96, "pad_token_id": 0}
@@ -164,9 +163,8 @@ def test_megatron_is_told_the_same_shape_or_refuses() -> None:
     ):  # fmt: skip
         with pytest.raises(ExportError, match=why):
             export("megatron", ExportRequest(layout=layout, model=odd, train=train))
-    assert "--add-qkv-bias" in export(
-        "megatron", ExportRequest(layout=layout, model=model_named("Qwen2.5-7B"), train=train)
-    )
+    biased = ExportRequest(layout=layout, model=model_named("Qwen2.5-7B"), train=train)
+    assert "--add-qkv-bias" in export("megatron", biased)
 
 
 @each_row("named", ["0", [0.5], [True], {"0": 1}, [None]])

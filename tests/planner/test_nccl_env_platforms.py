@@ -7,7 +7,6 @@ And the advice on every recorded machine, as an expert would read it.
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import platform_machines as built
 import yaml
@@ -31,7 +30,7 @@ TABLE = read_table(f"{ROOT}/planner/nccl_env/__init__.py", "data/platforms.toml"
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
 
 
-def seen(machine: str, **changes: Any) -> Snapshot:
+def seen(machine: str, **changes) -> Snapshot:
     """A built machine as the probes see it, or another one with what it changes."""
     if not changes:
         return built.snapshot(machine)
@@ -62,9 +61,8 @@ def test_settings_of_the_built_machine(machine: str) -> None:
     assert (row.name if row else None) == expected.get("platform")
     assert transport(found) == expected.get("sets", {})
     assert not [each for each in found.settings if each.name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")]
-    alone = advice(
-        machine, multi_node=False
-    )  # nothing of HCAs, interfaces, classes or plugins: nothing leaves the node
+    # nothing of HCAs, interfaces, classes or plugins: nothing leaves the node
+    alone = advice(machine, multi_node=False)
     assert not transport(alone).keys() - {"NCCL_TOPO_FILE"}
     told = {each.topic for each in alone.notes}
     assert not [name for name in told if name.startswith(("NCCL_IB_", "NCCL_NET", "NCCL_SOCKET", "NCCL_CROSS", "FI_"))]
@@ -106,7 +104,7 @@ def test_machines_own_file_is_not_overwritten() -> None:
         ({"nics": (built.Nics(kind="ib", count=8),)}, None),  # no RoCE: another fabric than the recipe's
     ],
 )
-def test_platform_is_told_by_facts_not_by_one_name(change: dict[str, Any], expected: str | None) -> None:
+def test_platform_is_told_by_facts_not_by_one_name(change: dict, expected: str | None) -> None:
     """Without the fact there is no class of OCI's on another's switches."""
     machine = seen("oci-h200", **change)
     row = row_of(machine)
@@ -168,7 +166,7 @@ def test_recipes_are_whole() -> None:
 # -- The docs ---------------------------------------------------------------------------------------------------------
 
 
-def published(recipe: Recipe) -> dict[str, Any]:
+def published(recipe: Recipe) -> dict:
     """The row of a recipe, with whoever sets its variables, if not the user, and further sources."""
     return next(row for row in TABLE["recipe"].values() if row["values"] == recipe.values)
 
@@ -247,13 +245,8 @@ def _facts(row: Platform) -> str:
     for name, pattern in (("product", row.product), ("GPU", row.gpu)):
         parts += [f"{name} <code>{pattern.replace('|', '&#124;')}</code>"] if pattern else []
     parts += ["AMD GPUs"] if row.amd else []
-    fabric = {
-        "cxi": "Cassini NICs",
-        "ethernet": "only Ethernet",
-        "roce": "RoCE ports",
-        "efa": "EFA devices",
-        "infiniband": "InfiniBand ports",
-    }
+    fabric = {"cxi": "Cassini NICs", "ethernet": "only Ethernet", "roce": "RoCE ports", "efa": "EFA devices",
+              "infiniband": "InfiniBand ports"}  # fmt: skip
     if row.fabric:
         parts.append(fabric[row.fabric] + (f", at least {row.nics}" if row.nics else ""))
     return "; ".join(parts)

@@ -1,7 +1,6 @@
 """Each rule of the NCCL environment on the smallest host that decides it. A wrong environment is worse than none."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, settings, v2_gid
 from rigs.tables import each_row, rows_of
@@ -14,9 +13,7 @@ from probes.interfaces.facts import Interface
 from probes.rdma.facts import Gid, RdmaDevice
 
 
-def advise(
-    *snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more: Any
-) -> Recommendation:
+def advise(*snapshots: Snapshot, nearest: tuple[str, ...] = (), virtual: str | None = None, **more) -> Recommendation:
     """Advice for the hosts."""
     return settings(snapshots, cluster(*snapshots, nearest=nearest, virtual=virtual), **more)
 
@@ -48,10 +45,10 @@ def rails(count: int) -> list[RdmaDevice]:
     return [port(f"mlx5_{i}", netdev=f"rail{i}", gids=[v2_gid(3, f"10.1.{i}.5")], **ROCE) for i in range(count)]
 
 
-def counted(rows: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+def counted(rows: list[dict] | None) -> list[dict] | None:
     """The members that rows stand for: of a `count` so many alike, with their numbers in their texts."""
 
-    def filled(value: Any, **numbers: int) -> Any:
+    def filled(value, **numbers: int):
         if isinstance(value, dict):
             return {name: filled(one, **numbers) for name, one in value.items()}
         if isinstance(value, list):
@@ -65,17 +62,17 @@ def counted(rows: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     ]  # fmt: skip
 
 
-def gid_of(row: dict[str, Any]) -> Gid:
+def gid_of(row: dict) -> Gid:
     own = {"gid": v2_gid(0, row["address"]).gid, "type": "RoCE v2"} if "address" in row else {}
     return Gid(**own | {word: value for word, value in row.items() if word != "address"})
 
 
-def interface_of(row: dict[str, Any]) -> Interface:
+def interface_of(row: dict) -> Interface:
     rate = {"speed_bytes_per_second": row["gbit"] * GBIT} if "gbit" in row else {}
     return interface(**{word: value for word, value in row.items() if word != "gbit"}, **rate)
 
 
-def host_of(row: dict[str, Any]) -> Snapshot:
+def host_of(row: dict) -> Snapshot:
     made = dict(row)
     if devices := counted(row.get("rdma")):
         made["rdma"] = [port(**each | {"gids": [*map(gid_of, each.get("gids", ()))]}) for each in devices]
@@ -91,7 +88,7 @@ TABLES = ("hcas", "virtual_functions", "interfaces", "other_fabrics", "gids", "f
           "files_and_levels", "one_node")  # fmt: skip
 
 
-def cases() -> Iterator[tuple[Any, ...]]:
+def cases() -> Iterator[tuple]:
     """Of each row of the tables, and each release that it names, what is expected and what is advised."""
     for row in [row for table in TABLES for row in rows(table)()]:
         for version in row.get("versions", [None]):

@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from difflib import unified_diff
-from typing import Any
 
 import pytest
 import yaml
@@ -40,7 +39,7 @@ Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(
     "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))  # fmt: skip
 
 
-def additions(row: dict[str, Any]) -> Additions:
+def additions(row: dict) -> Additions:
     """The additions of a row: all of ADDED, ADDED with changes, or only what the row names."""
     added = row["added"]
     if added == "all":
@@ -60,7 +59,7 @@ def changes(text: str, made: str) -> list[str]:
     return [*unified_diff(text.splitlines(), made.splitlines(), n=0, lineterm="")][2:]
 
 
-def described(row: dict[str, Any], made: str, notes: list[str], usual: set[str]) -> dict[str, Any]:
+def described(row: dict, made: str, notes: list[str], usual: set[str]) -> dict:
     """The row with its jobs (pods, nodes and ranks), other objects, changes and notes.
 
     A row that is not `whole` has only the changed lines that are in no whole row.
@@ -129,9 +128,8 @@ def test_an_edit_adds_and_never_changes() -> None:
     made = extended(text, found)
     assert documents(made) == found and made.startswith("a: 1   # one\nb:\n- x\n- y:\n")
     assert "d: &d {e: [1, it's]}\nf: *d\ng:\n  h: null\ni: new\n" in made
-    assert extended(text.replace("\n", "\r\n"), found).count("\n") == extended(text.replace("\n", "\r\n"), found).count(
-        "\r\n"
-    )
+    of_windows = extended(text.replace("\n", "\r\n"), found)
+    assert of_windows.count("\n") == of_windows.count("\r\n")
     with pytest.raises(EditError):
         extended(text, [{**found[0], "a": 2}])
 
@@ -235,7 +233,7 @@ def test_a_shells_words_and_a_file_by_its_place_are_read(line: str) -> None:
     assert said.unknown == [] and said.settings["max_length"] == 2048
 
 
-def gpu_job(body: dict[str, Any] | None = None, **resources: Any) -> str:
+def gpu_job(body: dict | None = None, **resources) -> str:
     """A job of one container; `body` are further words of its pod."""
     container = {"name": "main", "command": ["torchrun", "t.py"], "resources": resources}
     pod = {"metadata": {}, "spec": {"containers": [container], **(body or {})}}
@@ -243,7 +241,7 @@ def gpu_job(body: dict[str, Any] | None = None, **resources: Any) -> str:
 
 
 @each_row(("resources", "alone"), rows("without_gpu"))
-def test_which_jobs_have_no_gpu(resources: dict[str, Any], alone: bool) -> None:
+def test_which_jobs_have_no_gpu(resources: dict, alone: bool) -> None:
     (job,) = jobs_in(documents(gpu_job(**resources)))
     assert job.without_gpus is alone
     (job,) = jobs_in(documents(gpu_job({"runtimeClassName": "nvidia"}, **resources)))

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ def recording():
 def scanner_of(fake_nvml, tmp_path, monkeypatch, recording):
     """A scanner whose child process finds a recorded machine's GPUs through the fake NVML, with failures on demand."""
 
-    def make(name: str, inject: str = "", nvml: dict[str, dict[str, Any]] | None = None, **options: Any) -> Scanner:
+    def make(name: str, inject: str = "", nvml: dict[str, dict] | None = None, **options) -> Scanner:
         """`nvml` are answers in place of recorded ones, by symbol and question."""
         answers = recording(name)["answers"]
         for symbol, told in (nvml or {}).items():

@@ -5,7 +5,6 @@ import errno
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -24,20 +23,12 @@ class DictHost(RecordedHost):
     """
 
     def __init__(
-        self,
-        files: dict[str, Content] | None = None,
-        links: dict[str, str] | None = None,
-        *,
-        netlink: dict[str, list[dict[str, Any]]] | None = None,
-        port_links: dict[str, dict[str, Any]] | None = None,
-        limits: dict[str, tuple[int | None, int | None]] | None = None,
-        environment: dict[str, str] | None = None,
-        identity: dict[str, Any] | None = None,
-        cpu: dict[str, Any] | None = None,
-        register_limit_bytes: int | None = None,
-        shm: tuple[int, int] | None = None,
-        unusable: tuple[str, ...] = (),
-    ) -> None:
+        self, files: dict[str, Content] | None = None, links: dict[str, str] | None = None, *,
+        netlink: dict[str, list[dict]] | None = None, port_links: dict[str, dict] | None = None,
+        limits: dict[str, tuple[int | None, int | None]] | None = None, environment: dict[str, str] | None = None,
+        identity: dict | None = None, cpu: dict | None = None, register_limit_bytes: int | None = None,
+        shm: tuple[int, int] | None = None, unusable: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         who = {"hostname": "h", "pid": 7, "uid": 1000, "kernel": "6.1.0", "architecture": "x86_64", "home": "/root"}
         refused = {"$errno": "EPROTONOSUPPORT"}
         answers = {
@@ -116,7 +107,7 @@ class DictHost(RecordedHost):
         """Whether it exists and is not in `unusable`."""
         return self.exists(path) and path not in self.unusable
 
-    def verbs(self, what: str, *arguments: Any) -> Any:
+    def verbs(self, what: str, *arguments):
         """A library that registers up to a limit, or none."""
         if self.register_limit_bytes is None:
             raise ImportError("No module named 'pyverbs'")
@@ -125,10 +116,10 @@ class DictHost(RecordedHost):
         return "44.0" if what == "version" else {}
 
 
-TEMPLATES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("sysfs.yaml").read_text(encoding="utf-8"))
+TEMPLATES: dict = yaml.safe_load(Path(__file__).with_name("sysfs.yaml").read_text(encoding="utf-8"))
 
 
-def tree_of(device: str, **words: Any) -> tuple[dict[str, Content], dict[str, str]]:
+def tree_of(device: str, **words) -> tuple[dict[str, Content], dict[str, str]]:
     """Files and links of a device of sysfs.yaml."""
     files, links = (
         {path.format(**words): text.format(**words) if isinstance(text, str) else text for path, text in rows.items()}

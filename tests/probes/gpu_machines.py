@@ -5,7 +5,6 @@ import dataclasses
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from scanned import scan
 
@@ -19,13 +18,13 @@ H100, GB200, TITAN = "hgx-h100-8xH100-8hca", "gb200-nvl72-tray", "titan-rtx-2x-n
 
 
 @cache
-def recorded(name: str = H100) -> dict[str, Any]:
+def recorded(name: str = H100) -> dict:
     """A recording, which no test changes."""
-    content: dict[str, Any] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
+    content: dict = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
     return content
 
 
-def changed(name: str = H100, **answers: Any) -> dict[str, Any]:
+def changed(name: str = H100, **answers) -> dict:
     """A copy of it; `answers` of GPUs ("gpu3") replace those of one NVML function.
 
     The function's name may go on with arguments: {"gpu3": ("nvmlDeviceGetTotalEccErrors,1,0", 7)}. A dictionary
@@ -41,7 +40,7 @@ def changed(name: str = H100, **answers: Any) -> dict[str, Any]:
     return content
 
 
-def facts_of(found: Snapshot | dict[str, Any]) -> GpuFacts:
+def facts_of(found: Snapshot | dict) -> GpuFacts:
     """The GPUs of a snapshot, or of a recording's content."""
     snapshot = scan(RecordedHost(found), (PROBE,)) if isinstance(found, dict) else found
     outcome = snapshot.outcomes["gpu"]
@@ -51,10 +50,10 @@ def facts_of(found: Snapshot | dict[str, Any]) -> GpuFacts:
     return facts
 
 
-def gpu_with(gpu: Gpu, changes: dict[str, Any]) -> Gpu:
+def gpu_with(gpu: Gpu, changes: dict) -> Gpu:
     """The GPU with members as a table writes them."""
     made = {"nvlinks": NvLink, "processes": lambda pid: GpuProcess(pid=pid, memory_bytes=None)}
-    words: dict[str, Any] = {}
+    words: dict = {}
     for name, value in changes.items():
         if name in made:
             words[name] = tuple(made[name](**row) for row in value)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from gpu_machines import H100, facts_of, gpu_with, recorded
 from hypothesis import given, strategies as st
@@ -31,20 +30,20 @@ ALIKE = Gpu(
 )  # fmt: skip
 
 
-def check(*gpus: Gpu, **facts: Any) -> list[Finding]:
+def check(*gpus: Gpu, **facts) -> list[Finding]:
     """What is found of the GPUs, numbered in their order."""
     numbered = tuple(dataclasses.replace(gpu, index=n) for n, gpu in enumerate(gpus))
     found = GpuFacts(**{"driver_version": "550", "cuda_version": "12.4", "gpus": numbered, **facts})
     return list(PROBE.check(found))
 
 
-def links(active: int, of: int, kind: str | None = None) -> dict[str, Any]:
+def links(active: int, of: int, kind: str | None = None) -> dict:
     every = (NvLink(link=n, active=n < active, remote_kind=kind if n < active else None) for n in range(of))
     return {"nvlinks_known": True, "nvlinks": tuple(every)}
 
 
 @each_row(("changes", "code", "severity"), rows("one_fault"))
-def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: str) -> None:
+def test_one_fault_is_one_finding(changes: dict, code: str, severity: str) -> None:
     """Exactly the code that belongs to it, with evidence, and a remedy unless it is a note."""
     found = check(gpu_with(HEALTHY, changes))
     assert [(f.code, f.status) for f in found] == [(code, severity)]
@@ -54,7 +53,7 @@ def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: 
 
 
 @each_row("changes", rows("usual"))
-def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None:
+def test_what_is_usual_or_unknown_is_no_finding(changes: dict) -> None:
     """An idle GPU's slow PCIe link above all."""
     assert check(gpu_with(HEALTHY, changes)) == []
 
@@ -183,7 +182,7 @@ def test_a_gpu_or_a_driver_that_does_not_answer_has_no_links_and_no_sample_of_th
     whole = scan(RecordedHost(recorded(H100)))
     facts = facts_of(whole)
     lost = dataclasses.replace(facts.gpus[5], error="GPU_IS_LOST (nvmlDeviceGetName)", nvlinks=(), nvlinks_known=False)
-    none: dict[str, Any] = {"driver_version": None, "cuda_version": None, "gpus": (), "pairs": (), "pci_gpus": 8}
+    none: dict = {"driver_version": None, "cuda_version": None, "gpus": (), "pairs": (), "pci_gpus": 8}
     for what, other, known, name in (
         ("one is lost", dataclasses.replace(facts, gpus=(*facts.gpus[:5], lost, *facts.gpus[6:])), 21, "GPU5"),
         ("no driver", dataclasses.replace(facts, driver_error="LIB_RM_VERSION_MISMATCH", **none), 0, ""),
@@ -239,9 +238,7 @@ def test_a_cpu_mask_becomes_the_list_of_its_cpus(cpus: set[int]) -> None:
 EIGHT = tuple(f"0000:{n}:00.0" for n in ("1b", "43", "52", "61", "9d", "c3", "d1", "df"))
 
 
-def bus(
-    *, nodes: int = 8, usable: int = 8, proc: Sequence[int] = range(8), driver: str = "nvidia", **more: Any
-) -> GpuBus:
+def bus(*, nodes: int = 8, usable: int = 8, proc: Sequence[int] = range(8), driver: str = "nvidia", **more) -> GpuBus:
     """Eight GPUs; so many /dev/nvidiaN are there, so many may be opened; `proc`: the minors that the driver tells."""
     gpus = []
     for n, address in enumerate(EIGHT):

@@ -3,7 +3,6 @@
 import dataclasses
 from functools import reduce
 from operator import getitem
-from typing import Any
 
 from gpu_machines import GB200, H100, changed, facts_of, recorded
 from rigs.recorded import findings, snapshot, with_facts
@@ -26,7 +25,7 @@ from topology.derive import reference_of
 rows = rows_of(__file__)
 
 
-def said(row: dict[str, Any]) -> Any:
+def said(row: dict):
     """What is found of a recording that is changed so, and of each GPU the facts that are not the recording's own."""
     content = changed(row["machine"], **row.get("answers", {}))
     for (*way, last), value in row.get("set", ()):
@@ -63,7 +62,7 @@ def test_an_xid_is_the_programs_only_where_nvidias_catalogue_says_so(cause: str,
 
 
 @each_row(("line", "told"), rows("driver_lines"))
-def test_every_form_of_the_drivers_line_is_read(line: str, told: list[Any] | None) -> None:
+def test_every_form_of_the_drivers_line_is_read(line: str, told: list | None) -> None:
     """A recovery that is over is no error."""
     assert xid_of_line(line) == (tuple(told) if told else None)
 

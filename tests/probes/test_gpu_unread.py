@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from functools import cache
-from typing import Any
 
 import pytest
 from gpu_machines import H100, TITAN, facts_of, recorded
@@ -114,7 +113,7 @@ _LARGEST = {  # functions that tell more than two facts
 }  # fmt: skip
 
 
-def _fields(gpu: Gpu) -> dict[str, Any]:
+def _fields(gpu: Gpu) -> dict:
     return {field.name: getattr(gpu, field.name) for field in dataclasses.fields(gpu)}
 
 

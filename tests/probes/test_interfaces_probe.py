@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dicthost import Content, DictHost
@@ -28,16 +27,16 @@ class Network:
     """Collects links, then becomes a host."""
 
     def __init__(self) -> None:
-        self.links: list[dict[str, Any]] = []
-        self.addresses: list[dict[str, Any]] = []
-        self.routes: list[dict[str, Any]] = []
+        self.links: list[dict] = []
+        self.addresses: list[dict] = []
+        self.routes: list[dict] = []
         self.files: dict[str, Content] = {}
         self.symlinks: dict[str, str] = {}
 
-    def add(self, name: str, address: str | None = None, **more: Any) -> Network:
+    def add(self, name: str, address: str | None = None, **more) -> Network:
         """One link, as pyroute2 answers it, and its files."""
         index = len(self.links) + 1
-        link: dict[str, Any] = {"index": index, "IFLA_IFNAME": name, "flags": more.get("flags", UP), "IFLA_MTU": 1500}
+        link: dict = {"index": index, "IFLA_IFNAME": name, "flags": more.get("flags", UP), "IFLA_MTU": 1500}
         if name == "lo":
             link["flags"] |= 0x8
         if "kind" in more:
@@ -67,7 +66,7 @@ class Network:
         self.links.append(link)
         return self
 
-    def host(self, **more: Any) -> DictHost:
+    def host(self, **more) -> DictHost:
         """The network so far."""
         answers = {"links": self.links, "addresses": self.addresses, "routes": self.routes}
         return DictHost(self.files | more.pop("files", {}), self.symlinks, netlink=answers, **more)
@@ -83,14 +82,14 @@ def pod() -> Network:
     return network
 
 
-def annotated(entries: Any) -> dict[str, Content]:
+def annotated(entries) -> dict[str, Content]:
     return {"/etc/podinfo/network-status": entries if isinstance(entries, str) else json.dumps(entries)}
 
 
 GONE = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
 
 
-def described(row: dict[str, Any]) -> DictHost:
+def described(row: dict) -> DictHost:
     """The host of a row of the table."""
     network, status = Network() if "links" in row else pod(), row.get("status")
     for link in row.get("links", ()):
@@ -107,7 +106,7 @@ def described(row: dict[str, Any]) -> DictHost:
 
 
 @each_row("row", lambda: [*rows("wrong")(), {**rows("wrong")()[6], "status": "[" * 100_000}])
-def test_what_is_wrong_with_the_interfaces(row: dict[str, Any]) -> None:
+def test_what_is_wrong_with_the_interfaces(row: dict) -> None:
     expected = row.get("found", [])
     made = list(interfaces.check(read_interfaces(described(row))))
     got = [[f.code, f.status, f.subject] for f in made if expected or f.status is not Status.INFO]

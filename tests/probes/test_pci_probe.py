@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from dicthost import DIRECTORY, Content, DictHost, tree_of
@@ -11,6 +11,7 @@ from rigs.tables import each_row, rows_of
 from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.pci import probe as pci
+from probes.pci.facts import PciDevice, PciFacts
 from probes.pci.probe import peer_ports
 from probes.pci.read import parse_config, read as read_pci
 
@@ -35,7 +36,7 @@ class Machine:
         self.files: dict[str, Content] = {"/sys/module/x/y": "", "/sys/class/x/y": ""}
         self.links: dict[str, str] = {}
 
-    def add(self, path: str, kind: tuple[str, str, str], *, width: int = 16, slot: int = 16, **more: Any) -> str:
+    def add(self, path: str, kind: tuple[str, str, str], *, width: int = 16, slot: int = 16, **more) -> str:
         """Add the last device of the path "pci0000:00/0000:00:01.0/..."."""
         folder, name = f"/sys/devices/{path}", path.rpartition("/")[2]
         words = {"speed": "32.0 GT/s PCIe", "node": 0} | {n: v for n, v in more.items() if n in ("speed", "node")}
@@ -54,12 +55,12 @@ class Machine:
             self.files[f"/sys/kernel/iommu_groups/{group[0]}/type"] = group[1] + "\n"
         return name
 
-    def host(self, **more: Any) -> DictHost:
+    def host(self, **more) -> DictHost:
         """The machine so far."""
         return DictHost(self.files | more.pop("files", {}), self.links, **more)
 
 
-def switch(acs: bool | None = False, **gpu: Any) -> Machine:
+def switch(acs: bool | None = False, **gpu) -> Machine:
     """Root port, switch with an uplink and two downlinks, a GPU and a NIC below."""
     machine, ports = Machine(), {"config": config(acs=acs)}
     root = "pci0000:15/0000:15:01.0"
@@ -91,7 +92,7 @@ OWN_ROOTS = ["pci0001:00/0001:00:00.0", "pci0101:00/0101:00:00.0", "pci0002:00/0
 ONE_ROOT = ["pci0000:00/0000:00:04.0", "pci0000:00/0000:00:05.0", "pci0000:00/0000:00:06.0"]
 
 
-def below_a_port(kind: tuple[str, str, str], *, lanes: int = 16, rdma: bool = True, **device: Any) -> Machine:
+def below_a_port(kind: tuple[str, str, str], *, lanes: int = 16, rdma: bool = True, **device) -> Machine:
     """One device below a root port of so many lanes."""
     machine = Machine()
     machine.add("pci0000:00/0000:00:01.0", BRIDGE, width=lanes, slot=lanes)
@@ -126,6 +127,15 @@ def test_what_is_wrong_with_the_tree(what, builder, made, more, expected):
     identity = files.pop("identity", {"kernel": "6.1.0-13-amd64"})
     found = list(pci.check(read_pci(BUILDERS[builder](**given).host(files=files, identity=identity))))
     assert {f.code: [f.status, f.subject] for f in found} == expected, what
+
+
+@each_row(("hypervisor", "cards", "status"), [(None, 1, "fail"), ("KVM", 1, "warn"), ("KVM", 2, "fail")])
+def test_the_only_card_of_a_guest_may_have_no_rdma_by_design(hypervisor: str | None, cards: int, status: str) -> None:
+    gpu = PciDevice(bus_id="0000:00:05.0", class_code=0x030200, vendor_id=0x10DE, device_id=0x2236, driver="nvidia")
+    card = replace(gpu, class_code=0x020000, vendor_id=0x15B3, device_id=0x101E, driver="mlx5_core", rdma=False)
+    nics = tuple(replace(card, bus_id=f"0000:00:0{number}.0") for number in range(cards))
+    found = pci.check(PciFacts(devices=(gpu, *nics), hypervisor=hypervisor))
+    assert [f.status for f in found if f.code == "pci.nic.no_rdma"] == [status] * cards
 
 
 def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import importlib
 from string import Formatter
-from typing import Any
 
 from rigs.tables import ROOT, each_row
 
@@ -17,7 +16,7 @@ FOLDERS = [*(f"probes/{probe.name}" for probe in ALL), "topology"]
 BETWEEN_SCANS = ROOT / "probes" / "increases.py"
 
 
-def _texts(row: dict[str, Any]) -> list[str]:
+def _texts(row: dict) -> list[str]:
     seen = row.get("evidence", [])
     return [row["message"], row.get("remedy", ""), *([seen] if isinstance(seen, str) else seen)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -39,9 +38,9 @@ class Fabric:
         self.files: dict[str, Content] = {}
         self.links: dict[str, str] = {}
 
-    def add(self, name: str, number: int, **given_: Any) -> Fabric:
+    def add(self, name: str, number: int, **given_) -> Fabric:
         """One mlx5-like device with one port."""
-        want: dict[str, Any] = {
+        want: dict = {
             "state": "4: ACTIVE", "phys": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)", "layer": "Ethernet", "mtu": 9000,
             "type": "MT4129", "gids": ROCE_TABLE, "firmware": "28.39.1002", "driver": "mlx5_core", **given_,
         }  # fmt: skip
@@ -63,7 +62,7 @@ class Fabric:
             self.files[f"{port}/gid_attrs/ndevs/{index}"] = net if used else errno.EINVAL
         return self
 
-    def host(self, **more: Any) -> DictHost:
+    def host(self, **more) -> DictHost:
         """The fabric so far; every driver says that PFC is on for priority 3, where nothing else is given."""
         return DictHost(self.files, self.links, **{"port_links": PFC_ON, **more})
 
@@ -102,7 +101,7 @@ VERSIONS = {"v1": V1, "v2": V2, "unread": errno.EINVAL}
 def answering(
     pfc: list[int | None] | None = None, unusable: list[str] | None = None, register_limit_bytes: int | None = None,
     **more: int,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict:  # fmt: skip
     """What a host answers; of flow control what the drivers of eth0, eth1 ... say."""
     links = {f"eth{i}": {"pfc_classes": 8, "pfc_mask": mask, **more} for i, mask in enumerate(pfc or ())}
     told = {name: link for name, link in links.items() if link["pfc_mask"] is not None}
@@ -204,7 +203,7 @@ def counted(**counters: int) -> rdma.RdmaFacts:
 
 
 @each_row(("before", "after", "seconds", "severity"), rows("rises"))
-def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float, severity: Status | None) -> None:
+def test_errors_are_judged_by_their_rise(before, after, seconds: float, severity: Status | None) -> None:
     found = list(rdma_increases(counted(**before), counted(**after), seconds))
     assert [f.status for f in found] == ([severity] if severity else [])
 
@@ -231,7 +230,7 @@ def test_a_recorded_soft_roce_device(corpus: Path) -> None:
         ({}, "pcp\n", ("pcp", None)),
     ],
 )
-def test_trust_state_of_the_port_is_read(answers: dict[str, Any], file: str | None, expected: tuple[Any, ...]) -> None:
+def test_trust_state_of_the_port_is_read(answers: dict, file: str | None, expected: tuple) -> None:
     """By the VLAN tag's priority or by DSCP: the file where it is, else DCB's table."""
     fabric = Fabric().add("mlx5_0", 0)
     if file is not None:

@@ -4,7 +4,7 @@ import errno
 import gzip
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from rigs.command import interpreter
@@ -26,7 +26,7 @@ def _recorder(root: Path) -> tuple[Host, RecordingHost]:
     return cast("Host", recorder), recorder
 
 
-def outcomes_of(found: Snapshot) -> dict[str, Any]:
+def outcomes_of(found: Snapshot) -> dict:
     """Every outcome as plain data, by probe."""
     return {name: outcome_to_json(outcome) for name, outcome in found.outcomes.items()}
 
@@ -45,7 +45,7 @@ def test_a_recording_answers_as_the_host_did(tmp_path: Path) -> None:
     (tmp_path / "sys/link").symlink_to("/sys/value")
     (tmp_path / "sys/config").write_bytes(b"\x01\x02" + bytes(100))
     host, recorder = _recorder(tmp_path)
-    questions: list[tuple[str, tuple[Any, ...]]] = [
+    questions: list[tuple[str, tuple]] = [
         ("read_text", ("/sys/value",)), ("read_text", ("/sys/missing",)), ("read_text", ("/sys",)),
         ("read_bytes", ("/sys/config", 64)), ("list_dir", ("/sys",)), ("exists", ("/sys/none",)),
         ("resolve", ("/sys/link",)), ("limit", ("memlock",)), ("statvfs", ("/sys",)), ("cpu", ()), ("identity", ()),
@@ -63,7 +63,7 @@ def test_a_recording_answers_as_the_host_did(tmp_path: Path) -> None:
     assert live[6] == "/sys/value"
 
 
-def _answer(host: Any, method: str, arguments: tuple[Any, ...]) -> Any:
+def _answer(host, method: str, arguments: tuple):
     try:
         return getattr(host, method)(*arguments)
     except NvmlError as error:

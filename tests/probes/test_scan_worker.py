@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import cattrs
 import psutil
@@ -199,7 +198,7 @@ def test_no_child_outlives_a_parent_that_is_killed(stopped: bool) -> None:
 def test_recordings_are_replayed_in_a_child_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a scan in this process reads them. A file that is no recording is named, and a dead child replaced."""
 
-    def facts(found: Snapshot) -> dict[str, Any]:
+    def facts(found: Snapshot) -> dict:
         return {name: getattr(outcome, "facts", None) for name, outcome in found.outcomes.items()}
 
     def child() -> int:
@@ -242,7 +241,7 @@ def test_recordings_are_replayed_in_a_child_that_is_kept(tmp_path: Path, monkeyp
 
 def test_threads_may_share_a_scanner() -> None:
     """The agent scans from a pool of threads; a thread that ends must not take the child along."""
-    results: list[Any] = []
+    results: list = []
     with Scanner(probes=(BY_NAME["limits"],)) as scanner:
         for _ in range(2):
             threads = [threading.Thread(target=lambda: results.append(scanner.scan())) for _ in range(3)]
@@ -270,7 +269,7 @@ def test_unknown_fields_are_left_out() -> None:
 
 
 @each_row(("outcome", "words"), rows("outcomes"))
-def test_an_outcome_that_does_not_fit_says_where(outcome: Any, words: str) -> None:
+def test_an_outcome_that_does_not_fit_says_where(outcome, words: str) -> None:
     """The probe's name and the field."""
     with pytest.raises(OutcomeError, match="'limits'") as caught:
         outcome_from_json(BY_NAME["limits"], outcome)

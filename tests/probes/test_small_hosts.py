@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from dicthost import DictHost
@@ -17,7 +16,7 @@ from probes.registry import BY_NAME
 from probes.worker import reader
 
 
-def said(row: dict[str, Any]) -> Any:
+def said(row: dict):
     """The facts, the findings, and the codes that these facts cannot decide."""
     probe = BY_NAME[row["probe"]]
     try:
@@ -68,9 +67,7 @@ UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"
 TABLES = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(encoding="utf-8"))
 
 
-def host(
-    status: str = UNPRIVILEGED, memlock: Any = (65536, 65536), files: Any = None, rdma: bool = True, **more: Any
-) -> DictHost:
+def host(status: str = UNPRIVILEGED, memlock=(65536, 65536), files=None, rdma: bool = True, **more) -> DictHost:
     """A pod with an RDMA device and Docker's defaults."""
     device = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA"} if rdma else {}
     bounds = {"MEMLOCK": memlock, "NOFILE": (1024, 524288), "NPROC": (None, None)}

@@ -13,8 +13,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 PAGE = 3  # entries of a tree per answer: every listing has several pages
 LARGE = 4096  # from here on files are "LFS": their place answers with a redirect to another host
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A file of these rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
 
 
 @dataclass(slots=True, kw_only=True)

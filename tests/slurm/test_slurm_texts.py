@@ -117,9 +117,8 @@ def test_wrap_adds_to_a_batch_script_and_moves_nothing(tmp_path: Path) -> None:
     assert "preflight -q -o reason || {" in text and "The job is not started: $reason" in text
     again = topoflight("wrap", path, "--machine", "p5.48xlarge", "--apply")
     assert again.exit_code == 0 and path.read_text().splitlines() == made and "wrapped before" in again.output
-    path.write_text(
-        script.replace("  srun --label", "  srun -l /opt/bin/topoflight preflight -q || exit\n    srun --label")
-    )
+    gate = "  srun -l /opt/bin/topoflight preflight -q || exit\n    srun --label"
+    path.write_text(script.replace("  srun --label", gate))
     own = topoflight("wrap", path, "--machine", "p5.48xlarge")
     assert "no second check of the nodes" in own.stderr and "+srun" not in own.stdout and "+export" in own.stdout
     for option, gpus in (("--gres=gpu:1", 2), ("--gres=gpu:h100:4,tmpdisk:9", 8), ("--gpus-per-node=2", 4),
@@ -281,9 +280,8 @@ TOLD = (
 
 @each_row(("says", "record", "more", "code", "wanted", "absent"), rows("requeued"))
 def test_a_job_that_saved_and_was_queued_again_has_not_failed(
-    says, record, more, code, wanted, absent, tmp_path,
-    monkeypatch,
-):  # fmt: skip
+    says, record, more, code, wanted, absent, tmp_path, monkeypatch
+):
     """Slurm writes "CANCELLED" of each job that it signals; run.json and the controller say what became of it."""
     log = tmp_path / "slurm-7.log"
     log.write_text(f"{TOLD}{more}\n" if "COMPLETED" not in says else "")
@@ -467,9 +465,8 @@ def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: 
     environment = commands(tmp_path, logger=f'echo "$@" >> {tmp_path}/log', sinfo="echo 'idle|none'")
     environment["SLURM_JOB_UID"] = str(os.getuid())
     for script in ("prolog", "health-check", "epilog"):
-        done = subprocess.run(
-            [tmp_path / f"{script}.sh"], env=environment, capture_output=True, timeout=60, check=False
-        )
+        command = [tmp_path / f"{script}.sh"]
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
         if script == "epilog" and "not checked (" in logged:  # it makes no check
             assert done.returncode == 0
             continue

@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rigs.tables import golden_rows
@@ -18,7 +17,7 @@ from topology.paths import with_expectations
 from topology.render import json_document
 
 
-def device(one: GpuNode | NicNode) -> dict[str, Any]:
+def device(one: GpuNode | NicNode) -> dict:
     """The name, and every field that is not its type's default."""
     known = {each.name: getattr(one, each.name) for each in fields(one) if getattr(one, each.name) != each.default}
     if links := known.pop("nvlinks", ()):
@@ -38,7 +37,7 @@ def pair(one: Pair) -> str:
     return ", ".join(filter(None, words))
 
 
-def row_of(node: NodeTopology) -> dict[str, Any]:
+def row_of(node: NodeTopology) -> dict:
     """Everything that the node says, what follows from it in short words, and what is found on it."""
     said = {
         "gpus": [device(gpu) for gpu in node.gpus],
@@ -58,7 +57,7 @@ def row_of(node: NodeTopology) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value}
 
 
-def said(row: dict[str, Any]) -> Any:
+def said(row: dict):
     """What is read of a row's text, or the error that refuses it."""
     try:
         return row_of((xml if row.get("xml") else text).parse(row["text"], "sample"))

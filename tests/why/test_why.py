@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rigs.tables import each_row, rows_of
@@ -26,19 +25,19 @@ def call(
     return Call(group=group, number=number, record=number, op=op, done=done, created=at, sizes=((size,),))
 
 
-def trace(rank: int, *calls: Call, **more: Any) -> RankTrace:
+def trace(rank: int, *calls: Call, **more) -> RankTrace:
     newest: dict[str, int] = {}
     for one in calls:
         newest[one.group] = max(one.number, newest.get(one.group, 0))
     return RankTrace(rank=rank, calls=calls, enqueued=newest, names={"0": "default_pg"}, **more)
 
 
-def of(rows: dict[int, list[Call]], world: int = 4, **more: Any) -> RunFacts:
+def of(rows: dict[int, list[Call]], world: int = 4, **more) -> RunFacts:
     """What the dumps of these ranks' calls show."""
     return RunFacts(traces={rank: trace(rank, *calls) for rank, calls in rows.items()}, world=world, now=NOW, **more)
 
 
-def on_hosts(ranks: int = 4, **state: Any) -> dict[int, RankState]:
+def on_hosts(ranks: int = 4, **state) -> dict[int, RankState]:
     """A rank a host, with its address."""
     return {rank: RankState(rank=rank, host=f"h{rank}", addresses=(f"10.0.0.{rank}",), written=NOW, **state)
             for rank in range(ranks)}  # fmt: skip
@@ -157,7 +156,7 @@ def test_a_call_that_the_last_rank_has_just_entered_has_not_stopped(ago: float, 
     assert (found.state, found.ranks) == (state, ()), found.line
 
 
-def dumped(*open_calls: dict[str, Any], done: int = 3) -> RunFacts:
+def dumped(*open_calls: dict, done: int = 3) -> RunFacts:
     """Four ranks' dumps without anything beside them, ten minutes after the last call; the ranks' open calls."""
     traces = {}
     for rank, mine in enumerate(open_calls):
@@ -168,7 +167,7 @@ def dumped(*open_calls: dict[str, Any], done: int = 3) -> RunFacts:
     return RunFacts(traces=traces, world=4, now=NOW - 640)
 
 
-def logged(*rows: tuple[int, str, int, int | None], size: int | None = None, **more: Any) -> RunFacts:
+def logged(*rows: tuple[int, str, int, int | None], size: int | None = None, **more) -> RunFacts:
     """Ranks whose watchdog spoke: (rank, group, call, newest call where it says)."""
     traces = {
         rank: RankTrace(
@@ -186,7 +185,7 @@ def odd(mine: Call) -> RunFacts:
     return of({rank: [*calls, mine if rank == 1 else call(5, done=False)] for rank, calls in history(4).items()})
 
 
-def circle(waits_in: str, *groups: tuple[int, ...], ago: float = 60.0, **state: Any) -> RunFacts:
+def circle(waits_in: str, *groups: tuple[int, ...], ago: float = 60.0, **state) -> RunFacts:
     """Each rank waits in the first call of a group: rank 0 in that of the first letter. By default each group has all.
 
     `state` is that of rank 1. Small letters are calls that a rank makes only once the first one is over. Calls of the
@@ -199,7 +198,7 @@ def circle(waits_in: str, *groups: tuple[int, ...], ago: float = 60.0, **state: 
         calls = [replace(call(1, group=name.lower(), done=False, at=NOW - ago), record=n, started=n == 0,
                          is_ahead=name.isupper()) for n, name in enumerate(names)]  # fmt: skip
         traces[rank] = trace(rank, *calls, groups=members)
-        more: dict[str, Any] = {"phase": "collective", "own": (f"train.py:{ord(names[0])} step",)}
+        more: dict = {"phase": "collective", "own": (f"train.py:{ord(names[0])} step",)}
         states[rank] = RankState(rank=rank, written=NOW, groups=members, calls=len(calls),
                                  **more | (state if rank == 1 else {}))  # fmt: skip
     return RunFacts(traces=traces, states=states, world=len(everyone), now=NOW)
@@ -251,7 +250,7 @@ def pipeline(*calls: Call | None) -> RunFacts:
     return RunFacts(traces=traces, world=8, now=NOW)
 
 
-def left_by_some(**resent: Any) -> RunFacts:
+def left_by_some(**resent) -> RunFacts:
     """Ranks 0 and 3 have had their parts of the call; 1 and 2 wait for each other's. What rank 1 sends again."""
     states = on_hosts(phase="collective")
     states[1] = replace(states[1], held={"10.0.0.2": 30}, resent=resent)
@@ -288,9 +287,7 @@ LOST = "RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by pee
 GONE = dict.fromkeys(range(4), "gone")
 
 
-def gave_up(
-    phase: str, killed_before: float = 0.0, error: str = TIMED_OUT, waited: float = 120.0, **more: Any
-) -> RunFacts:
+def gave_up(phase: str, killed_before: float = 0.0, error: str = TIMED_OUT, waited: float = 120.0, **more) -> RunFacts:
     """Rank 2 was at something while the others waited for 120 s and ended; then its process was gone."""
     before = [call(n, at=NOW - 150 + n) for n in range(1, 9)]
     rows = {rank: [*before, *([] if rank == 2 else [call(9, done=False, at=NOW - waited)])] for rank in range(4)}
@@ -556,7 +553,7 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     assert said(unseen) == ("stuck", (), "link") and "bytes wait" not in text_of(unseen), "no look saw any"
 
 
-def counts(op: str, ranks: dict[int, int], **comm: Any) -> ras.RasReport:
+def counts(op: str, ranks: dict[int, int], **comm) -> ras.RasReport:
     """What RAS lists: how many of an operation each rank has launched."""
     listed = {rank: ras.RasRank(rank=rank, counts={op: count}) for rank, count in ranks.items()}
     return ras.RasReport(comms=(ras.RasComm(id="1", ranks=listed, **{"size": len(ranks), **comm}),), total=1)

@@ -1,7 +1,6 @@
 """What logs alone prove, by why_logs.yaml; stacks of three tools; and RAS's answers that were saved."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +13,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("why_logs.yaml").read_text(encodi
 
 
 @each_row("row", ROWS, ids=lambda row: row["what"])
-def test_a_log_accuses_whom_it_proves_and_nobody_else(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_a_log_accuses_whom_it_proves_and_nobody_else(tmp_path: Path, row: dict) -> None:
     text = row["text"]
     logs = []
     for number, each in enumerate(text if isinstance(text, list) else [text]):
@@ -48,7 +47,7 @@ def test_a_saved_answer_of_ras_needs_no_option(tmp_path: Path) -> None:
             "  Process 60004 on node n2 managing GPU 0\n\n#0-0 (b33) INCOMPLETE\n  The missing rank: 1\n")  # fmt: skip
     path = tmp_path / "ras.txt"
 
-    def verdict(text: str, kind: str) -> Any:
+    def verdict(text: str, kind: str):
         path.write_text(text, encoding="utf-8")
         return diagnosis.answer(diagnosis.WhySources(**{kind: (str(path),)}))
 
