@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from agent.advice import job_settings
-from agent.advice.job_settings import grace, job_plan
 from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
@@ -23,7 +22,7 @@ from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
-from planner.kubernetes.manifests import MOUNT, SAVE_SECONDS, Document, JobError, JobSpec, family, storage_rate
+from planner.kubernetes.manifests import MOUNT, SAVE_SECONDS, Document, JobError, JobSpec, family
 from probes.api import Snapshot
 
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
@@ -47,7 +46,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
         "preflight_require": tuple(options["require"]),
         "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
-        "save_seconds": grace(advice, storage_rate(options.get("storage_rate")), SAVE_SECONDS),
+        "save_seconds": job_settings.grace(advice, options.get("storage_rate"), SAVE_SECONDS),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": _device_classes(options["dra"])} if options["dra"] else {}),
         "tolerate": tuple(options["tolerate"]),
@@ -170,7 +169,7 @@ def plan_of(advice: Recommendation, options: Mapping[str, Any], found: Sequence[
     output = str(_explicit_settings(options).get("output_dir", ""))
     folder = _on_claim(output or options["name"])
     more = (f"output_dir={folder}",) if claim_of(options) else ()
-    plan = job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
+    plan = job_settings.job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
     if not more or output in ("", folder):
         return plan
     return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
