@@ -25,7 +25,6 @@ from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, is
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.terminal import advice as plan_words, measured
 from agent.terminal.hosts import machine, outcome_lines
-from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult, Measurement
 from contracts.finding import Finding
 from contracts.host_list import list_names
@@ -99,7 +98,7 @@ def environment() -> Environment:
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count,
         need=plan_words.need_words, settings_as=render_settings,
     )  # fmt: skip
-    shared = (picture, grouped, is_problem, reasons, codes_of, columns, glance, results_grid)
+    shared = (picture, grouped, is_problem, reasons, codes_of, columns, glance, measured.results_grid)
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, plans=plan_words, layouts=_layouts,

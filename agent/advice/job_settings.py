@@ -27,7 +27,6 @@ from contracts import bounded, plain
 from contracts.job_config import DEFAULT_CONFIG, ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, RunForecast, dumps
 from contracts.layout import Layout
-from contracts.plain import PlainError
 from contracts.tables import read_table, read_texts
 from contracts.trl import trl_settings
 from hardware.gpus import without_gdr
@@ -328,7 +327,7 @@ def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.envir
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
         return model_from_config(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
-    except (LookupError, OSError, PlainError) as error:
+    except (LookupError, OSError, plain.PlainError) as error:
         if known:
             return None
         why = f"not a known name; {error}; give the path of its config.json with --model"

@@ -33,7 +33,6 @@ from agent.base import EXIT_FAILED, EXIT_USAGE
 from agent.base.output import print_text, unwritable
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded, tables
-from contracts.tables import read_table
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -291,12 +290,12 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
 
 
 def _table(name: str) -> dict[str, Any]:
-    return read_table(__file__, f"verbs/{name}.toml")
+    return tables.read_table(__file__, f"verbs/{name}.toml")
 
 
 def _question() -> dict[str, Any]:
     """Return the table that contracts.question reads; half of the verbs need none of its options."""
-    return read_table(tables.__file__, "question.toml")
+    return tables.read_table(tables.__file__, "question.toml")
 
 
 def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:

@@ -12,7 +12,6 @@ import click
 
 from agent.base import discard_output
 from contracts import plain
-from contracts.plain import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +99,7 @@ def console() -> Console:
 
 def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
     """Print a line or a whole result without terminal control characters; CRLF line ends are allowed."""
-    shown = "\r\n".join(map(printable, text.split("\r\n")))
+    shown = "\r\n".join(map(plain.printable, text.split("\r\n")))
     try:
         click.echo(shown, nl=nl, err=err)
     except BrokenPipeError:

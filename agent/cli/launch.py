@@ -45,7 +45,7 @@ def launch(
     from planner.recommend import ROWS
     from probes.registry import ALL
 
-    storage_rate(options["storage_rate"])  # reject an invalid value before anything starts
+    options["storage_rate"] = storage_rate(options["storage_rate"])  # bytes per second
     if options["api"] == "slurm" and form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
     shown = (form or "yaml") if dry_run else None
@@ -88,7 +88,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     from agent.advice.advise import in_pods
     from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
-    from planner.kubernetes.manifests import SAVE_SECONDS, render as render_documents, storage_rate
+    from planner.kubernetes.manifests import SAVE_SECONDS, render as render_documents
 
     cluster_job.refuse_what_cannot_train(advice, options)
     # without --host this machine was scanned: a pod of the node, or the administrator's machine
@@ -103,7 +103,7 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
     if options["with_network"]:
         documents = (*cluster_job.network(found, spec.namespace, options["host_mofed"]), *documents)
     of_network = cluster_job.network_warnings(found, options["host_mofed"]) if options["with_network"] else ()
-    notice = grace_notice(advice, "the pods", spec.save_seconds, SAVE_SECONDS, storage_rate(options["storage_rate"]))
+    notice = grace_notice(advice, "the pods", spec.save_seconds, SAVE_SECONDS, options["storage_rate"])
     for line in filter(None, (*plan.notes, *left_out, notice)):
         print_text(f"note: {line}", err=True)
     for wrong in (*of_network, *cluster_job.warnings(spec)):
@@ -242,15 +242,13 @@ def _launch_here(
     from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
     from agent.jobs import launch as launcher
     from agent.terminal import measured
-    from planner.kubernetes.manifests import storage_rate
 
     plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     if form:
         _print_plan(plan, launcher.command(folder / "plan.json", layout.world_size), plan.notes, form)
         return
-    bytes_per_second = storage_rate(options["storage_rate"])
-    seconds = grace(advice, bytes_per_second)
-    if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
+    seconds = grace(advice, options["storage_rate"])
+    if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, options["storage_rate"]):
         print_text(f"note: {notice}", err=True)
     record = _run_here(
         found, options, folder, {setting.name: setting.value for setting in advice.settings},

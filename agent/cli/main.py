@@ -13,7 +13,6 @@ import sys
 import click
 
 from agent import base
-from agent.base import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
 
 # An error of a user's disk, file or folder is not a program error: print one line without a traceback.
 FILE_ERRORS = (
@@ -124,19 +123,19 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the console script."""
     base.prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = EXIT_TOOL_ERROR
+    code = base.EXIT_TOOL_ERROR
     try:
         code = _run(words)
         base.flush_output()
     except BrokenPipeError:  # of stderr, or of a writer that could not continue
         base.discard_output()
-        code = EXIT_CLOSED_PIPE
+        code = base.EXIT_CLOSED_PIPE
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise
         base.discard_output()  # the buffered output cannot be written either
         click.echo(f"Error: {error.filename or 'standard output or a temporary folder'}: {error.strerror}", err=True)
-        code = EXIT_USAGE if str(error.filename) in words else EXIT_TOOL_ERROR
+        code = base.EXIT_USAGE if str(error.filename) in words else base.EXIT_TOOL_ERROR
     sys.exit(code)
 
 
@@ -148,7 +147,7 @@ def _run(words: list[str]) -> int:
         return done.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
-        return EXIT_INTERRUPTED
+        return base.EXIT_INTERRUPTED
     except click.ClickException as error:  # usage and input errors have code 2, others 1
         error.show()
         return error.exit_code

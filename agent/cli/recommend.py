@@ -29,7 +29,6 @@ def recommend(**options: object) -> None:
     """Ask the planner and print the answer in the requested format."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, advise, export, in_pods
     from planner.forecast.models import KNOWN
-    from probes.registry import ALL
 
     exports = options.pop("list_exports")
     if exports or options["model"] == "list":
@@ -51,7 +50,11 @@ def recommend(**options: object) -> None:
         else:
             _compare(request, cast("tuple[str, ...]", options["compare"]), form)
         return
-    found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
+    found: tuple[Snapshot, ...] = ()
+    if not request.machine:
+        from probes.registry import ALL
+
+        found = snapshots(request.hosts, ALL, root=request.root)
     advice = advise(request, found) if config is None else _of_file(request, Path(str(config)), found)
     if form == "k8s":
         advice, left_out = in_pods(advice, found, here=not request.hosts)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from agent.advice import job_settings
-from agent.advice.job_settings import grace, job_plan
 from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
@@ -23,7 +22,7 @@ from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
-from planner.kubernetes.manifests import MOUNT, SAVE_SECONDS, Document, JobError, JobSpec, family, storage_rate
+from planner.kubernetes.manifests import MOUNT, SAVE_SECONDS, Document, JobError, JobSpec, family
 from probes.api import Snapshot
 
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
@@ -47,7 +46,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
         "preflight_require": tuple(options["require"]),
         "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
-        "save_seconds": grace(advice, storage_rate(options.get("storage_rate")), SAVE_SECONDS),
+        "save_seconds": job_settings.grace(advice, options.get("storage_rate"), SAVE_SECONDS),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": _device_classes(options["dra"])} if options["dra"] else {}),
         "tolerate": tuple(options["tolerate"]),
@@ -170,7 +169,7 @@ def plan_of(advice: Recommendation, options: Mapping[str, Any], found: Sequence[
     output = str(_explicit_settings(options).get("output_dir", ""))
     folder = _on_claim(output or options["name"])
     more = (f"output_dir={folder}",) if claim_of(options) else ()
-    plan = job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
+    plan = job_settings.job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
     if not more or output in ("", folder):
         return plan
     return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
@@ -300,11 +299,26 @@ def read_short_record(pod: Mapping[str, Any]) -> RunRecord | None:
     return None
 
 
-def why_failed(job: Document) -> list[str]:
-    """Return the reasons in a failed job's own status, because its pods may be gone."""
+def reasons(job: Document, kind: str) -> list[str]:
+    """Return the reasons of a condition in a job's own status, because its pods may be gone or not exist yet."""
     conditions = (job.get("status") or {}).get("conditions") or ()
-    return [_line(str(each.get("reason") or "Failed"), "", each.get("message")) for each in conditions
-            if each.get("type") == "Failed" and str(each.get("status")) == "True"]  # fmt: skip
+    return [_line(str(each.get("reason") or kind), "", each.get("message")) for each in conditions
+            if each.get("type") == kind and str(each.get("status")) == "True"]  # fmt: skip
+
+
+def why_waiting(pod: Mapping[str, Any]) -> str:
+    """Return why a pod does not run: a container that cannot start, the scheduler, or its phase; empty if it runs."""
+    status = pod.get("status") or {}
+    waiting = [(each.get("state") or {}).get("waiting") or {} for each in _containers(status)]
+    found = [each for each in waiting if each.get("reason") not in (None, "PodInitializing")]
+    found += [each for each in status.get("conditions") or ()
+              if each.get("type") == "PodScheduled" and each.get("status") == "False"]  # fmt: skip
+    found += [{"reason": "Pending"}] if status.get("phase") == "Pending" else []
+    return _line(pod["metadata"]["name"], str(found[0].get("reason")), found[0].get("message")) if found else ""
+
+
+def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
 
 
 def how_failed(pod: Mapping[str, Any]) -> str:
@@ -312,7 +326,7 @@ def how_failed(pod: Mapping[str, Any]) -> str:
     status = pod.get("status") or {}
     if status.get("phase") != "Failed":
         return ""
-    for each in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+    for each in _containers(status):
         ended = (each.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode"):
             why = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"

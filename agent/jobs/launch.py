@@ -24,7 +24,6 @@ from collectives.bench import processes
 from contracts import run_record
 from contracts.job_plan import JobPlan, dumps
 from contracts.redaction import redact
-from contracts.run_record import RunRecord
 
 _TAIL_BYTES = 65536  # of the job's log: contains torchrun's report and the tracebacks before it
 _LAST_SECONDS = 1.0  # for processes that ignored SIGTERM or outlived torchrun
@@ -43,7 +42,7 @@ class Launched:
     killed: bool = False  # whether it ignored SIGTERM
     grace_seconds: int = GRACE_SECONDS  # time that it had to end
     raised: str = ""  # the last error that a rank printed
-    record: RunRecord | None = None  # run.json of this start, if the job wrote it
+    record: run_record.RunRecord | None = None  # run.json of this start, if the job wrote it
 
     @property
     def wrote_its_end(self) -> bool:
@@ -99,7 +98,7 @@ def train(
     return replace(ended, record=record_of(output / "run.json", ended, began))
 
 
-def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
+def record_of(path: Path, ended: Launched, began: float) -> run_record.RunRecord | None:
     """The job's record of this start, with its end from the exit code if the job could not write it (SIGKILL)."""
     code, reason = ended.exit_code, ended.ending
     record, is_ended = run_record.end(path, status="failed", exit_code=code, reason=reason, began=began)

@@ -46,12 +46,11 @@ from contracts.finding import Interval
 from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
 from contracts.redaction import redact
-from contracts.run_record import RunRecord
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from planner.forecast.machines import network_bytes_per_second
-from planner.kubernetes.manifests import Document, JobError, render as render_documents
+from planner.kubernetes.manifests import Document, JobError, render as render_documents, storage_rate
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
@@ -141,7 +140,7 @@ class NetworkBars:
         return 3 if "failed" in found else 5 if found & {"unproven", "unknown"} else 0
 
 
-def proof_of(record: RunRecord, interface: str, *, rdma: bool = False) -> tuple[bool, tuple[str, ...]]:
+def proof_of(record: run_record.RunRecord, interface: str, *, rdma: bool = False) -> tuple[bool, tuple[str, ...]]:
     """Return whether the run's log or sockets prove that it used this network between hosts, with the quotes."""
     nccl, seen = record.nccl, tuple(record.transports)
     if rdma:
@@ -155,7 +154,7 @@ def proof_of(record: RunRecord, interface: str, *, rdma: bool = False) -> tuple[
     return bool(gloo) and all(f" over {interface} (" in name for name in gloo), seen
 
 
-def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = False) -> Bar:
+def bar_of(bar: Bar, record: run_record.RunRecord | None, interface: str, *, rdma: bool = False) -> Bar:
     """Add the results of the run record to the network."""
     if record is None:
         return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
@@ -330,7 +329,8 @@ def _title(model: str | None, family: str, ranks: int) -> str:
 
 def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     """Run one cluster job per network, one after another; with --dry-run print the jobs instead, and return None."""
-    options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
+    rate = storage_rate(options["storage_rate"])
+    options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2, "storage_rate": rate}
     networks = parse(options["networks"], here=False)
     explicit = settings(options["config"], options["overrides"]).explicit
     request = whole_request(base_request(options), options["config"], options["overrides"])
@@ -447,13 +447,15 @@ def run(client: Client, made: Sequence[Document], network: Network, api: str, *,
     job, until = made[-1], time.monotonic() + seconds
     while not (state := cluster_job.job_state(now := cluster_job.stored(client, job))) and time.monotonic() <= until:
         time.sleep(POLL_SECONDS)
-    if not state:
-        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues (`kubectl describe pods`)"
-        return replace(bar, why=why)
     pods = cluster_job.pods_of(client, job, api)
+    if not state:
+        waiting = [text for pod in pods if (text := cluster_job.why_waiting(pod))]
+        waiting = waiting or cluster_job.reasons(now, "Suspended")
+        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues"
+        return replace(bar, why="; ".join([why, *waiting]))
     record = next((found for pod in pods if (found := cluster_job.read_short_record(pod))), None)
     if record is None:
-        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.why_failed(now)
+        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.reasons(now, "Failed")
         reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)

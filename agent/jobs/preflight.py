@@ -21,10 +21,8 @@ from agent.base.options import InputError, snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured, verdict as gate
 from agent.checks.findings import worst_first
-from agent.checks.measured import ALL_CODES, Baseline, read_baseline, regressions
 from agent.checks.verdict import GateError, Verdict, View, build_view, judge, select
 from agent.jobs import benchmark, launch
-from agent.jobs.benchmark import BenchmarkError
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import compress_host_list, expand_host_list, slurm_name
@@ -88,7 +86,8 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     started, clock = time.time(), time.monotonic()
     # first, so that a wrong word or file is rejected before the run
     expected = expectation_of(options["expect"], options["expect_file"])
-    before = read_baseline(options["baseline"], ("statuses", "busbw") if _makes_load(options) else ("statuses",))
+    needs = ("statuses", "busbw") if _makes_load(options) else ("statuses",)
+    before = measured.read_baseline(options["baseline"], needs)
     settings(options["config"], options["overrides"])
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
     seconds = min(PROBE_SECONDS, options["timeout"])
@@ -109,7 +108,7 @@ class _Stages:
     options: Mapping[str, Any]
     progress: Progress
     found: tuple[Snapshot, ...]
-    before: Baseline
+    before: measured.Baseline
     expected: Sequence[Expected]
     stop: threading.Event
     notes: list[str] = field(default_factory=list)
@@ -151,7 +150,7 @@ class _Stages:
         cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
         unmeasured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
         checks = [check for check in checks if check not in unmeasured]
-        return (*regressions(checks, self.before.statuses), *unmeasured)
+        return (*measured.regressions(checks, self.before.statuses), *unmeasured)
 
     def _stopping(self, view: View, advice: Recommendation) -> str:
         """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it.
@@ -176,7 +175,7 @@ class _Stages:
                 self.found[0], self._ranks(), self.progress, self.stop, budget_seconds=options["bench_seconds"],
                 quick=options["quick"], force=options["force"], due=due_of(self.expected),
             )  # fmt: skip
-        except BenchmarkError as error:
+        except benchmark.BenchmarkError as error:
             self.notes.append(f"not measured: {error}")
             return None
 
@@ -189,7 +188,7 @@ class _Stages:
         self.progress.step(f"measure: GEMMs and a layer of {request.model or EMBEDDED_MODEL}")
         try:
             return benchmark.calibration_of(request, self._ranks(), gpu=benchmark.has_gpu(self.found), stop=self.stop)
-        except (BenchmarkError, ValueError) as error:
+        except (benchmark.BenchmarkError, ValueError) as error:
             self.notes.append(f"not calibrated: {error}")
             return None
 
@@ -246,10 +245,10 @@ class _Stages:
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def stopping(found: Sequence[Finding], options: Mapping[str, Any], before: Baseline) -> str:
+def stopping(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
     """Return the failures that prevent a training run; empty without one, or with --force."""
-    checks = select(measured.must_be_measured(found), skip=options["skip"], known=ALL_CODES)
-    failed = sorted({check.code for check in regressions(checks, before.statuses) if check.status == "fail"})
+    checks = select(measured.must_be_measured(found), skip=options["skip"], known=measured.ALL_CODES)
+    failed = sorted({check.code for check in measured.regressions(checks, before.statuses) if check.status == "fail"})
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
 
 
@@ -265,8 +264,8 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     held = Fleet()
     held.read(client)
     found = checks_of(names, held, expected=expected)
-    checks = select(found, require=options["require"], skip=options["skip"], known=ALL_CODES)
-    checks = regressions(checks, read_baseline(options["baseline"], ("statuses",)).statuses)
+    checks = select(found, require=options["require"], skip=options["skip"], known=measured.ALL_CODES)
+    checks = measured.regressions(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(
         started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
         verdict=judge(checks, fail_on=options["fail_on"]),

@@ -39,7 +39,7 @@ from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord
 from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
-from planner.kubernetes.manifests import JobError, check_limit, storage_rate
+from planner.kubernetes.manifests import JobError, check_limit
 from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
 from planner.stacks.arguments import CommandSettings, as_run, read_command
@@ -89,7 +89,7 @@ def plan_of(
             forecast=run_forecast(advice), notes=tuple(lines),
         ),
         notes=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
-        grace_seconds=grace(advice, storage_rate(options["storage_rate"])),
+        grace_seconds=grace(advice, options["storage_rate"]),
     )  # fmt: skip
 
 

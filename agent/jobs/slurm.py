@@ -25,7 +25,7 @@ from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_plan import RunForecast, dumps
 from contracts.tables import read_table
 from planner.advice import Recommendation
-from planner.kubernetes.manifests import RESTARTS, SAVE_SECONDS, storage_rate
+from planner.kubernetes.manifests import RESTARTS, SAVE_SECONDS
 from planner.slurm import ScriptError, batch_script, check_options, check_word, size_of, wrap_script
 from probes.api import Snapshot
 
@@ -80,8 +80,7 @@ def script_of(
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
         raise ScriptError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
-    rate = storage_rate(options["storage_rate"])
-    seconds = grace(advice, rate, SAVE_SECONDS)
+    seconds = grace(advice, options["storage_rate"], SAVE_SECONDS)
     if "/" in exclude or os.path.isfile(exclude):
         exclude = read_input(exclude, _LIST_BYTES, hint="").decode(errors="replace")
     more = dict(word.partition("=")[::2] for word in options["sbatch"])
@@ -96,7 +95,7 @@ def script_of(
         ipc_lock=any(need.name == "memlock" for need in advice.needs), save_seconds=seconds,
         restarts=RESTARTS if options["restarts"] is None else options["restarts"],
     )  # fmt: skip
-    notice = grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, rate)
+    notice = grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, options["storage_rate"])
     return script, [*notes, *plan.notes, *filter(None, [notice])]
 
 

@@ -26,12 +26,7 @@ _MONITOR_FOLDER = f"/{MONITOR}"  # mount path of the files that finetune/rank_mo
 _MONITOR_START = f"{_MONITOR_FOLDER}/finetune/autostart"
 _SHM = "/dev/shm"  # noqa: S108
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
-_BY_HAND = "what to add by hand: topoflight recommend -o env"
-_OTHERS = {
-    "MPIJob": "mpirun passes only what -x names to its ranks: topoflight recommend -o env, each line with -x",
-    **dict.fromkeys(("RayJob", "RayCluster", "RayService"),
-                    "Ray's workers take theirs from runtime_env's env_vars: topoflight recommend -o env"),
-}  # fmt: skip
+_OTHERS = {"MPIJob": "mpi_job", "RayJob": "ray", "RayCluster": "ray", "RayService": "ray"}  # kind -> note
 _MAIN = {"PyTorchJob": "pytorch", "TrainingRuntime": "node", "ClusterTrainingRuntime": "node"}
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"  # label of the replicated jobs of a runtime
 _OF_A_NETWORK = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_GID_INDEX$")  # values that are only valid on one network
@@ -164,9 +159,9 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
                 jobs[place] = replace(jobs[place], nodes=nodes, ranks_per_node=ranks)
     if not jobs:
         kinds = dict.fromkeys(str(each.get("kind")) for each in objects)
-        hint = next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), _BY_HAND)
-        raise WrapError(f"no training job: holds {', '.join(kinds) or 'no Kubernetes object and no line with #!'}; "
-                        f"one of {', '.join(_KINDS)} is wrapped, also in an AppWrapper or a List; {hint}")  # fmt: skip
+        hint = _text(next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), "by_hand"))
+        held = ", ".join(kinds) or "no Kubernetes object and no line with #!"
+        raise WrapError(_text("no_job", held=held, known=", ".join(_KINDS), hint=hint))
     return tuple(jobs)
 
 
@@ -180,7 +175,7 @@ def others_in(manifest: list[Any]) -> list[str]:
     """Return a note for each object that trains or requests GPUs, but whose kind is not supported."""
     asks = re.compile(r"'containers':.*'(nvidia|amd)\.com/(gpu|mig-[^']*)':")  # a GPU in the repr of a mapping
     known = (*_KINDS, "AppWrapper")
-    return [f"{each['kind']}/{_get_name(each)}: left alone: {_OTHERS.get(str(each['kind']), _BY_HAND)}"
+    return [f"{each['kind']}/{_get_name(each)}: left alone: {_text(_OTHERS.get(str(each['kind']), 'by_hand'))}"
             for each in _list_objects(manifest) if each.get("kind") in _OTHERS or (
                 each.get("kind", known[0]) not in known and asks.search(str(each)))]  # fmt: skip
 

@@ -114,9 +114,10 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
             if number:
                 more = {name: each for name, each in script.always.items() if each != before.always.get(name)}
                 before.ways += [(f"branch {number + 1} of the template", more)] if more else []
-                before.ways += [each for each in script.ways if each not in before.ways]
-                before.inner += [each for each in script.inner if each not in before.inner]
-                before.findings += [each for each in script.findings if each not in before.findings]
+                for part in ("ways", "inner", "findings", "unread", "files"):
+                    getattr(before, part).extend(
+                        each for each in getattr(script, part) if each not in getattr(before, part)
+                    )
     return first
 
 
@@ -128,7 +129,9 @@ def _compare_replicas(found: Mapping[str, Script]) -> None:
         other = "Worker" if match[2] == "Master" else "Master"
         others = [each for name, each in found.items() if name.startswith(f"{match[1]} {other} ")]
         values = {name: each.value for one in others for name, each in one.always.items()}
-        if not others or any(each.files for each in others):  # a file may set what is missing
+        if not others or any(
+            not file.startswith("Secret ") for each in others for file in each.files
+        ):  # it may set them
             continue
         for name in members("same_on_all_ranks"):
             value, its = script.always.get(name, Assigned(name, "0")).value, values.get(name, "")
@@ -244,14 +247,12 @@ class _Walk:
 
     def _check_type(self, source: str, name: str, value: Any) -> None:
         """Report an unquoted value that Kubernetes or Compose does not read as a string."""
-        text, refusal = scalar(value), "Kubernetes refuses the object: the value must be a string"
-        forms: tuple[str, ...] = ("truth", "number")
-        if self._compose:
-            forms, refusal = ("compose_truth",), "Compose refuses the file: it takes a string or a number"
-        if isinstance(value, Plain | bool | int | float) and any(pattern(form).fullmatch(text) for form in forms):
-            what = "a truth value" if pattern("truth").fullmatch(text) else "a number"
+        text, form = scalar(value), "untyped_compose" if self._compose else "untyped"
+        if isinstance(value, Plain | bool | int | float) and pattern(form).fullmatch(text):
+            kind = "a truth value" if pattern("truth").fullmatch(text) else "a number"
             text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
-            note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
+            reader = "Compose" if self._compose else "Kubernetes"
+            note = finding("env.value.kind/untyped", name, text, text=text, kind=kind, reader=reader)
             self._at(source).findings.append(note)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:

@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -71,10 +72,15 @@ Answers = list[tuple[tuple[str, ...], tuple[str, ...]]]
 def listening(wait_seconds: float, **more) -> tuple[threading.Thread, Answers]:
     """The listening side in a thread, and what it returns."""
     answer: Answers = []
-    words = {"ports": PORTS, "wait_seconds": wait_seconds, **more}
+    words = {"ports": PORTS, "wait_seconds": wait_seconds, "stop": threading.Event(), **more}
     thread = threading.Thread(target=lambda: answer.append(listen(words.pop("ports"), **words)))
     thread.start()
     return thread, answer
+
+
+def written(ports: Sequence[Port]) -> RdmaResult:
+    """What the writing side measures, with usual limits."""
+    return write(ports, "127.0.0.1", wait_seconds=perftest.WAIT_SECONDS, stop=threading.Event())
 
 
 def test_each_port_meets_the_one_at_its_place() -> None:
@@ -89,7 +95,7 @@ def test_both_sides_in_any_order_and_the_count_over_the_known_time() -> None:
     sides: list[tuple[threading.Thread, Answers]] = []
     timer = threading.Timer(1.5, lambda: sides.append(listening(120.0)))
     timer.start()
-    result = write(PORTS, "127.0.0.1")
+    result = written(PORTS)
     timer.join()
     ((thread, answer),) = sides
     thread.join(150.0)
@@ -103,7 +109,7 @@ def test_both_sides_in_any_order_and_the_count_over_the_known_time() -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_a_port_that_the_other_side_has_not_is_a_problem_and_the_rest_is_measured() -> None:
     thread, _answer = listening(120.0, ports=PORTS[:1])
-    result = write(PORTS, "127.0.0.1")
+    result = written(PORTS)
     thread.join(150.0)
     assert [each.port for each in result.writes] == ["mlx5_0:1"] and not result.complete
     assert f"mlx5_1:2 to 127.0.0.1:{perftest.TCP_PORT + 1}: Couldn't connect to" in result.problems[0]
@@ -111,7 +117,7 @@ def test_a_port_that_the_other_side_has_not_is_a_problem_and_the_rest_is_measure
 
 @pytest.mark.usefixtures("stand_in")
 def test_nobody_comes_and_nothing_is_left_running() -> None:
-    served, problems = listen(PORTS, wait_seconds=0.5)
+    served, problems = listen(PORTS, wait_seconds=0.5, stop=threading.Event())
     assert served == () and problems[0] == "mlx5_0:1: no host wrote to it within 0.5 s"
     children = [each.as_dict(["cmdline"]) for each in psutil.Process().children(recursive=True)]  # None of a zombie
     assert not [child for child in children if perftest.PROGRAM in (child["cmdline"] or ())]
@@ -121,7 +127,7 @@ def test_nobody_comes_and_nothing_is_left_running() -> None:
 def test_a_run_that_hangs_is_ended_and_so_is_one_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANGS", "mlx5_0")
     monkeypatch.setattr(perftest, "OVERRUN_SECONDS", 0.0)
-    assert "did not end within" in write(PORTS[:1], "127.0.0.1").problems[0]
+    assert "did not end within" in written(PORTS[:1]).problems[0]
     stop = threading.Event()
     thread, answer = listening(600.0, stop=stop)
     time.sleep(0.5)
