@@ -467,8 +467,8 @@ class _Search:
         free = usual_options(self.job, split.tp, self.planned.precision)
         free |= {name: value for name, value in self.named.items() if name in free and name != "precision"}
         split = replace(split, **free)
-        fixed = replace(split, **{name: value for name, value in self.named.items() if name in _FITTED})
-        if self._is_forbidden(split, list_broken_by_degrees(self.job, fixed)):
+        fixed: dict[str, Any] = {name: self.named[name] for name in _FITTED if name in self.named}
+        if self._is_forbidden(split, list_broken_by_degrees(self.job, replace(split, **fixed))):
             return
         per_rank = self.planned.global_batch // split.data_parallel
         self.fitted = None
