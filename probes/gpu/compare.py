@@ -183,7 +183,8 @@ def _report_missing_links(gpu: Gpu, most: int) -> Finding:
     active, whole = active_links(gpu), max(most, _count_fitted_links(gpu))
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
-    alone = not active and bool(gpu.name) and not soldered(gpu.name or "")
+    known = gpu_named(gpu.name)  # an unknown board may have an NVSwitch
+    alone = not active and known is not None and known.interconnect != "NVSwitch" and not soldered(gpu.name or "")
     if active < most:
         status = Status.INFO if alone else by_loss(1.0 - active / whole)
     elif not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):

@@ -97,7 +97,8 @@ def _check_choice(facts: InterfacesFacts) -> Iterator[Finding]:
         fabric = better.rdma_device or (better.driver or "").startswith("cxi")
         started_only = chosen.role in ("host", "unknown") and fabric
         status = Status.INFO if started_only else by_loss(_compute_loss(chosen, better))
-        why = f"a {chosen.role} interface{_speed(chosen)}"
+        kind = "an interface of unknown role" if chosen.role == "unknown" else f"a {chosen.role} interface"
+        why = f"{kind}{_speed(chosen)}"
     else:
         return
     device = f", {better.rdma_device}" if better.rdma_device else ""

@@ -131,8 +131,8 @@ def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterato
         # a port's share of the ports of its model; no loss if ports of this model carry no GPU traffic
         status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
-        layers = {str(p.link_layer) for _, p in kin if p.state == "ACTIVE"}
-        other = port.state == "DOWN" and bool(layers) and port.link_layer not in layers
+        layers = {p.link_layer for _, p in kin if p.state == "ACTIVE" and p.link_layer}
+        other = port.state == "DOWN" and bool(layers and port.link_layer) and port.link_layer not in layers
         key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING) + " layer" * other
         yield _report_port(key, device, port, status, state=state, sisters=counted, layers=" and ".join(sorted(layers)))
 
