@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from rigs.recorded import changed, snapshot as host
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from hardware.machines import catalogue
 from planner.advice import Recommendation
@@ -19,6 +19,8 @@ from probes.gpu.facts import GpuFacts, GpuProcess
 from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
+
+rows = rows_of(__file__)
 
 
 def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
@@ -87,14 +89,7 @@ def test_embedding_and_head_count_as_layers_of_interleaved_chunks() -> None:
     assert best[0].layout.stage_layers == (1, *(2,) * 62, 1)
 
 
-@each_row(
-    ("model", "nodes", "method", "tokens"),
-    [
-        ("Llama-3.1-405B", 2048, "full", 1 << 24), ("Llama-3.1-70B", 64, "full", 1 << 22),
-        ("Llama-3.1-8B", 8, "full", 1 << 20), ("Llama-3.1-8B", 1, "full", 64 * 8192),
-        ("Llama-3.1-8B", 2, "lora", 64 * 8192),
-    ],
-)  # fmt: skip
+@each_row(("model", "nodes", "method", "tokens"), rows("batches"))
 def test_the_batch_that_nobody_named_is_what_such_runs_take(model: str, nodes: int, method: str, tokens: int) -> None:
     """16 M tokens for 405B on 16,384 GPUs, as Llama 3 was trained; 64 sequences for a fine-tune."""
     train = TrainSpec(method=method, sequence_length=8192)  # type: ignore[arg-type]
