@@ -136,10 +136,9 @@ def _heavier(row: Row, layout: Layout) -> list[Layout]:
 
 
 def _memory(row: Row, layout: Layout, *, first_stage: bool = False) -> MemoryParts:
-    """The forecast of the fullest rank, or of one that loads the model if its stack then holds more."""
+    """The forecast of the fullest rank: in a micro-batch, while it loads the model, or in the optimizer's step."""
     made = memory_parts(row.model, row.train, layout, row.stack.engine, first_stage=first_stage)
-    share = share_of(row.model, row.train, layout)
-    loaded = made.weights + (2.0 * share.local if row.stack.loads_whole and share.sharded else 0.0)
+    loaded = made.weights + row.stack.bytes_outside_passes(share_of(row.model, row.train, layout))
     if loaded + made.gathered <= sum(made[:6]):
         return made
     fragmentation = (loaded + made.gathered) * (FRAGMENTATION - 1.0)

@@ -32,6 +32,24 @@ class Stack:
     loads_whole: bool = False  # every rank holds all weights on its GPU while a sharded model is loaded
     before_hopper: bool = False  # only for rows on Ampere and older; newer rows of this name have another engine
     lora_targets: tuple[str, ...] = TrainSpec().lora_targets  # the default of the stack
+    steps_by_torch: bool = False  # PyTorch's AdamW, whose default (foreach) stores roots of all second moments
+
+    def bytes_outside_passes(self, share: Share) -> float:
+        """Return the bytes besides the weights while the model is loaded, or in the optimizer's step, if it counts.
+
+        No activations are stored then.
+        """
+        train = share.train
+        if self.loads_whole and share.sharded:
+            return 2.0 * share.local
+        in_passes = train.optimizer_in_backward or share.layout.offload != "none"
+        if not self.steps_by_torch or share.adapters or train.optimizer != "adamw" or in_passes:
+            return 0.0
+        stored = self.engine.state_bytes(share)
+        root = 2.0 if stored.weights == stored.gradients == 2.0 and not stored.copy else 4.0
+        gradients = share.part(share.trained, share.routed_trained, sharded=self.engine.shards_gradients(share))
+        states = share.part(share.trained, share.routed_trained, sharded=share.zero > 0)
+        return stored.gradients * gradients + (stored.optimizer + root) * states
 
 
 class MegatronDeepSpeed(Engine):
@@ -57,45 +75,20 @@ def _stack(row: dict[str, Any]) -> Stack:
 STACKS = tuple(map(_stack, read_table(__file__, "stacks.toml")["stack"]))
 
 
-def _at_step(engine: Engine, share: Share) -> float:
-    """Bytes besides the weights during torch's AdamW step, whose default (foreach) stores roots of all second moments.
-
-    All activations have been freed by then.
-    """
-    train = share.train
-    if share.adapters or train.optimizer != "adamw" or train.optimizer_in_backward or share.layout.offload != "none":
-        return 0.0
-    stored = engine.state_bytes(share)
-    root = 2.0 if stored.weights == stored.gradients == 2.0 and not stored.copy else 4.0
-    gradients = share.part(share.trained, share.routed_trained, sharded=engine.shards_gradients(share))
-    states = share.part(share.trained, share.routed_trained, sharded=share.zero > 0)
-    return stored.gradients * gradients + (stored.optimizer + root) * states
-
-
-class Plain(Engine):
-    """An unknown stack with PyTorch's own optimizer and kernels."""
-
-    load = _at_step
-
-
-class PlainFsdp(Fsdp):
-    """An unknown stack with PyTorch's optimizer, kernels and fully_shard."""
-
-    load = _at_step
-
-
 # On one GPU, or if the row states it: weights, gradients and optimizer states in the precision of the computation.
-_UNKNOWN_PLAIN = Stack(engine=Plain(name="unknown"), pattern="", known=False)
-_UNKNOWN = Stack(engine=PlainFsdp(name="unknown"), pattern="", known=False)
+_UNKNOWN_PLAIN = Stack(engine=Engine(name="unknown"), pattern="", known=False, steps_by_torch=True)
+_UNKNOWN = Stack(engine=Fsdp(name="unknown"), pattern="", known=False, steps_by_torch=True)
 # Model or expert parallelism without FSDP: sharded as in Megatron, with gradients that are accumulated in fp32. With
 # FP8, matrix products and the other kernels are those of Transformer Engine.
 _MEGATRON = ENGINES["megatron"]
 _UNKNOWN_PARALLEL = Stack(
-    engine=Plain(name="unknown, model-parallel", can=_MEGATRON.can, eight_bits=_MEGATRON.eight_bits, logits_bytes=8.0,
-                 states=StateBytes(2.0, 4.0, 12.0, copy=4.0), gradient_buffer=True),
-    pattern="", default_sharding="zero1", known=False,
+    engine=Engine(name="unknown, model-parallel", can=_MEGATRON.can, eight_bits=_MEGATRON.eight_bits, logits_bytes=8.0,
+                  states=StateBytes(2.0, 4.0, 12.0, copy=4.0), gradient_buffer=True),
+    pattern="", default_sharding="zero1", known=False, steps_by_torch=True,
 )  # fmt: skip
-_UNKNOWN_FUSED = replace(_UNKNOWN_PARALLEL, engine=replace(_MEGATRON, name="unknown, model-parallel"))
+_UNKNOWN_FUSED = replace(
+    _UNKNOWN_PARALLEL, engine=replace(_MEGATRON, name="unknown, model-parallel"), steps_by_torch=False
+)
 _PURE = r"\b(bf16|bfloat16|16)[- ]true|pure[- _]?(bf16|bfloat16)|(bf16|bfloat16) (param|weight)s?"
 _MIXED = r"\bamp\b|amp_|autocast|mixed|fp32 (param|weight|master)"
 

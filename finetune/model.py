@@ -74,7 +74,9 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     if getattr(shape, "quantization_config", None) is not None:
         raise ConfigError(f"model_name_or_path={name!r}: its weights are quantised; name the model they were made from")
     window = getattr(shape, "sliding_window", None)
-    if shape.model_type != "llama" and kernel == BY_DOCUMENT and window is not None and window < config.max_length:
+    # Llama ignores both settings, and Mistral its layer_types
+    slides = shape.model_type == "mistral" or (shape.model_type != "llama" and "sliding_attention" in shape.layer_types)
+    if slides and kernel == BY_DOCUMENT and window is not None and window < config.max_length:
         raise ConfigError(
             f"model_name_or_path={name!r}: its sliding window of {window} tokens is shorter than "
             f"max_length={config.max_length}; set attn_implementation: eager, or use TRL's trainer"

@@ -235,12 +235,7 @@ class Engine:
     """The model under its layout; runs one global batch at a time, forward and backward."""
 
     def __init__(
-        self,
-        model: Any,
-        layout: Layout,
-        device: torch.device,
-        mesh: DeviceMesh | None,
-        fill: Fill = lambda *_: None,
+        self, model: Any, layout: Layout, device: torch.device, mesh: DeviceMesh | None, fill: Fill = lambda *_: None
     ) -> None:
         self.layout, self.device = layout, device
         self.adapters = hasattr(model, "get_base_model")

@@ -205,7 +205,7 @@ class Recorder:
             self.record.notes.append(text)
 
     def profile(self, steps: int) -> torch.profiler.profile:
-        """Return torch's profiler of a few steps after the warm-up, which is told of the end of each step.
+        """Return torch's profiler for a few steps after the warm-up; call its `step` at the end of each step.
 
         Its context ends it wherever the run ends: a process that leaves with it running dies of SIGSEGV (torch 2.13).
         """
@@ -217,11 +217,11 @@ class Recorder:
                 return ProfilerAction.NONE
             return ProfilerAction.RECORD_AND_SAVE if step == self.profiled[-1] else ProfilerAction.RECORD
 
-        def keep(tool: torch.profiler.profile) -> None:
+        def measure(tool: torch.profiler.profile) -> None:
             seconds = sum(self.seconds[self.profiled.start : self.profiled.stop])
             self.record.communication = measure_communication(tool.events(), seconds)
 
-        return torch.profiler.profile(schedule=choose, on_trace_ready=keep)
+        return torch.profiler.profile(schedule=choose, on_trace_ready=measure)
 
     def step(self, seconds: float, loss: float, tokens: int) -> None:
         """Record an optimizer step that has ended."""

@@ -27,6 +27,7 @@ class Machine:
     rdma_devices: int | None = None  # RDMA devices that a scan lists, if more than `nics`
     nic_gbps: float | None = None  # rate of one NIC
     nic_kind: str | None = None  # "efa", "hca", "ethernet"
+    network_plugin: str | None = None  # that carries GPU traffic over Ethernet NICs; without it NCCL uses TCP sockets
     nics_soldered: bool = False  # on the board: the vendor chose how many PCIe lanes they have
     cpus: int | None = None  # as the vendor counts them: vCPUs of an instance, cores of a board
     host_gib: float | None = None

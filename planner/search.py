@@ -416,8 +416,9 @@ def search(planned: Planned, named: Mapping[str, object] | None = None, *, surel
         named = {"checkpointing": job.engine.checkpointing[-1], **named}
     budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
     run = _Search(planned=planned, job=job, named=named, budget=budget)
-    alone = Layout(world_size=1, precision=planned.precision)
-    if broken := next(list_broken_by_degrees(job, alone), None):  # due to model or precision
+    options: dict[str, Any] = {name: named[name] for name in ("checkpointing", "compile") if name in named}
+    alone = Layout(world_size=1, precision=planned.precision, **options)
+    if broken := next(list_broken_by_degrees(job, alone), None):  # due to model, precision or one of these options
         run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
         return run.found
     for split in run.splits():
@@ -467,7 +468,8 @@ class _Search:
         free = usual_options(self.job, split.tp, self.planned.precision)
         free |= {name: value for name, value in self.named.items() if name in free and name != "precision"}
         split = replace(split, **free)
-        self.broken = next(list_broken_by_degrees(self.job, split), None)
+        fixed: dict[str, Any] = {name: self.named[name] for name in _FITTED if name in self.named}
+        self.broken = next(list_broken_by_degrees(self.job, replace(split, **fixed)), None)
         per_rank = self.planned.global_batch // split.data_parallel
         self.fitted = None
         for micro in self._list_micro_batches(per_rank):

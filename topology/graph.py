@@ -216,7 +216,7 @@ class ClusterTopology:
 
     nodes: tuple[NodeTopology, ...]
     inter_node_bytes_per_second: float | None = None  # from one node to the others, per direction, all rails
-    inter_node_transport: str | None = None  # "rdma", "efa", "tcp", "nvlink"; None: unknown or single node
+    inter_node_transport: str | None = None  # "rdma", "efa", "tcp", "nvlink" or a plugin; None: unknown or single node
 
     @property
     def world_size(self) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agent.jobs.networks import NetworkBars
+    from collectives.bench.results import BenchResult
     from contracts.finding import Finding
     from probes.api import Snapshot
 
@@ -48,11 +49,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     save_benchmark_result(result)
     emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
     save_document(save, result)
-    well = _report_low(checks_of_bars(result, snapshots((), ALL)))
-    if result.stopped_by == signal.SIGINT.name:
-        sys.exit(EXIT_INTERRUPTED)
-    whole = result.complete and result.measurements and all(m.verified for m in result.measurements)
-    sys.exit(EXIT_PASS if whole and well else EXIT_FAILED)
+    sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots((), ALL)))))
 
 
 def _report_low(checks: Iterable[Finding]) -> bool:
@@ -119,6 +116,13 @@ def _causes(found: Snapshot) -> list[Finding]:
     return [
         c for c in checks_of_snapshot(found) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))
     ]
+
+
+def _bench_exit(result: BenchResult, well: bool) -> int:
+    if result.stopped_by == signal.SIGINT.name:
+        return EXIT_INTERRUPTED
+    whole = result.complete and result.measurements and all(m.verified for m in result.measurements)
+    return EXIT_PASS if whole and well else EXIT_FAILED
 
 
 @command("search")

@@ -236,7 +236,7 @@ class Known:
     def __init__(self) -> None:
         self._client: Client | None = None
         self._fleet: Fleet | None = None  # None until the records have been listed
-        self._asked_at = -math.inf
+        self._listed_at = -math.inf
         self.error: str | None = None  # why the last list failed
 
     def fleet(self, source: str, interval: float) -> Fleet:
@@ -246,7 +246,7 @@ class Known:
         """
         if source != "kubernetes":
             return Fleet([record_of_view(self.view, interval_seconds=interval)])
-        if time.monotonic() - self._asked_at > LIST_SECONDS:
+        if time.monotonic() - self._listed_at > LIST_SECONDS:
             self._list()
         if self._fleet is None:
             detail = f"the cluster's records cannot be read: {self.error}"
@@ -261,7 +261,7 @@ class Known:
             self._fleet, self.error = fleet, None
         except (AccessError, ApiError) as error:
             self.error = str(error)
-        self._asked_at = time.monotonic()
+        self._listed_at = time.monotonic()
 
 
 def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:

@@ -299,11 +299,26 @@ def read_short_record(pod: Mapping[str, Any]) -> RunRecord | None:
     return None
 
 
-def why_failed(job: Document) -> list[str]:
-    """Return the reasons in a failed job's own status, because its pods may be gone."""
+def reasons(job: Document, kind: str) -> list[str]:
+    """Return the reasons of a condition in a job's own status, because its pods may be gone or not exist yet."""
     conditions = (job.get("status") or {}).get("conditions") or ()
-    return [_line(str(each.get("reason") or "Failed"), "", each.get("message")) for each in conditions
-            if each.get("type") == "Failed" and str(each.get("status")) == "True"]  # fmt: skip
+    return [_line(str(each.get("reason") or kind), "", each.get("message")) for each in conditions
+            if each.get("type") == kind and str(each.get("status")) == "True"]  # fmt: skip
+
+
+def why_waiting(pod: Mapping[str, Any]) -> str:
+    """Return why a pod does not run: a container that cannot start, the scheduler, or its phase; empty if it runs."""
+    status = pod.get("status") or {}
+    waiting = [(each.get("state") or {}).get("waiting") or {} for each in _containers(status)]
+    found = [each for each in waiting if each.get("reason") not in (None, "PodInitializing")]
+    found += [each for each in status.get("conditions") or ()
+              if each.get("type") == "PodScheduled" and each.get("status") == "False"]  # fmt: skip
+    found += [{"reason": "Pending"}] if status.get("phase") == "Pending" else []
+    return _line(pod["metadata"]["name"], str(found[0].get("reason")), found[0].get("message")) if found else ""
+
+
+def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
 
 
 def how_failed(pod: Mapping[str, Any]) -> str:
@@ -311,7 +326,7 @@ def how_failed(pod: Mapping[str, Any]) -> str:
     status = pod.get("status") or {}
     if status.get("phase") != "Failed":
         return ""
-    for each in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+    for each in _containers(status):
         ended = (each.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode"):
             why = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"

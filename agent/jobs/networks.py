@@ -447,13 +447,15 @@ def run(client: Client, made: Sequence[Document], network: Network, api: str, *,
     job, until = made[-1], time.monotonic() + seconds
     while not (state := cluster_job.job_state(now := cluster_job.stored(client, job))) and time.monotonic() <= until:
         time.sleep(POLL_SECONDS)
-    if not state:
-        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues (`kubectl describe pods`)"
-        return replace(bar, why=why)
     pods = cluster_job.pods_of(client, job, api)
+    if not state:
+        waiting = [text for pod in pods if (text := cluster_job.why_waiting(pod))]
+        waiting = waiting or cluster_job.reasons(now, "Suspended")
+        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues"
+        return replace(bar, why="; ".join([why, *waiting]))
     record = next((found for pod in pods if (found := cluster_job.read_short_record(pod))), None)
     if record is None:
-        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.why_failed(now)
+        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.reasons(now, "Failed")
         reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)

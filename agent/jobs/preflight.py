@@ -261,15 +261,15 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     expected = expectation_of(options["expect"], options["expect_file"])
     client = connect(options["context"]).brief()
     names = named(client, expand_host_list(options["nodes"] or ""), options["selector"])
-    held = Fleet()
-    held.read(client)
-    found = checks_of(names, held, expected=expected)
+    fleet = Fleet()
+    fleet.read(client)
+    found = checks_of(names, fleet, expected=expected)
     checks = select(found, require=options["require"], skip=options["skip"], known=measured.ALL_CODES)
     checks = measured.regressions(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(
         started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
         verdict=judge(checks, fail_on=options["fail_on"]),
-        nodes=tuple(replace(held.record(name) or unknown_node(name), facts=None) for name in names),
+        nodes=tuple(replace(fleet.record(name) or unknown_node(name), facts=None) for name in names),
         notes=("judged by what the nodes' agents published; nothing was measured in this run",),
     )  # fmt: skip
 

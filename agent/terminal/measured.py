@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -119,3 +120,10 @@ def run(out: Console, record: RunRecord) -> None:
     out.print(run_words(record))
     saved = f"model: {record.saved_model}" if record.saved_model else f"adapter: {record.adapter or 'none'}"
     out.print(f"{saved}\ncheckpoint: {record.checkpoint or 'none'}", markup=False)
+
+
+def transports_of(record: RunRecord) -> str:
+    """Return the transports of a run without the numbers of devices, and the interfaces of NCCL's TCP."""
+    names = [re.sub(r"/\d+(?=/|$)", "", name) for name in record.transports]
+    interfaces = record.nccl.interfaces if record.nccl and "NET/Socket" in names else ()
+    return ", ".join(dict.fromkeys((*names, *interfaces)))

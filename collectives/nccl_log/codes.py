@@ -101,7 +101,6 @@ PATHS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = tuple(
 )
 FACT_WORDS, DULL_STARTS = (tuple(text.encode() for text in _MESSAGES[name]) for name in ("fact_words", "dull_starts"))
 
-
 # Texts to search for in lines without an NCCL header.
 SEARCHED: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS if sign.own))
 

@@ -39,6 +39,7 @@ _WITH_FILE = (b"hip", b"Call to bind", b"Call to listen")
 TAG = b"/GDRDMA"
 
 _MOST_HEAD_BYTES = 72  # between "Channel" and "via"
+_MOST_ADDRESS_BYTES = 20  # "ip: 10.100.100.100"
 
 
 class LineReader:
@@ -58,7 +59,7 @@ class LineReader:
         self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
-        self._above = b""  # the line before
+        self._address = (0, b"")  # the number of the last line with the address of one of Ray's actors, and its end
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def finish(self) -> None:
@@ -91,7 +92,8 @@ class LineReader:
         """Read one line."""
         has_header = any(header in line for header in _HEADERS)
         self._tags_read = 0
-        above = self._above + b" " if b"The actor is dead because" in line else b""  # has the actor's address
+        number, address = self._address
+        above = address if number == self.ledger.lines - 1 and b"The actor is dead because" in line else b""
         self.ledger.writer = Writer() if has_header else _writer_of(above + line)
         if has_header:
             self._meet_process(line)
@@ -101,7 +103,8 @@ class LineReader:
             self._messages(line)
         elif not found:
             self._headless(line)
-        self._above = line
+        if (start := line.rfind(b"ip: ", -_MOST_ADDRESS_BYTES)) >= 0:
+            self._address = self.ledger.lines, line[start:] + b" "
         self.cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self.cause_lines - 1)
         if TAG in line:
             # A tag that belongs to no channel of its line was torn from an earlier one.

@@ -254,14 +254,16 @@ class Facts:
 
     def all_on_one_host(self) -> bool:
         """Return whether each rank (of nccl-tests, or with a GPU of its own) is known, and all are on one host."""
-        places, tests, wired, devices = self.rank_places, self.test_ranks, self.channel_hosts(), self.rank_devices()
-        whole = 0 < self.places_of == len(places) == len(set(places.values())) and self.places_of >= self.ranks
-        tested = 0 < len(tests) == max(tests, default=0) + 1 and self.ranks in (0, len(tests))
-        known = [({host for host, _ in places.values()}, len(places))] if whole else []
-        known += [(set(tests.values()), len(tests))] if tested else []
-        wired = wired if any(b"[receive]" in place or b"[send]" in place for place in self.channel_places) else {}
-        apart = self.ranks in (0, len(wired)) and len({device for _, device in devices}) == len(devices) == len(wired)
-        known += [(set(wired.values()), len(wired))] if apart and all(wired.values()) else []
+        places, tests, writers, devices = self.rank_places, self.test_ranks, self.channel_hosts(), self.rank_devices()
+        known = []  # hosts and number of the ranks, from each kind of line that names all ranks
+        if 0 < self.places_of == len(places) == len(set(places.values())) and self.places_of >= self.ranks:
+            known.append(({host for host, _ in places.values()}, len(places)))
+        if 0 < len(tests) == max(tests, default=0) + 1 and self.ranks in (0, len(tests)):
+            known.append((set(tests.values()), len(tests)))
+        has_ends = any(b"[receive]" in place or b"[send]" in place for place in self.channel_places)
+        has_own_gpus = len({device for _, device in devices}) == len(devices) == len(writers)
+        if has_ends and has_own_gpus and self.ranks in (0, len(writers)) and all(writers.values()):
+            known.append((set(writers.values()), len(writers)))
         return any(len(hosts) == 1 and all(rank < size for rank, _ in devices) for hosts, size in known)
 
     # --- reading a message

@@ -277,13 +277,14 @@ def _count_domain_ranks(cluster: ClusterTopology, per_node: int) -> int:
 
 
 def _find_network(cluster: ClusterTopology) -> Speed:
-    link = {"efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}.get(
-        cluster.inter_node_transport or "", "network"
-    )
+    kind = cluster.inter_node_transport or "network"
+    link = {"efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}.get(kind, kind)
     if cluster.inter_node_bytes_per_second:
         rate, why = cluster.inter_node_bytes_per_second * NETWORK_SHARE, f"NIC rates x {NETWORK_SHARE}"
         if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
             rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
+        elif link == kind != "network":
+            why += ", by a plugin; NCCL's own sockets reach 4 GB/s at most"
         return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
     offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
     common = set.intersection(*offered)

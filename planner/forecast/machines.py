@@ -154,11 +154,11 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
         raise MachineError(f"network={network!r}: joins nodes, and this is one; name how many")
     if cluster.inter_node_transport == "nvlink":
         raise MachineError(f"network={network!r}: these {len(cluster.nodes)} nodes are one NVLink domain")
-    earlier = cluster.inter_node_transport
     return replace(
-        cluster, inter_node_bytes_per_second=bytes_per_second,
-        inter_node_transport=transport or (earlier if earlier in ("rdma", "efa") else "tcp"),
-    )  # fmt: skip
+        cluster,
+        inter_node_bytes_per_second=bytes_per_second,
+        inter_node_transport=transport or cluster.inter_node_transport or "tcp",
+    )
 
 
 def _put_in_domain(node: NodeTopology, number: int) -> NodeTopology:
@@ -206,7 +206,7 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
         far = {nic.name for nic in node.nics} - near
         node = replace(node, nics=tuple(nic for nic in node.nics if nic.name in near),
                        pairs=tuple(pair for pair in node.pairs if pair.b not in far))  # fmt: skip
-    transport = {"efa": "efa", "hca": "rdma", "ethernet": "tcp"}[row.nic_kind]
+    transport = row.network_plugin or {"efa": "efa", "hca": "rdma", "ethernet": "tcp"}[row.nic_kind]
     if row.nvlink_nodes >= nodes > 1:
         transport = "nvlink"
     members = (node,) * nodes

@@ -48,11 +48,10 @@ def hub_id(name: str) -> str | None:
 
 
 def _normalise_name(name: str) -> str:
-    """Normalise variations of a name: the hub's owner, case, "Meta-", "-Instruct", "-hf", "-v0.3"."""
+    """Normalise variations of a name: the hub's owner, case, "Meta-", "-Instruct", "-hf"."""
     text = name.strip().lower().rsplit("/", 1)[-1]
     text = re.sub(r"^meta-", "", text)
     text = re.sub(r"-(instruct|chat|it|hf|base|pt)\b", "", text)
-    text = re.sub(r"-v0\.\d$", "", text)
     text = re.sub(r"^llama(\d)", r"llama-\1", text)
     return re.sub(r"[\s_-]+", "", text)
 
@@ -63,10 +62,11 @@ _BY_KEY.update({other: spec for spec in KNOWN for other in _TABLES["known"][spec
 
 def model_named(name: str) -> ModelSpec:
     """Return the shape of a model by name. A name with the hub's owner keeps it, to use exactly these weights."""
-    spec = _BY_KEY.get(_normalise_name(name))
+    key = _normalise_name(name)
+    spec = _BY_KEY.get(key) or _BY_KEY.get(re.sub(r"v0\.\d$", "", key))
     if spec is not None:
         return replace(spec, name=name.strip()) if _HUB_ID.fullmatch(name.strip()) else spec
-    near = difflib.get_close_matches(_normalise_name(name), _BY_KEY, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(key, _BY_KEY, n=3, cutoff=0.5)
     hint = f"; nearest: {', '.join(_BY_KEY[k].name for k in near)}" if near else ""
     raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")
 

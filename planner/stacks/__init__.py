@@ -128,6 +128,12 @@ class Trl(Fsdp):
     Without FSDP, weights keep the type in which they were loaded.
     """
 
+    def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
+        """Context parallelism ignores masks, so accelerate refuses sliding windows (_attach_context_parallel_hooks)."""
+        if layout.cp > 1 and model.sliding_window:
+            return f"{self.name} does not support CP for a model with a sliding window"
+        return super().refuses(model, train, layout)
+
     def state_bytes(self, share: Share) -> StateBytes:
         """Return the bytes of the loaded type, or those of FSDP."""
         half = not share.in_fp32 and _is_loaded_in_half(share.train, share.layout)

@@ -97,7 +97,8 @@ def _check_choice(facts: InterfacesFacts) -> Iterator[Finding]:
         fabric = better.rdma_device or (better.driver or "").startswith("cxi")
         started_only = chosen.role in ("host", "unknown") and fabric
         status = Status.INFO if started_only else by_loss(_compute_loss(chosen, better))
-        why = f"a {chosen.role} interface{_speed(chosen)}"
+        kind = "an interface of unknown role" if chosen.role == "unknown" else f"a {chosen.role} interface"
+        why = f"{kind}{_speed(chosen)}"
     else:
         return
     device = f", {better.rdma_device}" if better.rdma_device else ""
@@ -142,11 +143,13 @@ def _speed(interface: Interface) -> str:
 
 
 def _check_down(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
+    if interface.up is not False and interface.running is not False:
+        return
     given = interface.role == "secondary" or interface.multus_network is not None
     # A host interface that is down, without address or bond, may intentionally have no cable.
     used = interface.rdma_device is not None and bool(_list_routable(interface) or interface.master)
     bond = next((i for i in facts.interfaces if i.name == interface.master and i.kind in ("bond", "team")), None)
-    if (given or used or bond) and (interface.up is False or interface.running is False):
+    if given or used or bond:
         state = "down" if interface.up is False else "up without a carrier"
         # a network assigned to the pod; without it, the job uses the pod network at half the speed or less
         status = Status.FAIL if given else Status.WARN

@@ -131,8 +131,8 @@ def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterato
         # a port's share of the ports of its model; no loss if ports of this model carry no GPU traffic
         status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
-        layers = {str(p.link_layer) for _, p in kin if p.state == "ACTIVE"}
-        other = port.state == "DOWN" and bool(layers) and port.link_layer not in layers
+        layers = {p.link_layer for _, p in kin if p.state == "ACTIVE" and p.link_layer}
+        other = port.state == "DOWN" and bool(layers and port.link_layer) and port.link_layer not in layers
         key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING) + " layer" * other
         yield _report_port(key, device, port, status, state=state, sisters=counted, layers=" and ".join(sorted(layers)))
 
@@ -170,7 +170,7 @@ def _get_function(device: RdmaDevice) -> str:
 
 
 def _check_bond(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """Report a bond (RoCE LAG) with members that are down: the port stays ACTIVE and keeps the rate of one member."""
+    """Report a bond (RoCE LAG) with members that are down: the port stays ACTIVE at the rate of one member."""
     if down := [name for name, state in device.bond_members if state == "down"]:
         names, count = ", ".join(down), len(device.bond_members)
         status, seen = by_loss(len(down) / count), tuple(f"/sys/class/net/{name}/operstate: down" for name in down)

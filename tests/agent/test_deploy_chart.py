@@ -10,7 +10,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 from kustomization import LOADER, helm, render
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, each_row, rows_of
 from test_deploy_manifests import CUSTOM, OVERLAYS
 
 from agent.checks.expect import KEYS, read_file
@@ -19,16 +19,7 @@ from agent.checks.verdict import GateError
 CHART = ROOT / "deploy/chart"
 Document = dict
 CHANGED_BY_VALUES = ("ConfigMap", "DaemonSet", "NetworkPolicy", "PodMonitor")
-# overlay -> values files and settings
-VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "plain": ((), ()),
-    "kubernetes": (("kubernetes",), ()),
-    "host-network": (("kubernetes", "host-network"), ()),
-    "openshift": (("openshift",), ()),
-    "openshift-host-network": (("openshift", "host-network"), ()),
-    "eks-efa": (("eks-efa",), ()),
-    "prometheus-operator": (("kubernetes",), ("monitoring.enabled=true",)),
-}
+VALUES = rows_of(__file__)("overlays")()
 
 
 def template(*words: str, chart: str | Path = CHART) -> list[Document]:

@@ -10,7 +10,7 @@ import resident
 from fastapi.testclient import TestClient
 from rigs.fleet import fleet_of, record_of, through_the_api
 from rigs.recorded import H100, changed, each, facts, of_code, snapshot, with_outcomes
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from agent.checks.measured import PROBE_CODES
@@ -25,6 +25,8 @@ from probes.pci.facts import PciDevice, PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
 from probes.scanner import Scanner
+
+rows = rows_of(__file__)
 
 
 @pytest.fixture
@@ -216,15 +218,7 @@ def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> Non
     assert departures(seen) == ["warn"], "the bus shows eight: a GPU that NVML leaves out has a finding of its own"
 
 
-@each_row(
-    ("container", "agent", "given", "required"),
-    [
-        (None, False, 0, True),
-        ("kubernetes", False, 0, True),
-        ("kubernetes", False, 1, False),
-        ("kubernetes", True, 0, False),
-    ],
-)
+@each_row(("container", "agent", "given", "required"), rows("uverbs"))
 def test_a_device_node_that_no_job_here_gets_is_required(
     container: str | None, agent: bool, given: int, required: bool
 ) -> None:

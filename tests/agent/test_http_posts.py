@@ -66,7 +66,7 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
     page = http.get("/").text
-    assert "a-model-of-ours" in page and "NET/Socket/0, net1" in page
+    assert "a-model-of-ours" in page and "NET/Socket, net1" in page
     assert len(stored_runs(folder)) == 1
 
 

@@ -17,7 +17,9 @@ from agent.http.worker import read_form
 from agent.jobs.preflight import Report
 from agent.pages import environment, picture as picture_of, report_page
 from agent.terminal.findings import findings
+from agent.terminal.measured import transports_of
 from contracts.finding import Interval
+from contracts.run_record import record_of
 
 HOSTILE = "<script>alert('&')</script>\"x"
 FIGURES = environment().get_template("charts.html.j2").module
@@ -164,3 +166,17 @@ def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], name
     with pytest.raises(RequestError, match="must be") as caught:
         read_form(asked)
     assert str(caught.value).startswith(named)
+
+
+@each_row(
+    ("transports", "shown"),
+    [
+        (["NET/IB/0", "NET/IB/0/GDRDMA", "NET/IB/1/GDRDMA", "P2P/CUMEM"], "NET/IB, NET/IB/GDRDMA, P2P/CUMEM"),
+        (["NET/Socket/0"], "NET/Socket, eth0"),
+        (["gloo: TCP over net1 (10.0.0.1)"], "gloo: TCP over net1 (10.0.0.1)"),
+        ([], ""),
+    ],
+)
+def test_the_transports_of_a_run_in_its_row(transports: list[str], shown: str) -> None:
+    """NCCL's interface is that of its data only if sockets carry the data."""
+    assert transports_of(record_of({"transports": transports, "nccl": {"interfaces": ["eth0"]}})) == shown

@@ -5,12 +5,14 @@ import random
 
 import cattrs
 import pytest
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from bench import search as bench
 from collectives.search.coordinator import read_journal, resume
 from collectives.search.plan import Outcome, Search
 from collectives.search.run import from_environment
+
+rows = rows_of(__file__)
 
 
 @pytest.mark.parametrize("share", [0.05, pytest.param(1.0, marks=pytest.mark.nightly)])
@@ -117,22 +119,13 @@ def test_a_chance_event_and_a_small_deviation_are_no_fault():
     assert found.round >= 4 and {verdict.state for verdict in found.verdicts()} == {"good"}
 
 
-STUCK = [
-    # Nodes that are stuck on one side, links that are stuck. Links share a node with each other and with a bad node.
-    ({2: "sends"}, [(7, 3)]),
-    ({2: "sends"}, [(3, 5)]),
-    ({2: "sends", 3: "receives"}, []),
-    ({2: "both", 3: "both"}, []),
-]
-
-
-@each_row("sides, links", STUCK)
+@each_row("sides, links", rows("stuck"))
 def test_a_node_beside_stuck_nodes_and_links_is_not_stuck(sides, links):
     score = bench.Score()
     fleet = bench.Fleet(
         domains=[""] * 16, sigma=0.005, draw=random.Random(1), own=[1.0] * 16,
         faults={node: ("stuck", 0.0, side) for node, side in sides.items()},
-        links=dict.fromkeys(links, float("inf")),
+        links=dict.fromkeys(map(tuple, links), float("inf")),
     )  # fmt: skip
     bench.search(fleet, "", score)
     assert (score.accused, score.missed, score.links_missed) == ([], [], [])
@@ -191,18 +184,9 @@ def test_a_journal_resumes_after_a_node_was_lost(tmp_path):
     assert resume(header, rows[1:]) is None, "a journal that the planner does not follow"
 
 
-ENVIRONMENTS = [
-    ({"JOB_COMPLETION_INDEX": "3"}, {}),  # --node-rank reads it
-    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "2007", "SLURM_STEP_NODELIST": "gpu-[07-09,12]",
-      "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}, {"nodes": 4, "node": 1, "rendezvous": "gpu-07:29407"}),
-    ({"WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu-07",
-      "MASTER_PORT": "29500"},
-     {"nodes": 2, "node": 1, "ranks": 8, "locals": (1,), "rendezvous": "gpu-07:29501"}),
-]  # fmt: skip
-
-
-@each_row("environment, found", ENVIRONMENTS)
+@each_row("environment, found", rows("environments"))
 def test_launchers(environment, found):
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     assert from_environment(environment) == found
 
 

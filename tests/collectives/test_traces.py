@@ -57,16 +57,6 @@ def test_a_pickle_that_calls_something_is_refused_and_runs_nothing(protocol: int
     assert not Path("/tmp/was-run").exists()
 
 
-@each_row(
-    "raw",
-    [b"", b"\x80\x02", b"\x80\x02}", b"]r\xff\xff\xff\xff", b"X\xff\xff\xff\xffx", b"(" * 1000, b"\x8b\xff\xff\xff\x7f",
-     b"}]a.", b"\x80\x02]q\x00h\x00a.", b"e.", b"u."],
-)  # fmt: skip
-def test_torn_and_hostile_pickles_end_in_the_readers_own_error(raw: bytes) -> None:
-    with pytest.raises(rank_files.RankFileError):
-        rank_files.read(raw, rank=0)
-
-
 def test_plain_values_are_what_python_reads() -> None:
     value = {"a": [1, -1, 70000, 2**40, 1.5, None, True, False, "ü", (), (1,), (1, 2, 3, 4)], "b": {"c": []}}
     for protocol in (2, 3, 4, 5):

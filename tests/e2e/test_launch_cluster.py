@@ -202,5 +202,6 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig):
 
 @each_row(("status", "words"), rows("pods"))
 def test_the_state_of_a_pod_in_words(status: dict, words: str) -> None:
-    """Which container ended and why."""
-    assert cluster_job.how_failed({"metadata": {"name": "sft-0"}, "status": status}) == words
+    """Why it waits, or which container ended and why."""
+    pod = {"metadata": {"name": "sft-0"}, "status": status}
+    assert (cluster_job.how_failed(pod) or cluster_job.why_waiting(pod)) == words

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.recorded import H100, snapshot
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from test_finetune_equivalence import LAYOUTS, cases_of
 
 from contracts.layout import TRAINED, Layout
@@ -28,6 +28,7 @@ from planner.stacks import TOPOFLIGHT
 from topology.build import build
 from topology.graph import ClusterTopology
 
+rows = rows_of(__file__)
 NVIDIA = [row.name for row in catalogue() if (gpu := gpu_named(row.gpu)) and gpu.maker == "NVIDIA"]
 MACHINES = [("p5.48xlarge", 1), ("p5.48xlarge", 2), ("p5.48xlarge", 4), ("2xa40-roce", 2), ("4xl40s", 1)]
 MODELS = {
@@ -77,13 +78,7 @@ def test_whatever_is_recommended_for_the_job_it_accepts():
     assert ranked > 300
 
 
-@each_row(
-    ("shape", "says"),
-    [
-        ({"_attn_implementation": "eager"}, "attn_implementation='eager'"),
-        ({"_attn_implementation": "by_document", "sliding_window": 4096}, None),
-    ],
-)
+@each_row(("shape", "says"), rows("masks"))
 def test_sequence_parallelism_is_refused_where_a_mask_is_built(shape, says):
     """The reason names the setting; without sequence parallelism there is none."""
     given = SimpleNamespace(
@@ -132,21 +127,10 @@ def test_recommended_combinations_are_accepted_and_among_those_compared_with_one
     assert {family for family, *_ in compared} >= {"PP x HSDP", "TP x HSDP"}
 
 
-@each_row(
-    "layout",
-    [
-        Layout(world_size=4, pp=2, tp=2, gradient_accumulation=2),
-        Layout(world_size=8, pp=2, tp=2, dp_shard=2, gradient_accumulation=2),
-        Layout(world_size=4, tp=2, dp_replicate=2, sharding="ddp"),
-        Layout(world_size=8, tp=2, dp_replicate=2, dp_shard=2),
-        Layout(world_size=4, pp=2, dp_replicate=2, sharding="ddp", gradient_accumulation=2),
-        Layout(world_size=8, pp=2, dp_replicate=2, dp_shard=2, gradient_accumulation=2),
-        Layout(world_size=2, dp_shard=2, sharding="zero2"),
-        Layout(world_size=2, dp_shard=2, offload="all"),
-    ],
-)
-def test_planner_and_job_allow_the_same_combinations(layout):
+@each_row("settings", rows("alike"))
+def test_planner_and_job_allow_the_same_combinations(settings):
     """Combinations that the job's equivalence tests cover break no rule of the planner."""
+    layout = Layout(**settings)
     asked = Job(
         model=MODELS["Llama-3.1-8B"], train=TrainSpec(), engine=TOPOFLIGHT, host_memory_bytes=2e12,
         rates=cpu_rates(8.0, None),

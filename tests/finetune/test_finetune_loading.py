@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, each_row, rows_of
 from test_finetune_equivalence import HERE, told
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -15,14 +15,7 @@ RANKS = 4
 MIB = 1 << 20
 # Python's objects for the modules, process groups, opened files: beside the weights, and alike for any size of them.
 ROOM = 24 * MIB
-CASES = [
-    {"name": "FSDP full", "settings": {"dtype": "bfloat16"}, "layout": {"dp_shard": 4}, "export": True},
-    {"name": "TP x FSDP", "settings": {"use_peft": True, "export_merged": True}, "layout": {"tp": 2, "dp_shard": 2},
-     "export": True},
-    {"name": "PP x FSDP", "settings": {"use_peft": True},
-     "layout": {"pp": 2, "dp_shard": 2, "gradient_accumulation": 2}},
-    {"name": "FSDP QLoRA", "settings": {"use_peft": True, "load_in_4bit": True}, "layout": {"dp_shard": 4}},
-]  # fmt: skip
+CASES = rows_of(__file__)("cases")()
 
 
 @pytest.fixture(scope="module")

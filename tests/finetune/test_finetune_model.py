@@ -308,6 +308,12 @@ def test_a_window_that_is_shorter_than_the_rows_is_refused_by_name(tmp_path):
         build_model(given, "fp32")
     build_model(replace(given, attn_implementation="eager"), "fp32")
     build_model(replace(given, max_length=48), "fp32")
+    qwen = {**SMALL, "use_sliding_window": True, "sliding_window": 48}  # its first `max_window_layers` have no window
+    (tmp_path / "config.json").write_text(json.dumps(Qwen2Config(**qwen, max_window_layers=10).to_dict()))
+    build_model(given, "fp32")
+    (tmp_path / "config.json").write_text(json.dumps(Qwen2Config(**qwen, max_window_layers=1).to_dict()))
+    with pytest.raises(ConfigError, match="its sliding window of 48 tokens"):
+        build_model(given, "fp32")
     for length, attention, refused in ((64, "sdpa", True), (64, "eager", False), (48, "sdpa", False)):
         train = TrainSpec(sequence_length=length, attention=attention)
         why = TOPOFLIGHT.refuses(model_from_config(shape), train, Layout(world_size=1))

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.benchmarks import OWN_LOCK, require_own_lock
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, each_row, rows_of
 from rigs.waiting import eventually
 
 from finetune import pod
+
+rows = rows_of(__file__)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_ranks")]
 PYTHON = sys.executable  # which starts torchrun and its ranks, where a pod of `forked_ranks` has them forked
@@ -197,24 +199,11 @@ def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wa
     assert record(tmp_path)["status"] == status
 
 
-@each_row(
-    ("codes", "lost", "verdict"),
-    [
-        ({0: 0, 1: 0}, set(), 0),
-        ({0: 75, 1: 75}, set(), pod.RESUMABLE),
-        ({0: 1, 1: 75}, set(), pod.RESUMABLE),  # its peer saved, and the barrier broke
-        ({0: 1}, {1}, pod.RESUMABLE),
-        ({0: -6, 1: -9}, set(), pod.RESUMABLE),  # NCCL's watchdog aborts where a peer was killed
-        ({0: 1, 1: 76}, set(), 76),
-        ({0: -6, 1: 1}, set(), 1),  # ran out of memory; the other one aborted for it
-        ({0: -11, 1: -1000}, set(), 139),
-        ({0: 2, 1: 2}, set(), 2),
-    ],
-)
+@each_row(("codes", "lost", "verdict"), rows("failed_first"))
 def test_what_follows_is_of_the_pod_that_failed_first(codes, lost, verdict):
     """A failure of one is a failure of all: what tells is the code that no other pod's can have caused."""
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=())
-    code, _why = pod.Pod(settings=settings).judge(codes, lost)
+    code, _why = pod.Pod(settings=settings).judge(codes, set(lost))
     assert code == verdict
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rigs.tables import each_row, rows_of
 
 from contracts.job_config import ConfigError, read_mapping
 from finetune import loop, train
 from finetune.checkpoint import SaveError, list_checkpoints
 from finetune.verify import MismatchError
 
+rows = rows_of(__file__)
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # ranks of one: each test is a whole run
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("survival_job.yaml").read_text(encoding="utf-8")
@@ -198,15 +200,7 @@ def test_forecast_and_measurement_stand_side_by_side(tmp_path, capsys):
     assert "step time: forecast 1 s (1e-06-1e+06), measured " in said and "peak memory per rank: forecast " in said
 
 
-@pytest.mark.parametrize(
-    ("overrides", "word"),
-    [
-        (["layout.precision=fp16"], "fp16"),
-        (["lora_target_modules=[nothing]"], "lora_target_modules"),
-        (["dataset_name=nowhere.jsonl"], "no such file"),
-        (["model_name_or_path=random:huge"], "random:huge"),
-    ],
-)
+@each_row(("overrides", "word"), rows("refused"))
 def test_what_cannot_run_is_refused_with_its_reason(tmp_path, overrides, word):
     """Exit code 2 and the setting's name."""
     code, record = run_job(tmp_path / "out", *overrides)

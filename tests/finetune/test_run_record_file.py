@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from filled import filled_model
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
@@ -19,6 +19,8 @@ from contracts.run_record import compare, own_exit_code, record_of
 from finetune import post
 from finetune.loop import multiplied
 from finetune.recorder import flops_per_token
+
+rows = rows_of(__file__)
 
 pytestmark = pytest.mark.long
 
@@ -39,11 +41,7 @@ def test_measurements_are_compared_with_the_forecast():
     assert "step: 2 s" in environment().get_template("sections.html.j2").module.runs([record])
 
 
-@each_row(
-    ("written", "torchrun", "began", "told"),
-    [({"exit_code": 75}, 1, 0, 75), ({"exit_code": 65}, 1, 0, 65), ({"exit_code": None}, 1, 0, 1), ({}, 1, 0, 1),
-     (None, 1, 0, 1), ({"exit_code": 75}, 0, 0, 0), ({"exit_code": "75"}, 1, 0, 1), ({"exit_code": 75}, 1, 4e9, 1)],
-)  # fmt: skip
+@each_row(("written", "torchrun", "began", "told"), rows("own_codes"))
 def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, began, told):
     """Torchrun makes 1 of every failure; the record of this start says which, and one of an earlier start nothing."""
     path = tmp_path / "run.json"
@@ -54,12 +52,7 @@ def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, began, 
 
 def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
     """The last traceback's last line, not torchrun's own; and pod 0 leaves it where no record was written."""
-    rows = (
-        ("RuntimeError: no peer\ntorch.distributed.errors.ChildFailedError: \n", "RuntimeError: no peer"),
-        ("[rank1]: torch.distributed.DistBackendError: a: b\n", "torch.distributed.DistBackendError: a: b"),
-        ("step 1: loss 2\n  raise ValueError(1)\ntorch.distributed.errors.ChildFailedError:\n", ""),
-    )  # fmt: skip
-    wrong = [(log, run_record.raised(log)) for log, reason in rows if run_record.raised(log) != reason]
+    wrong = [(log, run_record.raised(log)) for log, reason in rows("raised")() if run_record.raised(log) != reason]
     assert not wrong, wrong
     said = "the ranks of pod 1 ended with exit code 1: OSError: x"
     post.write_termination_message(tmp_path / "run.json", tmp_path / "word", said)

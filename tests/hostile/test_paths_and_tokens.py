@@ -20,7 +20,7 @@ from scanned import scan
 from agent.base import result_store
 from agent.base.output import write_atomic
 from contracts.run_record import record_of
-from planner.kubernetes.manifests import APIS, JobError, JobSpec, config_map, render
+from planner.kubernetes.manifests import APIS, JobError, JobSpec, from_template, render
 from planner.nccl_env.environment import RenderError, render_settings
 from planner.nccl_env.situation import Reason, Setting
 from probes.host import sysfs
@@ -101,7 +101,8 @@ def test_manifests_hold_any_text_as_data(words: list[str], value: str, network: 
             name="job", image="i", nodes=2, processes_per_node=1, command=tuple(words), environment={"NCCL_X": value},
             networks=(network,), config_map="settings",
         )  # fmt: skip
-        documents = (*(one for api in APIS.values() for one in api(spec)), config_map(spec, {"a.yaml": file}))
+        of_jobs = (one for api in APIS.values() for one in api(spec))
+        documents = (*of_jobs, *from_template("config_map", spec=spec, files={"a.yaml": file}))
     except JobError:
         return
     try:

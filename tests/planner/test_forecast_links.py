@@ -110,6 +110,19 @@ def test_nodes_of_different_networks_are_forecast_over_sockets() -> None:
         assert part in words, part
 
 
+def test_ethernet_with_a_plugin_of_the_cloud_is_not_limited_as_sockets_are() -> None:
+    """189 GB/s were measured on A3 Mega (published_busbw.csv); a2 has no plugin, and a user's --tcp counts."""
+    mega, plain = (links_of(machines.cluster(name, 2)).network for name in ("a3-megagpu-8g", "a2-highgpu-8g"))
+    assert mega is not None and (mega.link, mega.bytes_per_second) == ("GPUDirect-TCPXO", 170e9)
+    assert plain is not None and (plain.link, plain.bytes_per_second) == ("TCP", 4e9)
+    narrow = machines.over_network(machines.cluster("a3-megagpu-8g", 2), "8x100G")
+    sockets = machines.over_network(narrow, "8x100G", "tcp")
+    assert [str(links_of(one).network).split(" GB/s")[0] for one in (narrow, sockets)] == [
+        "GPUDirect-TCPXO 85",
+        "TCP 4",
+    ]
+
+
 def test_a_small_gradient_is_reduced_at_once() -> None:
     """Adapters over 512 ranks are one bucket: no ring of 512 steps for each layer."""
     links = links_of(machines.cluster("gb300", 128))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout
 from hardware.units import GIB
@@ -17,6 +17,7 @@ from planner.forecast.step_time import Job
 from planner.search import list_broken
 from planner.stacks import engine_named
 
+rows = rows_of(__file__)
 MODEL = model_named("Llama-3.1-8B")  # 32 layers, h 4096, q 4096, kv 1024, f 14336
 FULL = TrainSpec(method="full", sequence_length=8192)
 TOKENS = 2 * 8192.0
@@ -39,21 +40,11 @@ def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
     assert two.optimizer == pytest.approx(16.0 * count)
 
 
-@each_row(
-    ("layout", "dtype", "each"),
-    [
-        (Layout(world_size=1), "auto", 8.0),
-        (Layout(world_size=2, dp_replicate=2, sharding="ddp"), "auto", 10.0),  # and DDP's buckets
-        (Layout(world_size=1), "float32", 16.0),
-        (Layout(world_size=1, precision="fp16"), "auto", 16.0),
-        (Layout(world_size=1, precision="fp32"), "auto", 16.0),
-        (Layout(world_size=2, dp_shard=2), "auto", 8.0),  # half of 16
-    ],
-)
-def test_without_fsdp_trl_keeps_weights_as_they_were_loaded(layout: Layout, dtype: str, each: float) -> None:
+@each_row(("layout", "dtype", "each"), rows("without_fsdp"))
+def test_without_fsdp_trl_keeps_weights_as_they_were_loaded(layout: dict, dtype: str, each: float) -> None:
     """2 bytes of weight, 2 of gradient, 4 of AdamW; accelerate's fsdp2_prepare_model makes what trains fp32."""
-    layout = replace(layout, gradient_accumulation=2)
-    parts = memory_parts(MODEL, replace(FULL, dtype=dtype), layout, engine_named("trl"))
+    asked, train = Layout(**layout, gradient_accumulation=2), replace(FULL, dtype=dtype)
+    parts = memory_parts(MODEL, train, asked, engine_named("trl"))
     assert parts.weights + parts.gradients + parts.optimizer == pytest.approx(each * weights(MODEL).total)
 
 

@@ -1,10 +1,11 @@
 """The recommendation: one answer on catalogue and recorded machines, and honest about what it does not know."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rigs.recorded import changed, snapshot as host
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from hardware.machines import catalogue
 from planner.advice import Recommendation
@@ -18,6 +19,8 @@ from probes.gpu.facts import GpuFacts, GpuProcess
 from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
+
+rows = rows_of(__file__)
 
 
 def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
@@ -86,14 +89,7 @@ def test_embedding_and_head_count_as_layers_of_interleaved_chunks() -> None:
     assert best[0].layout.stage_layers == (1, *(2,) * 62, 1)
 
 
-@each_row(
-    ("model", "nodes", "method", "tokens"),
-    [
-        ("Llama-3.1-405B", 2048, "full", 1 << 24), ("Llama-3.1-70B", 64, "full", 1 << 22),
-        ("Llama-3.1-8B", 8, "full", 1 << 20), ("Llama-3.1-8B", 1, "full", 64 * 8192),
-        ("Llama-3.1-8B", 2, "lora", 64 * 8192),
-    ],
-)  # fmt: skip
+@each_row(("model", "nodes", "method", "tokens"), rows("batches"))
 def test_the_batch_that_nobody_named_is_what_such_runs_take(model: str, nodes: int, method: str, tokens: int) -> None:
     """16 M tokens for 405B on 16,384 GPUs, as Llama 3 was trained; 64 sequences for a fine-tune."""
     train = TrainSpec(method=method, sequence_length=8192)  # type: ignore[arg-type]
@@ -150,6 +146,35 @@ def test_a_network_of_ones_own_joins_the_nodes() -> None:
         machines.over_network(machines.cluster("2xa40-roce"), "100G")
     with pytest.raises(machines.MachineError, match="NVLink domain"):
         machines.over_network(machines.cluster("gb200-nvl72", 4), "100G")
+
+
+@each_row(
+    ("model", "length", "requested", "reason"),
+    [
+        ("Llama-3.1-8B", 1024, ("checkpointing", "selective"), "topoflight does not support selective checkpointing"),
+        ("Llama-3.1-8B", 1024, ("offload", "optimizer"), "topoflight does not support offloading (optimizer)"),
+        ("Llama-3.1-8B", 1024, ("compile", True), "topoflight does not support torch.compile"),
+        ("mistralai/Mistral-7B-Instruct-v0.1", 8192, ("tp", 1), "a sliding window (4096 tokens)"),
+        ("mistralai/Mistral-7B-v0.1", 4096, ("tp", 1), None),
+        ("mistralai/Mistral-7B-v0.3", 8192, ("tp", 1), None),
+    ],
+)
+def test_what_the_built_in_trainer_lacks_is_named(
+    model: str, length: int, requested: tuple[str, Any], reason: str | None
+) -> None:
+    train = TrainSpec(sequence_length=length, asked=(requested,))
+    answer = recommend(machines.cluster("p5.48xlarge"), (), model_named(model), train)
+    assert reason in answer.rejected[0].reason if reason else answer.chosen is not None
+
+
+def test_trl_splits_no_sequences_of_a_model_with_a_sliding_window() -> None:
+    """accelerate refuses such a model when the run has started."""
+    train = TrainSpec(sequence_length=8192, packing=True, engine="trl")
+    families = [
+        {one.layout.cp for one in search(plan(machines.cluster("dgx-h100"), (), model_named(name), train)).best}
+        for name in ("Mistral-7B-v0.1", "Mistral-7B")
+    ]
+    assert families[0] == {1} and families[1] > {1}
 
 
 def test_memory_is_judged_by_its_interval() -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError, NamedEnvironment
 from planner.lint.sources import Reading, guess_kind, read_text, why_nothing
+
+rows = rows_of(__file__)
 
 
 def reading(text: str, name: str = "") -> Reading:
@@ -86,18 +88,7 @@ def test_env_from_joins_the_pod_and_its_config_map() -> None:
     assert found.files == ("ConfigMap other",)
 
 
-@each_row(
-    ("text", "says"),
-    [
-        ('resource "x" "y" {\n  env = { NCCL_DEBUG = "INFO" }\n}\n', "Terraform or HCL"),
-        ('#include <stdlib.h>\nint main() { setenv("NCCL_DEBUG", "INFO", 1); }\n', "C or C++"),
-        ("#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\n", "(line 2), and none sets"),
-        ("#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\n", "It looks like the C shell"),
-        ("#!/bin/bash\n# What this does\n\nsource a.sh\necho $NCCL_DEBUG\n", "shell script. Not read: a.sh (line 4)"),
-        ("func main() { use(NCCL_DEBUG) }\n", "Java, Go, Rust or JavaScript"),
-        ("", "no variable"), ("HOME=/root\n", "no variable"), ("We advise to set NCCL_DEBUG to INFO\n", "line 1"),
-    ],
-)  # fmt: skip
+@each_row(("text", "says"), rows("unread"))
 def test_what_is_not_read_is_named(text: str, says: str) -> None:
     """Never a silent zero."""
     found = reading(text)
@@ -105,11 +96,7 @@ def test_what_is_not_read_is_named(text: str, says: str) -> None:
     assert says in why_nothing(text, found)
 
 
-@each_row(
-    ("name", "kind"),
-    [("a/Dockerfile.gpu", "dockerfile"), ("a.service", "other"), ("x.yml", "yaml"), ("/etc/nccl.conf", "conf"),
-     ("a.slurm", "shell"), ("b.ipynb", "other"), ("a.py", "other"), ("README.md", "other"), ("job.env", "env")],
-)  # fmt: skip
+@each_row(("name", "kind"), rows("kinds"))
 def test_a_files_name_tells_its_form(name: str, kind: str) -> None:
     """Before its looks are asked."""
     assert guess_kind("NCCL_NET=IB\n", name) == kind

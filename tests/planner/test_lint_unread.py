@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import yaml
 from rigs.command import process
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.checks.findings import grouped
 from agent.cli.lint_env import lint_text
 from planner.lint.environment import lint
 from planner.lint.sources import read_text
 
+rows = rows_of(__file__)
 POD = "kind: Pod\nspec:\n  containers:\n  - name: t\n    env:\n"
 ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(encoding="utf-8"))
 
@@ -78,16 +79,7 @@ def test_secrets_are_not_repeated() -> None:
         assert secret not in str(answer)
 
 
-@pytest.mark.parametrize(
-    ("text", "first", "code"),
-    [
-        ("export NCCL_DEBUG=INFO\n", "✓ no problems found", 0),
-        ("export NCCL_DEBUG=INFO\ntorchrun t.py\nrun NCCL_NET=x\n", "! Not checked: 1 setting that no started", 0),
-        ("export NCCL_NET=IB\npython -c \"os.environ['NCCL_ALGO']='x'\"\n", "! Not understood: line 2 (", 5),
-        ("export NCCL_BUFFSIZE=8M\npython -c \"os.environ['NCCL_ALGO']='x'\"\n", "! Not understood: line 2 (", 3),
-        ("import os\nos.environ['NCCL_ALGO']='x'\n", "Error: the text: 1 line names NCCL's variables (line 2)", 2),
-    ],
-)
+@each_row(("text", "first", "code"), rows("first_line"))
 def test_the_first_line_and_the_exit_code(text: str, first: str, code: int) -> None:
     done = process("lint-env", "-", given=text)
     assert (done.returncode, (done.stdout or done.stderr).startswith(first)) == (code, True), done

@@ -8,7 +8,7 @@ from nccl_env_hosts import host, interface
 from rigs.command import topoflight
 from rigs.pods import launched, templates
 from rigs.recorded import changed, path_of, snapshot
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import Request, advise, in_pods
 from agent.advice.job_settings import job_plan
@@ -20,6 +20,7 @@ from planner.kubernetes.manifests import JobError, JobSpec
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 
+rows = rows_of(__file__)
 SPEC = JobSpec(
     name="sft", namespace="training", image="registry.example/finetune:1", nodes=3, processes_per_node=2,
     command=("torchrun", "-m", "finetune.train"), limits={"cpu": "4", "nvidia.com/gpu": "2"}, claim="shared",
@@ -216,30 +217,20 @@ def node(name: str, role: str) -> Snapshot:
     return host("node-a", gpus=0, interfaces=links)
 
 
-@pytest.mark.parametrize(
-    ("found", "given", "inside", "kept"),
-    [
-        (node("ens5", "host"), {"hosts": ("node.json",)}, False, False),
-        (node("bond0", "host"), {"hosts": ("node.json",)}, True, False),
-        (node("net1", "secondary"), {"hosts": ("node.json",)}, False, True),
-        (node("eth0", "pod-default"), {"hosts": ("node.json",)}, False, True),
-        (node("eth0", "host"), {"hosts": ()}, False, False),
-        (node("eth0", "pod-default"), {"hosts": ()}, False, False),  # a container on the administrator's machine
-        (node("net1", "secondary"), {"hosts": ()}, True, True),  # launch in a pod of the cluster
-    ],
-)
-def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, found, given, inside, kept):
+@each_row(("name", "role", "recorded", "inside", "kept"), rows("interfaces"))
+def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, name, role, recorded, inside, kept):
     """A host's ens5 in a pod ends the job at its first connection: left out, with the reason."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     if inside:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    found = node(name, role)
     advice = advise(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in advice.settings)
-    made, told = in_pods(advice, [found], here=not (given.get("hosts") or given.get("machine")))
+    made, told = in_pods(advice, [found], here=not recorded)
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in made.settings) is kept
     assert bool(told) is not kept
     if told:
-        where = "node-a" if given["hosts"] else "this machine"
+        where = "node-a" if recorded else "this machine"
         assert f"is left out: {advice.settings[0].value} is an interface of {where}" in told[0]
     spec = cluster_job.spec_of(made, {**GIVEN, "resources": ()})
     (files, *_) = cluster_job.documents(spec, "job", job_plan(made))
@@ -329,11 +320,6 @@ def test_the_time_to_save_fits_a_checkpoint_at_the_rate_that_storage_takes(metho
         launched(*words, "--storage-rate", "fast")
 
 
-REQUIRED = "kueue.x-k8s.io/podset-required-topology"
-GROUP = "kueue.x-k8s.io/podset-group-name"
-RACK = "cloud.example/rack"
-
-
 def test_a_trainjobs_claims_are_where_the_trainer_carries_them_to_the_pod() -> None:
     """resourcesPerNode loses its claims on the way, and replaces all that the runtime says; without them it is used."""
     runtime, job = manifests.APIS["trainjob"](replace(SPEC, resource_claim_template="sft-gpu-nic"))[-2:]
@@ -354,14 +340,7 @@ def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
     assert said["parallelism"] == said["completions"] == job["spec"]["trainer"]["numNodes"] == 3
 
 
-@each_row(
-    ("changes", "annotations"),
-    [
-        ({"queue": "team", "topology_label": RACK}, {REQUIRED: RACK, GROUP: "sft"}),
-        ({"queue": "team", "topology_label": RACK, "nodes": 1}, {REQUIRED: RACK}),
-        ({"queue": "team"}, {}),
-    ],
-)
+@each_row(("changes", "annotations"), rows("domains"))
 def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain(changes, annotations):
     """Two pod sets of the same required level may still land in two domains, unless they are a group.
 

@@ -12,7 +12,7 @@ import platform_machines as built
 import yaml
 from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice.advise import Request, of_cluster
 from agent.checks.host_checks import checks_of_snapshot, covered
@@ -26,6 +26,7 @@ from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
 
+rows = rows_of(__file__)
 TABLE = read_table(f"{ROOT}/planner/nccl_env/__init__.py", "data/platforms.toml")
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
 
@@ -127,22 +128,11 @@ def test_aws_instance_without_a_visible_efa_is_said_to_be_one() -> None:
     assert "p5.48xlarge" in note.evidence
 
 
-@each_row(
-    ("name", "expected"),
-    [
-        ("BM.GPU.H100.8", EXPECTED["oci-h200"]["sets"]),
-        ("ND96isr_H200_v5", {"NCCL_IGNORE_CPU_AFFINITY": "1"}),
-        ("a3-megagpu-8g", {}),
-        ("p6-b300.48xlarge", EXPECTED["aws-p6-b300"]["sets"]),
-        ("p6e-gb200.36xlarge", EXPECTED["aws-p6-b300"]["sets"]),
-        ("dgx-b200", {}),
-        ("gb200-nvl72", {}),
-    ],
-)
-def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[str, str]) -> None:
+@each_row(("name", "expected"), rows("catalogue"))
+def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[str, str] | str) -> None:
     """The user says which machine it is: what is published for it holds."""
     found = settings([], machines.cluster(name, 4))
-    assert transport(found) == expected
+    assert transport(found) == (EXPECTED[expected]["sets"] if isinstance(expected, str) else expected)
     if name.startswith("a3-"):
         assert "nccl-env-profile.sh" in str(found.notes)
 

@@ -214,11 +214,7 @@ def test_probe_that_failed_is_unknown_not_absent() -> None:
     assert note(advice, HCA).startswith("Unknown")
 
 
-@each_row(
-    ("gpus", "quota", "ranks", "threads"),
-    [(0, None, 1, "64"), (0, 2.0, 1, "2"), (0, 1.0, 1, "1"), (0, None, 4, "16"), (0, 4.0, None, "2"), (1, 8.0, 1, "8"),
-     (1, None, 1, None), (8, 8.0, 8, None), (8, 8.0, 1, "8")],
-)  # fmt: skip
+@each_row(("gpus", "quota", "ranks", "threads"), rows("threads"))
 def test_threads_of_a_rank(gpus: int, quota: float | None, ranks: int | None, threads: str | None) -> None:
     """torchrun sets OMP_NUM_THREADS for several ranks of a node only: alone, one takes every core that it sees."""
     advice = advise(host(gpus=gpus, cgroup_cpus=quota, interfaces=None), ranks_per_node=ranks)

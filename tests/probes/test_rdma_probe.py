@@ -220,21 +220,13 @@ def test_a_recorded_soft_roce_device(corpus: Path) -> None:
     assert (nccl_gid_index(port), port.counters is not None) == (1, True)
 
 
-@each_row(
-    ("answers", "file", "expected"),
-    [
-        ({"app_dscp": [8 * 26 + 3]}, None, ("dscp", ((26, 3),))),
-        ({"app_dscp": []}, None, ("pcp", ())),  # mlx5: no entry of DSCP is what trusting PCP looks like
-        ({}, None, (None, None)),
-        ({"app_dscp": []}, "dscp\n", ("dscp", ())),  # MLNX_OFED's file says it outright
-        ({}, "pcp\n", ("pcp", None)),
-    ],
-)
-def test_trust_state_of_the_port_is_read(answers: dict, file: str | None, expected: tuple) -> None:
+@each_row(("answers", "file", "trust", "priorities"), rows("trust"))
+def test_trust_state_of_the_port_is_read(answers, file, trust, priorities):
     """By the VLAN tag's priority or by DSCP: the file where it is, else DCB's table."""
     fabric = Fabric().add("mlx5_0", 0)
     if file is not None:
         fabric.files[f"{fabric.links['/sys/class/net/eth0']}/qos/trust"] = file
     facts = read_rdma(fabric.host(port_links={"eth0": answers}))
     (port,) = facts.devices[0].ports
-    assert (port.trust, port.dscp_priorities) == expected
+    assert port.trust == trust
+    assert port.dscp_priorities == (None if priorities is None else tuple(map(tuple, priorities)))

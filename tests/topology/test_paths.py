@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from rigs.recorded import snapshot
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from planner.forecast import machines
 from topology.build import build
@@ -13,6 +13,7 @@ from topology.formats.text import parse
 from topology.graph import NodeTopology, PathClass
 from topology.paths import Bar, host_links, joined, with_expectations
 
+rows = rows_of(__file__)
 GB = 1e9
 
 
@@ -24,18 +25,7 @@ def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> Paths:
     return host_links(machine, range(ranks), bar)
 
 
-@each_row(
-    ("machine", "ranks", "inside", "gigabytes"),
-    [
-        ("hgx-h100-8xH100-8hca", 8, "NVSwitch", 18 * 20.6),
-        ("hgx-h100-8xH100-8hca", 2, "NVSwitch", 18 * 20.6),  # the switch gives two GPUs all their links
-        ("polaris-4xA100-nv4", 4, "NVLink", 12 * 20.0),
-        ("polaris-4xA100-nv4", 2, "NVLink", 4 * 20.0),  # two of a mesh have what joins these two
-        ("titan-rtx-2x-nv2", 2, "NVLink", 2 * 20.0),
-        ("l40s-4x-pcie", 4, "PCIe", 24.0),
-        ("gb200-nvl72-tray", 4, "NVSwitch", 18 * 40.1),
-    ],
-)
+@each_row(("machine", "ranks", "inside", "gigabytes"), rows("links"))
 def test_the_links_are_those_of_the_ranks_that_run(machine: str, ranks: int, inside: str, gigabytes: float) -> None:
     for bar in ("as it is", "as it should be"):
         found = links(node(machine), ranks, bar)  # type: ignore[arg-type]
@@ -57,10 +47,7 @@ def test_800g_nics_behind_gpus_of_their_own_switch_are_not_halved_by_the_hosts_l
             assert found.wire.low / GB == pytest.approx(each * count) and count in (4, len(nics)), (capability, bar)
 
 
-@each_row(
-    ("machine", "ranks", "field"),
-    [("sick-h100-nvlink-missing", 8, "link"), ("sick-l40s-x4", 4, "link"), ("sick-h100-dead-hca", 8, "wire")],
-)
+@each_row(("machine", "ranks", "field"), rows("sick"))
 def test_a_missing_link_lowers_what_is_and_not_what_should_be(machine: str, ranks: int, field: str) -> None:
     """The sick node must not pass its own bar."""
     sick = node(machine)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import why
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.jobs.script import monitored
 from agent.why import diagnosis
@@ -18,6 +18,7 @@ from agent.why.ranks import of_run
 from collectives.traces.rank_files import RankState
 from planner.why import RunFacts, judge
 
+rows = rows_of(__file__)
 pytestmark = pytest.mark.ranks
 STARTED = ["trainer-raises", pytest.param("ddp-pickles", marks=pytest.mark.nightly)]
 FORKED = ["ddp-stopped", "ddp-extra-barrier", "ddp-exits", "ddp-killed", "ddp-straggler"]
@@ -81,22 +82,11 @@ def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(t
     assert " since " in found["port"].causes[0].evidence[0] and found["port"].causes[0].evidence[0].startswith("node 1")
 
 
-@each_row(
-    ("one", "other", "seconds", "state", "words"),
-    [
-        ({}, {}, 70.0, "stuck", "connected to a:1"),
-        ({}, {}, 40.0, "fine", "nothing is stuck yet: the ranks have not met"),
-        ({}, {"asked": "b:1"}, 70.0, "stuck", "ask different addresses"),
-        ({}, {"answer": ""}, 70.0, "stuck", "a:1 could not be reached"),
-        ({"ended": True, "error": "DistNetworkError: port: 1, name: EADDRINUSE"}, {}, 4.0, "failed", "port 1 of the"),
-        ({"ended": True, "error": "ValueError: no backend"}, {}, 4.0, "failed", "rank 0 ended with ValueError"),
-        ({"asked": "", "phase": "compute"}, {}, 70.0, "fine", "no fault found"),  # they have met: rank 1's file is old
-    ],
-)
+@each_row(("one", "other", "seconds", "state", "words"), rows("rendezvous"))
 def test_what_ranks_wrote_at_the_rendezvous(one, other, seconds, state, words):
     waits = {"phase": "rendezvous", "asked": "a:1", "answer": "connected", "since": 1070 - seconds, "written": 1070.0}
-    rows = {rank: RankState(rank=rank, world_size=2, **waits | more) for rank, more in enumerate((one, other))}
-    found = judge(RunFacts(states=rows, world=2, now=1070.0))
+    states = {rank: RankState(rank=rank, world_size=2, **waits | more) for rank, more in enumerate((one, other))}
+    found = judge(RunFacts(states=states, world=2, now=1070.0))
     assert found.state == state and words in found.line, found.line
 
 
@@ -150,14 +140,7 @@ except RuntimeError:
 """
 
 
-@each_row(
-    ("fault", "code", "words"),
-    [
-        ("leaves", "rank.gone", "has ended by itself"),
-        ("gathers", "call.size", "calls another size or another"),
-        ("is-killed", "rank.gone", ""),  # the others end with SIGTERM or with an error, as torchrun happens to be quick
-    ],
-)
+@each_row(("fault", "code", "words"), rows("differs"))
 def test_the_rank_that_differs_is_named_with_and_without_the_log(tmp_path, fault, code, words):
     """Rank 1 of three leaves its loop first, gathers another size, or is killed. torchrun's table may name another."""
     (tmp_path / "train.py").write_text(LOOP, encoding="utf-8")
@@ -171,18 +154,12 @@ def test_the_rank_that_differs_is_named_with_and_without_the_log(tmp_path, fault
         assert diagnosis.answer(diagnosis.WhySources(run=run)).ranks == (1,)
 
 
-@each_row(
-    ("seconds", "answer", "words"),
-    [
-        (6.0, "", "rank 1 came to a:1 when others had"), (6.0, "closed", "connected to"),
-        (300.0, "", "a:1 could not be reached"),
-    ],
-)  # fmt: skip
+@each_row(("seconds", "answer", "words"), rows("unreachable"))
 def test_an_address_is_unreachable_only_while_somebody_may_hold_it(seconds: float, answer: str, words: str) -> None:
     """Rank 0, which was connected, has given up 9 s before rank 1 did."""
     waits = {"world_size": 2, "phase": "rendezvous", "asked": "a:1", "ended": True, "written": 1070.0,
              "error": "DistStoreError: Timed out"}  # fmt: skip
-    rows = {0: RankState(rank=0, answer="connected", since=1000.0, **waits),
-            1: RankState(rank=1, answer=answer, since=1070.0 - seconds, **waits)}  # fmt: skip
-    found = judge(RunFacts(states=rows, world=2, now=1070.0, ages={0: 9.0, 1: 0.0}))
+    states = {0: RankState(rank=0, answer="connected", since=1000.0, **waits),
+              1: RankState(rank=1, answer=answer, since=1070.0 - seconds, **waits)}  # fmt: skip
+    found = judge(RunFacts(states=states, world=2, now=1070.0, ages={0: 9.0, 1: 0.0}))
     assert (found.state, found.ranks) == ("failed", ()) and words in found.line, found.line
