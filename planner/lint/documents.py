@@ -196,7 +196,8 @@ class _Walk:
             if own and isinstance(value, dict):
                 self._add(source, word, value.get("value", value.get("default", OPEN)))
             elif (own or (here and NAME.match(word))) and not isinstance(value, dict | list):
-                self._add(source, word, value)
+                is_inherited = self._compose and isinstance(value, Plain) and value in ("", "~", "null")
+                self._add(source, word, f"${{{word}}}" if is_inherited else value, _line(value))
             elif value is None and pattern("own_setting").match(word):  # a list item without its dash
                 self._add_pair(word, source, _line(word))
             else:
@@ -319,9 +320,9 @@ class _Walk:
         self._at(source).set(Assigned(name=name, value=found, raw=raw, line=line or _line(value)))
 
     def _add_pair(self, entry: str, source: str, line: int) -> None:
-        """Add NAME=VALUE, or NAME, whose value Compose takes from its own environment."""
+        """Add NAME=VALUE, or NAME, whose value Compose takes from its own environment: `${NAME}`."""
         name, equals, value = entry.partition("=")
-        self._add(source, name, value if equals else OPEN, line)
+        self._add(source, name, value if equals else f"${{{name}}}", line)
 
     def _at(self, source: str) -> Script:
         return self.found.setdefault(source, Script())
