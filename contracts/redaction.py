@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from enum import Enum
 from typing import Any
 
 from contracts.tables import read_table
@@ -59,7 +60,7 @@ def without_secrets(value: Any) -> Any:
     option followed by its argument in a list of arguments.
     """
     if isinstance(value, str):
-        return redact(value) if type(value) is str else value  # an Enum member is one of our own constants
+        return value if isinstance(value, Enum) else redact(value)  # a member is one of our own constants
     if isinstance(value, dict):
         variable = value.get("name") if isinstance(value.get("value"), str) else None
         return {

@@ -134,6 +134,12 @@ def soldered(name: str) -> bool:
     return "SXM" in name or bool(gpu and gpu.soldered and re.search(gpu.soldered, name))
 
 
+def is_card(name: str | None) -> bool:
+    """Whether this is a known PCIe card, on which an NVLink bridge is optional; False for an unknown model."""
+    gpu = gpu_named(name)
+    return gpu is not None and gpu.interconnect != "NVSwitch" and not soldered(name or "")
+
+
 def refuses_peers(name: str) -> bool:
     """Whether the driver refuses peer access over PCIe for this GPU, as it does for all consumer GPUs."""
     gpu = gpu_named(name)

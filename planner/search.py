@@ -443,6 +443,7 @@ class _Search:
     over: dict[str, float] = field(default_factory=dict)  # by family: bytes that its lightest layout exceeds the memory
     uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, ordered
     forbidden: dict[str, Rejected] = field(default_factory=dict)
+    broken: tuple[str, str] | None = None  # the first rule that this split violates, and the reason
     fitted: Layout | None = None  # of this split, last without chunks; if more is held, no lighter option fits
 
     def splits(self) -> Iterator[Layout]:
@@ -468,8 +469,7 @@ class _Search:
         free |= {name: value for name, value in self.named.items() if name in free and name != "precision"}
         split = replace(split, **free)
         fixed: dict[str, Any] = {name: self.named[name] for name in _FITTED if name in self.named}
-        if self._is_forbidden(split, list_broken_by_degrees(self.job, replace(split, **fixed))):
-            return
+        self.broken = next(list_broken_by_degrees(self.job, replace(split, **fixed)), None)
         per_rank = self.planned.global_batch // split.data_parallel
         self.fitted = None
         for micro in self._list_micro_batches(per_rank):
@@ -483,13 +483,6 @@ class _Search:
             batched = replace(split, micro_batch=micro, gradient_accumulation=accumulation)
             if not self._attempt_chunks(batched):
                 break
-
-    def _is_forbidden(self, layout: Layout, broken: Broken) -> bool:
-        """Whether a layout violates a rule; the first one is recorded."""
-        for rule, reason in broken:
-            self.forbidden.setdefault(rule, Rejected(what=layout.family, rule=rule, reason=reason))
-            return True
-        return False
 
     def _list_micro_batches(self, per_rank: int) -> tuple[int, ...]:
         micro, times = self.named.get("micro_batch"), self.named.get("gradient_accumulation")
@@ -530,9 +523,10 @@ class _Search:
 
     def attempt(self, base: Layout) -> float | None:
         """Forecast one layout, and keep it if it is the best of its family. Returns its seconds, or None if invalid."""
-        if self._is_forbidden(base, list_broken_by_batch(self.job, base)):
-            return None
         key = base.family
+        if broken := self.broken or next(list_broken_by_batch(self.job, base), None):
+            self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
+            return None
         self.found.tried += 1
         picked = fitting(self.job, base, self.budget, named=self.named, after=self.fitted)
         if isinstance(picked, float):

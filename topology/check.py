@@ -9,7 +9,7 @@ from itertools import chain
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table, read_texts
-from hardware.gpus import gpu_named, is_of, most_links, soldered, without_gdr
+from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
 from probes.api import codes_of, finding
 from topology.derive import reference_of
@@ -123,8 +123,8 @@ def _check_nvlink_board(node: NodeTopology) -> Iterator[Finding]:
         return
     row = reference_of(node)
     sxm = [gpu.model for gpu in node.gpus if gpu.model and "SXM" in gpu.model]
-    unlisted = any(gpu_named(gpu.model) is None or soldered(gpu.model or "") for gpu in node.gpus)
-    own_nic = unlisted and len(node.gpus) >= 8 and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
+    of_board = len(node.gpus) >= 8 and not all(is_card(gpu.model) for gpu in node.gpus)
+    own_nic = of_board and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
     if sxm or (row and row.links_per_pair and row.all_to_all):
         status, what = Status.FAIL, f"{sxm[0] if sxm else row.called if row else ''} is built with NVLink"
     elif own_nic and node.nearest_nic:

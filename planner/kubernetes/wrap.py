@@ -167,7 +167,7 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
 
 def _runtime_of(job: Job) -> tuple[str, str]:
     """Return kind and name of the runtime that a TrainJob refers to."""
-    named = job.document["spec"].get("runtimeRef") or {}
+    named = _get(job.document, "spec", "runtimeRef")
     return str(named.get("kind", "ClusterTrainingRuntime")), str(named.get("name"))
 
 
@@ -541,7 +541,7 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
 
 def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
-        _member(spec, "runtimeRef")
+        _member(_member(spec, "runtimeRef"), "name")
         trainer = spec.setdefault("trainer", {})
         yield Part(f"{kind}/{name}", None, trainer, _parse_number(trainer.get("numNodes")))
         return

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.finding import Finding, Status, by_loss
-from hardware.gpus import compute_clock_share, gpu_named, refuses_peers, soldered
+from hardware.gpus import compute_clock_share, gpu_named, is_card, refuses_peers, soldered
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
 from probes.gpu.health import WORDS, finding, subject_of
 from probes.pci.facts import DEVICES
@@ -183,8 +183,7 @@ def _report_missing_links(gpu: Gpu, most: int) -> Finding:
     active, whole = active_links(gpu), max(most, _count_fitted_links(gpu))
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
-    known = gpu_named(gpu.name)  # an unknown board may have an NVSwitch
-    alone = not active and known is not None and known.interconnect != "NVSwitch" and not soldered(gpu.name or "")
+    alone = not active and is_card(gpu.name)
     if active < most:
         status = Status.INFO if alone else by_loss(1.0 - active / whole)
     elif not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):

@@ -143,11 +143,13 @@ def _speed(interface: Interface) -> str:
 
 
 def _check_down(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
+    if interface.up is not False and interface.running is not False:
+        return
     given = interface.role == "secondary" or interface.multus_network is not None
     # A host interface that is down, without address or bond, may intentionally have no cable.
     used = interface.rdma_device is not None and bool(_list_routable(interface) or interface.master)
     bond = next((i for i in facts.interfaces if i.name == interface.master and i.kind in ("bond", "team")), None)
-    if (given or used or bond) and (interface.up is False or interface.running is False):
+    if given or used or bond:
         state = "down" if interface.up is False else "up without a carrier"
         # a network assigned to the pod; without it, the job uses the pod network at half the speed or less
         status = Status.FAIL if given else Status.WARN

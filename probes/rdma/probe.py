@@ -170,7 +170,7 @@ def _get_function(device: RdmaDevice) -> str:
 
 
 def _check_bond(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """Report a bond (RoCE LAG) with members that are down: the port stays ACTIVE and keeps the rate of one member."""
+    """Report a bond (RoCE LAG) with members that are down: the port stays ACTIVE at the rate of one member."""
     if down := [name for name, state in device.bond_members if state == "down"]:
         names, count = ", ".join(down), len(device.bond_members)
         status, seen = by_loss(len(down) / count), tuple(f"/sys/class/net/{name}/operstate: down" for name in down)

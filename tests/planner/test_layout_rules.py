@@ -64,6 +64,14 @@ def test_what_no_degree_changes_is_said_of_every_layout(model: str, settings: di
     assert says in found.rejected[0].reason
 
 
+def test_no_reason_is_about_a_layout_that_the_settings_exclude() -> None:
+    """Under DDP each rank would load 405B; with `sharding=zero3` that is no answer."""
+    train = TrainSpec(method="lora", sequence_length=4096, engine="deepspeed", global_batch=64)
+    planned = plan(machines.cluster("a2-highgpu-8g", 2), (), model_named("Llama-3.1-405B"), train)
+    reasons = [{row.what for row in search(planned, named).rejected} for named in ({}, {"sharding": "zero3"})]
+    assert ["DDP" in each for each in reasons] == [True, False]
+
+
 DDP = {"world_size": 8, "dp_replicate": 8, "sharding": "ddp"}
 
 

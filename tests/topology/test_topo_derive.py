@@ -120,8 +120,8 @@ def test_what_follows_from_the_pairs():
         "and the loss is told": ("This node has 7 GPUs, HGX H100/H200 has 8" in departures(SEVEN), True),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "a board of unknown model may be one": (
-            [codes(beside_nics(model)) for model in ("NVIDIA X900", "NVIDIA RTX PRO 6000 Blackwell Server Edition")],
-            [[("topology.nvlink.down_hgx", "")], []]),
+            [codes(beside_nics(model)) for model in ("NVIDIA X900", "NVIDIA H20-3e", "NVIDIA RTX PRO 6000 Blackwell")],
+            [[("topology.nvlink.down_hgx", "")], [("topology.nvlink.down_hgx", "")], []]),
         "one GPU cut off from the switch": (codes(CUT_OFF), [("topology.nvlink.missing", "GPU3")]),
         "one link of twelve is less than a tenth, two are more": (
             [f.status for links in ("NV11", "NV10") for f in check(fewer(links)) if "asymmetric" in f.code],
