@@ -33,10 +33,7 @@ def test_what_the_job_sets_is_not_held_against_the_host() -> None:
     assert statuses(seen, "topology.gpu_nic.far") == {"warn"}, "GPU1 is the ring's way in and out now"
 
 
-@each_row(
-    ("level", "path"), [("PHB", "pass"), ("3", "pass"), ("SYS", "pass"), ("PXB", "fail"), ("2", "fail"), ("", "fail"),
-                        ("nonsense", "fail"), ("phb", "fail")],
-)  # fmt: skip
+@each_row(("level", "path"), rows_of(__file__)("gdr_levels"))
 def test_a_gdr_level_of_the_environment_counts(level: str, path: str) -> None:
     """Polaris by its operator's own advice: NCCL_NET_GDR_LEVEL=PHB, two to three times as fast.
 

@@ -77,7 +77,7 @@ DDP = {"world_size": 8, "dp_replicate": 8, "sharding": "ddp"}
 
 @each_row(
     ("engine", "settings", "layout", "says"),
-    lambda: [*rows("first")(), *((name.name, {"model": "Llama-3.1-8B"}, DDP, ()) for name in ENGINES.values())],
+    lambda: [*rows("first")(), *((engine, {"model": "Llama-3.1-8B"}, DDP, ()) for engine in ENGINES)],
 )
 def test_the_first_rule_that_a_layout_breaks(engine, settings, layout, says):
     """Its name and reason; none where the layout is allowed."""

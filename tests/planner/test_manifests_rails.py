@@ -112,19 +112,12 @@ def test_every_rail_that_all_nodes_have_is_one() -> None:
     assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
 
 
-@each_row(
-    ("link", "kept"),
-    [
-        (interface("ens1f0np0", "host", "", master="ovs-system"), ("ens0f0np0", "ens2f0np0")),
-        (interface("ens1f0np0", "host", "", master="br0"), ("ens0f0np0", "ens2f0np0")),
-        (interface("ens1f0np0", "host", master="vrf-a"), ("ens0f0np0", "ens1f0np0", "ens2f0np0")),
-    ],
-    ids=["Open vSwitch", "bridge", "VRF"],
-)
-def test_no_macvlan_stands_on_a_bridges_member(link: Interface, kept: tuple[str, ...]) -> None:
+@each_row(("second", "kept"), rows("bridge_members"))
+def test_no_macvlan_stands_on_a_bridges_member(second: dict[str, str], kept: list[str]) -> None:
     """One network that cannot be made would keep every pod from its start."""
+    link = interface("ens1f0np0", "host", **second)
     links = (link, interface("br0", "bridge", kind="bridge"), interface("vrf-a", "virtual", kind="vrf"))
-    assert interfaces(node(rails=3, links=links)) == kept
+    assert interfaces(node(rails=3, links=links)) == tuple(kept)
 
 
 def test_the_only_interface_is_taken_as_it_is_and_management_beside_others_is_no_rail() -> None:
@@ -274,29 +267,10 @@ def roce(*links: Interface, netdev: str, bond: str | None = None) -> Snapshot:
     return host("n", rdma=[RdmaDevice(name="mlx5_0", kind="hca", bond=bond, ports=(port,))], interfaces=links)
 
 
-MEMBERS = (
-    Interface(name="bond0", role="host", kind="bond", mtu_bytes=4200),
-    Interface(name="ens8f1np1", role="host", master="bond0"),
-    Interface(name="ens8f0np0", role="host", master="bond0"),
-)
-VLAN = (
-    Interface(name="ens8f0np0.7", role="host", kind="vlan", parent="ens8f0np0"),
-    Interface(name="ens8f0np0", role="host"),
-)
-
-
-@each_row(
-    ("found", "ports", "master", "mtu_bytes"),
-    [
-        (roce(Interface(name="ens8f0np0", role="host"), netdev="ens8f0np0"), ["ens8f0np0"], "ens8f0np0", 9000),
-        (roce(*MEMBERS, netdev="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0", 9000),
-        (roce(*MEMBERS, netdev="ens8f0np0", bond="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0", 4200),
-        (roce(*VLAN, netdev="ens8f0np0.7"), ["ens8f0np0"], "ens8f0np0.7", 9000),
-    ],
-    ids=["port", "bond", "member of a bond", "vlan"],
-)
-def test_the_device_plugin_looks_for_pci_netdevs(found, ports, master, mtu_bytes):
+@each_row(("links", "port", "ports", "master", "mtu_bytes"), rows("plugin"))
+def test_the_device_plugin_looks_for_pci_netdevs(links, port, ports, master, mtu_bytes):
     """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan stands on those."""
+    found = roce(*(Interface(role="host", **link) for link in links), **port)
     documents = network_manifests.network(network_manifests.from_snapshots([found]))
     kinds = {document["kind"]: document["spec"] for document in documents}
     config = json.loads(kinds["NicClusterPolicy"]["rdmaSharedDevicePlugin"]["config"])

@@ -98,11 +98,7 @@ def test_an_xid_that_stands_in_the_log_and_came_as_an_event_counts_once() -> Non
     assert xids_of(dataclasses.replace(gpu, xids=None, xid_events=None)) is None
 
 
-@each_row(
-    ("links", "enabled", "c2c"),
-    [(14, 1, True), (14, None, True), (None, 1, True), (None, 0, False), (14, 0, False), (0, None, False),
-     (None, None, None)],
-)  # fmt: skip
+@each_row(("links", "enabled", "c2c"), rows("c2c"))
 def test_c2c_is_known_by_its_links_or_by_its_mode(links: int | None, enabled: int | None, c2c: bool | None) -> None:
     """Field 170 is not of every driver."""
     content = changed(GB200)

@@ -77,9 +77,9 @@ def host(status: str = UNPRIVILEGED, memlock=(65536, 65536), files=None, rdma: b
 
 @each_row(("machine", "code", "severity", "words"), TABLES["wrong"])
 def test_what_is_wrong_with_the_limits(machine, code, severity, words):
-    known = {} if machine == "bare" else machine
-    read = read_limits(host(**{k: v for k, v in known.items() if k != "gpus"}) if machine != "bare" else DictHost())
-    read = replace(read, gpus=known.get("gpus"))
+    given = {} if machine == "bare" else dict(machine)
+    gpus = given.pop("gpus", None)
+    read = replace(read_limits(DictHost() if machine == "bare" else host(**given)), gpus=gpus)
     found = next((finding for finding in limits.check(read) if finding.code == f"limits.{code}"), None)
     assert (found.status if found else None) == severity
     assert not found or words in f"{found.message} {found.evidence} {found.remedy}"
