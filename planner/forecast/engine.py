@@ -153,12 +153,14 @@ def _count_weights(model: ModelSpec, train: TrainSpec, layers: float, tp: int, p
     layer = (count.all_layers / count.layers - count.routed_per_layer * mixtures) / tp + experts * mixtures
     local = layers * layer + ends
     routed = routed_weights(model, train)[1]
-    adapters = (trained_weights(model, train, tp) - routed // tp) / pp + routed / (cut * pp)
+    saved = (trained_weights(model, train) - lora_weights(model, train)) / tp
+    whole = 0.0 if full else saved if pp == 1 else saved / max(1, len(train.saved_modules))  # first or last stage
+    adapters = (lora_weights(model, train, tp) - routed // tp) / pp + whole + routed / (cut * pp)
     here = layers * mixtures * experts
     return {
         "layers": layers, "layer": layer, "largest": largest, "ends": ends, "local": local,
         "trained": local if full else adapters,
-        "whole": 0.0 if full else (trained_weights(model, train) - lora_weights(model, train)) / (tp * pp),
+        "whole": whole,
         "routed": here if ep > 1 else 0.0,
         "routed_trained": (here if full else routed / (cut * pp)) if ep > 1 else 0.0,
     }  # fmt: skip
