@@ -14,7 +14,7 @@ PACKAGES = tuple(
 
 
 def test_the_pictures_arrows_are_the_real_imports() -> None:
-    """An import without an arrow, or an arrow without an import, is a page that lies; imports in functions count."""
+    """An import without an arrow, or an arrow without an import, makes the page wrong; imports in functions count."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     found = ((name, other) for name in graph.modules for other in graph.find_modules_directly_imported_by(name))
     real = {pair for a, b in found if (pair := (a.split(".")[0], b.split(".")[0])) and pair[0] != pair[1]}

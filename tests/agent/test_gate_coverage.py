@@ -222,10 +222,10 @@ def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> Non
 def test_a_device_node_that_no_job_here_gets_is_required(
     container: str | None, agent: bool, given: int, required: bool
 ) -> None:
-    """A container of a job or of its gate that has some has its own; the agent's own container asks for none."""
+    """A container with some device nodes has those of its job; the agent's container requests none."""
     devices = facts(RdmaFacts).devices
     bare = (*devices[:given], *each(devices[given:], uverbs=None, uverbs_usable=None))
     found = changed(changed(snapshot(), RdmaFacts, devices=bare), PciFacts, container=container)
     found = changed(found, LimitsFacts, of_agent=agent)
-    told = {(c.status, c.required) for c in of_code(build_view((found,)), "rdma.uverbs.missing")}
-    assert told == {("unknown", required)}
+    checks = of_code(build_view((found,)), "rdma.uverbs.missing")
+    assert {(check.status, check.required) for check in checks} == {("unknown", required)}

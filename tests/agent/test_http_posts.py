@@ -117,7 +117,7 @@ def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, ca
 )  # fmt: skip
 def test_a_wrong_record_is_refused_and_what_is_wrong_named(tokens, folder, change, named):
     """A problem document, and nothing is kept."""
-    http = agent(MACHINE, folder, tokens=tokens)  # of its own: an agent takes a dozen posts a minute
+    http = agent(MACHINE, folder, tokens=tokens)
     answer = posted(http, **change)
     assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
     assert len(answer.text) < 4000

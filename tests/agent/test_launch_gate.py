@@ -1,4 +1,4 @@
-"""A job on this host: the gate before it, its plan, and the record that stays of one which failed or was killed."""
+"""A job on this host: the gate before it, its plan, and the record of a job that failed or was killed."""
 
 import json
 from dataclasses import replace
@@ -34,12 +34,12 @@ SICK = "sick-h100-dead-hca"
 
 
 def test_a_failed_check_stops_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 3, what failed, and the option that launches all the same."""
+    """Exit code 3, what failed, and the option that launches in spite of it."""
     with pytest.raises(SystemExit) as ended:
         _require_pass(build_view((snapshot(SICK),)).checks, {"require": ()})
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert ended.value.code == 3
-    assert "fail topology.gpu_nic.down" in told and "not launched: " in told and "--no-preflight" in told
+    assert "fail topology.gpu_nic.down" in errors and "not launched: " in errors and "--no-preflight" in errors
 
 
 def test_a_required_check_that_is_unknown_stops_it_and_others_do_not(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def launched(folder: Path, code: int, log: str = "") -> Launched:
     return Launched(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
 
 
-@each_row(("written", "kept"), rows("failed_job"))
-def test_the_record_of_a_failed_job_is_its_own(tmp_path, written, kept):
-    """Of this start only; the end of a job that was killed is told by what was seen."""
+@each_row(("written", "expected"), rows("failed_job"))
+def test_a_failed_job_has_the_record_of_this_start(tmp_path, written, expected):
+    """The record of an earlier start does not count. The launcher completes the record of a job that was killed."""
     path = tmp_path / "run.json"
     code = written["exit_code"] or -9
     assert isinstance(code, int)
@@ -80,26 +80,26 @@ def test_the_record_of_a_failed_job_is_its_own(tmp_path, written, kept):
     path.write_text(json.dumps({"schema_version": 1, **written}))
     assert record_of(path, done, path.stat().st_mtime + 1) is None
     record = record_of(path, done, path.stat().st_mtime)
-    assert record is not None and {name: getattr(record, name) for name in kept} == kept
+    assert record is not None and {name: getattr(record, name) for name in expected} == expected
 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that is not finite ends with 65 for the job and 3 for the verb; /runs serves what the folder holds."""
+    """A loss that is not finite ends with 65 for the job and 3 for the verb; the agent reads this folder."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
     words = ["--no-preflight", "--set", "learning_rate=1e29", "--set", "max_steps=5", "--set", "max_grad_norm=0"]
     done = topoflight("launch", "--output", tmp_path / "out", *words)
     assert done.exit_code == 3, done.output
-    (kept,) = (tmp_path / "runs").glob("*.json")
-    record = json.loads(kept.read_text())
+    (stored,) = (tmp_path / "runs").glob("*.json")
+    record = json.loads(stored.read_text())
     assert (record["exit_code"], record["status"]) == (65, "failed"), record["reason"]
 
 
 @pytest.mark.ranks
 @pytest.mark.alone
 @pytest.mark.timeout(900)
-def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_the_launch(tmp_path, monkeypatch):
+def test_with_measure_the_gate_measures_and_a_failed_measurement_stops_the_launch(tmp_path, monkeypatch):
     """Real ranks, of which one dies in a way that no scan can see."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ.get('RANK') == '1' and os._exit(9)\n")
@@ -137,7 +137,7 @@ def test_the_embedded_job_needs_no_yaml() -> None:
 
 
 def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
-    """--config and --set say what is trained; a model that is named beside them stands, and nothing else is guessed."""
+    """--config and --set decide what is trained; a model of the request replaces theirs, nothing else is guessed."""
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\nuse_peft: true\nlora_r: 32\nmax_seq_length: 1024\n")
     asked = job_request(Request(), job, ["packing=true", "load_in_4bit=true"])
@@ -162,7 +162,7 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
 
 
 def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path) -> None:
-    """TRL 1.16 loads in fp32, PEFT adapts two projections of a Llama, and Liger's kernels are taken if told."""
+    """TRL 1.16 loads in fp32, PEFT adapts two projections of a Llama, and Liger's kernels are used only on request."""
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.2-1B\nuse_peft: true\ngradient_accumulation_steps: 2\n")
     ours = job_request(Request.of(model="Llama-3.2-1B"), job, []).train
@@ -180,7 +180,7 @@ def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path
 
 
 def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
-    """The last word is the command's, under an older name too; what is left to fix is named with where it stands."""
+    """--set replaces the file, under an older name too; what is left to fix is named with its source."""
     job = tmp_path / "job.yaml"
     job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
     with pytest.raises(RequestError, match=r"^--config \S*job.yaml with --set: push_to_hub=True"):
@@ -215,8 +215,8 @@ def ended(folder: Path, code: int = 1, **changed) -> RunRecord:
     return record
 
 
-def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list[Asked]) -> None:
-    """In run.json and to the agent, which takes it; the last step on the record stands."""
+def test_the_launcher_reports_the_end_of_a_killed_job(tmp_path: Path, posted: list[Asked]) -> None:
+    """In run.json and to the agent, which accepts it; the record still has its last step."""
     record = ended(tmp_path)
     expected = {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record.ended_at}
     assert record == run_record.record_of(expected)
@@ -235,20 +235,20 @@ def test_the_launcher_posts_no_end_that_the_job_posted_itself(tmp_path: Path, po
 
 
 def test_an_agent_that_is_away_costs_a_line(tmp_path, monkeypatch, capfd):
-    """The record is written all the same."""
+    """The record is written nevertheless."""
     monkeypatch.setenv("TOPOFLIGHT_AGENT", "file:///etc/passwd")
     assert ended(tmp_path) == run_record.read(tmp_path / "run.json")
     assert "does not have this run's record: TOPOFLIGHT_AGENT must be http" in capfd.readouterr().err
 
 
-def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> None:
+def test_a_signal_of_torchrun_is_the_exit_code_that_a_shell_gives(tmp_path: Path) -> None:
     """The agent takes 0 to 255."""
     record = ended(tmp_path, -9)
     assert record.exit_code == 137 and read_record((tmp_path / "run.json").read_bytes()) == record
 
 
 def test_the_launcher_knows_whether_the_job_posted_its_end() -> None:
-    """By the launcher's own words; a job that wrote no record told nothing."""
+    """By the launcher's own words; a job that wrote no record reported nothing."""
     done = launched(Path(), 3)
     assert not done.wrote_its_end
     assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.ending})).wrote_its_end
@@ -260,7 +260,7 @@ DATA = ["dataset_name=openai/gsm8k"]
 
 @each_row(("machine", "network", "evidence", "near"), rows("plan"))
 def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, network, evidence, near):
-    """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
+    """With the evidence; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
     written = job_plan(advice, overrides=DATA, found=found)
@@ -276,7 +276,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     assert near is None or near in plan.transport["gdrdma"]
 
 
-def test_a_machine_that_nobody_looked_at_promises_no_gpudirect() -> None:
+def test_a_machine_that_was_not_probed_promises_no_gpudirect() -> None:
     """A catalogue's machine: whether its modules are loaded is not known."""
     advice = advise(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
     assert "gdrdma" not in job_plan(advice, overrides=DATA).transport

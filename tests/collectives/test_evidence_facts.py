@@ -55,7 +55,7 @@ def test_a_folder_is_one_verdict_with_places(tmp_path):
     assert "2, no line of rank 1" in topoflight("evidence", tmp_path / "rank0.log").output
 
 
-def test_folders_of_runs_are_told_apart_by_communicator(tmp_path):
+def test_folders_of_runs_are_distinguished_by_communicator(tmp_path):
     """Files of two runs lie in the order of their names: each goes to its own run."""
     for number, lines in enumerate((FIRST, SECOND)):
         for rank in (0, 1):

@@ -111,7 +111,7 @@ def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
 
 
 def test_a_long_line_is_shown_where_it_names_the_fault() -> None:
-    """The launcher's messages share a line with the bar of a program, which has no line end of its own."""
+    """The launcher's messages share a line with the bar of a program, which ends no line."""
     signals = "".join(f"WARNING:api:Sending process {pid} closing signal SIGTERM     " for pid in range(899505, 899512))
     line = f"Loading:   0%| | 0/2{signals}ERROR:api:failed (exitcode: -9) local_rank: 4 (pid: 899509) of binary: python"
     (shown,) = read([line]).problems[0].lines

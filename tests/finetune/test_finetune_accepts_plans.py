@@ -97,7 +97,7 @@ def combinations(layout, method, packing):
     yield family, method, layout.schedule if layout.pp > 1 else ""
     for name in ("checkpointing", "offload", "sequence_parallel", "fused_cross_entropy"):
         yield family, name, getattr(layout, name)
-    yield family, "kept gathered", keeps
+    yield family, "no reshard", keeps
     yield family, "packing", packing
     yield family, "accumulating", layout.gradient_accumulation > 1
 

@@ -28,8 +28,8 @@ LOW = 8 * ROUNDING
 
 def case(name, method="lora", packing=False, save_head=False, model=None, counts=False, **layout):
     """One row of the list, its layout in fp32 unless it says otherwise."""
-    told = {"name": name, "method": method, "packing": packing, "save_head": save_head, "counts": counts}
-    return {**told, **({"model": model} if model else {}), "layout": layout}
+    row = {"name": name, "method": method, "packing": packing, "save_head": save_head, "counts": counts}
+    return {**row, **({"model": model} if model else {}), "layout": layout}
 
 
 def cases_of(world, tier):
@@ -49,11 +49,11 @@ def run_ranks(world, cases, folder):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({**SHAPE, **kind}))
     named = [{**c, "model": f"random:{folder / c['model']}"} if c.get("model") in MODELS else c for c in cases]
-    return told("equivalence_ranks.py", named, folder / "cases.json", world, seconds=1700)
+    return run_script("equivalence_ranks.py", named, folder / "cases.json", world, seconds=1700)
 
 
-def told(script, cases, listed, *words, **how):
-    """What a script says of these cases, by their names, and its stderr."""
+def run_script(script, cases, listed, *words, **how):
+    """Run a script over these cases; return its lines by their names, and its stderr."""
     listed.write_text(json.dumps(cases))
     done = interpreter(HERE / script, listed, *words, **how)
     lines = [json.loads(x.split("CASE ", 1)[1]) for x in done.stdout.splitlines() if "CASE {" in x]
@@ -114,8 +114,8 @@ UNITS = 6  # embedding, four layers, and the rest with the head
     [
         ("DDP full accumulating", 0, 1),  # all gradients in one bucket, after the last micro-batch
         ("FSDP accumulating", None, UNITS - 2),  # adapters are in the layers alone
-        ("FSDP kept gathered over micro-batches", UNITS, UNITS - 2),
-        ("FSDP full kept gathered over micro-batches", UNITS, 4 * UNITS),  # scattered after each micro-batch
+        ("FSDP no reshard between micro-batches", UNITS, UNITS - 2),
+        ("FSDP full no reshard between micro-batches", UNITS, 4 * UNITS),  # scattered after each micro-batch
     ],
 )
 def test_collectives_of_a_step_of_four_micro_batches(results, name, gathers, reductions):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rigs.tables import ROOT, each_row, rows_of
-from test_finetune_equivalence import HERE, told
+from test_finetune_equivalence import HERE, run_script
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from contracts.job_config import ConfigError, JobConfig
@@ -32,7 +32,7 @@ def loaded(tmp_path_factory, forked_ranks):
     assert len(list((folder / "base").glob("*.safetensors"))) > 3
     (folder / "base" / "model.fp16.safetensors").write_bytes(b"")  # of another precision: the index does not name it
     paths = f"{ROOT}:{HERE}"
-    found, errors = told("loading_ranks.py", CASES, folder / "cases.json", RANKS, seconds=850, PYTHONPATH=paths)
+    found, errors = run_script("loading_ranks.py", CASES, folder / "cases.json", RANKS, seconds=850, PYTHONPATH=paths)
     assert len(found) == len(CASES), errors[-3000:]
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
@@ -44,24 +44,24 @@ def loaded(tmp_path_factory, forked_ranks):
 @each_row("name", ["FSDP full", "TP x FSDP", "PP x FSDP"])
 def test_a_rank_takes_its_share_of_the_model_while_it_loads(loaded, name):
     """The whole would be four times as much. Under PP one stage has an end and the other has the other."""
-    _, told, size = loaded
+    _, ranks, size = loaded
     assert size["whole"] > 180 * MIB
-    for rank in told[name]:
+    for rank in ranks[name]:
         assert 0.8 * size["whole"] / RANKS < rank["loading"] < size["whole"] / RANKS + ROOM
 
 
 def test_weights_become_4_bit_a_layer_at_a_time(loaded):
     """A rank's share of NF4 weights and of the ends, and one layer's weights at a time, whole, beside them."""
-    _, told, size = loaded
+    _, ranks, size = loaded
     packed = 12 * size["layer"] / 8  # half a byte of four
-    for rank in told["FSDP QLoRA"]:
+    for rank in ranks["FSDP QLoRA"]:
         assert rank["loading"] < (packed + size["ends"]) / RANKS + size["layer"] / 8 + size["layer"] + ROOM
 
 
 def test_a_full_fine_tune_is_exported_in_the_type_asked_for(loaded):
     """Transformers loads it as it is: the weights of the base, which nothing has trained."""
-    folder, told, size = loaded
-    exported = told["FSDP full"][0]["saved_model"]
+    folder, ranks, size = loaded
+    exported = ranks["FSDP full"][0]["saved_model"]
     files = list((folder / exported).glob("*.safetensors"))
     assert sum(f.stat().st_size for f in files) == pytest.approx(size["whole"] / 2, rel=0.01)
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16).eval()
@@ -75,9 +75,9 @@ def test_a_full_fine_tune_is_exported_in_the_type_asked_for(loaded):
 
 def test_a_merged_model_has_the_type_that_the_base_came_in(loaded):
     """Adapters that nothing has trained add nothing."""
-    folder, told, _ = loaded
+    folder, ranks, _ = loaded
     base = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
-    merged = AutoModelForCausalLM.from_pretrained(told["TP x FSDP"][0]["merged"], dtype="auto").eval()
+    merged = AutoModelForCausalLM.from_pretrained(ranks["TP x FSDP"][0]["merged"], dtype="auto").eval()
     assert merged.dtype == torch.float32
     tokens = torch.arange(64)[None]
     with torch.no_grad():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_finetune_equivalence import told
+from test_finetune_equivalence import run_script
 
 from contracts.layout import Layout
 from planner.forecast import machines
@@ -104,7 +104,8 @@ def case_of(folder, name, method, layout, layers=None, stage=0):
 
 def traced(folder, cases):
     """What the tracer says of each case, by name."""
-    found, errors = told("fake_ranks.py", cases, folder / f"{len(list(folder.iterdir()))}.json", seconds=LIMIT - 100)
+    listed = folder / f"{len(list(folder.iterdir()))}.json"
+    found, errors = run_script("fake_ranks.py", cases, listed, seconds=LIMIT - 100)
     assert len(found) == len(cases), errors[-3000:]
     return found
 
@@ -130,8 +131,8 @@ def hold(got, name, method, layout, layers=None, stage=0):
             heard[axis, kind] += size * times
     small = heard.pop(("tp", "small"), 0)
     assert small < 0.01 * heard["tp", "all_reduce"] or not small
-    told = {f"{axis} {kind}": (heard[axis, kind], due.get((axis, kind))) for axis, kind in {*heard, *due}}
-    assert heard.keys() == due.keys(), (got["name"], told)
+    pairs = {f"{axis} {kind}": (heard[axis, kind], due.get((axis, kind))) for axis, kind in {*heard, *due}}
+    assert heard.keys() == due.keys(), (got["name"], pairs)
     # what is offloaded lies beside the device, in the same parts
     held = memory_parts(model, job.train, replace(layout, offload="none"), ENGINE).weights
     if method == "qlora":  # as a state of bitsandbytes', which no parameter counts
@@ -145,7 +146,7 @@ def hold(got, name, method, layout, layers=None, stage=0):
     assert held * floor <= got["local_bytes"] <= most, (got["name"], held, got["local_bytes"])
     for key, size in due.items():
         more = NORMS + (padding(model, method, layout, due, key) if key[0] in ("dp_shard", "dp_replicate") else 0.0)
-        assert size * (1 - NORMS if key[0] == "pp" else floor) <= heard[key] <= size * (1 + more), (got["name"], told)
+        assert size * (1 - NORMS if key[0] == "pp" else floor) <= heard[key] <= size * (1 + more), (got["name"], pairs)
 
 
 def hold_all(folder, found):

@@ -33,7 +33,7 @@ EVIL = '<script>alert(1)</script>"\n# HELP x y\nx{a="b"} 1\n---\nkind: Evil\n'
 
 
 def test_a_report_replaces_a_link_and_never_follows_it(tmp_path):
-    """Somebody who may write into the report's folder gains no file elsewhere."""
+    """A user who may write into the report's folder cannot overwrite a file elsewhere."""
     victim, link = tmp_path / "victim", tmp_path / "report.json"
     victim.write_text("precious")
     link.symlink_to(victim)
@@ -41,34 +41,34 @@ def test_a_report_replaces_a_link_and_never_follows_it(tmp_path):
     assert (victim.read_text(), link.read_text(), link.is_symlink()) == ("precious", "new", False)
 
 
-def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path):
-    """The agent's state folder: names are made here, from time and process id only."""
+def test_no_text_of_a_run_record_is_part_of_its_file_name(tmp_path):
+    """In the agent's state folder; the name has time and process id only."""
     record = record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"})
-    kept = result_store.store_run(record, tmp_path)
-    assert kept is not None and kept.parent == tmp_path / result_store.RUNS_FOLDER
-    assert re.fullmatch(r"[\w.-]+\.json", kept.name)
+    path = result_store.store_run(record, tmp_path)
+    assert path is not None and path.parent == tmp_path / result_store.RUNS_FOLDER
+    assert re.fullmatch(r"[\w.-]+\.json", path.name)
 
 
 @each_row("name", ["..", ".", "a/b", "a\0b", "", "x" * 129, "a\n", "../x"])
 def test_no_name_from_the_machine_leads_out_of_its_folder(name: str) -> None:
-    """What may become part of a path under /sys."""
+    """Names that may become part of a path under /sys."""
     assert sysfs.NAME.fullmatch(name) is None
 
 
-def test_no_http_door_opens_a_file(tmp_path):
-    """A model may be a path on the command line; over HTTP it is a name, and unknown names tell nothing of files."""
+def test_no_http_endpoint_opens_a_file(tmp_path):
+    """A model may be a path on the command line; over HTTP it is a name, and no answer shows whether a file exists."""
     there = tmp_path / "config.json"
     there.write_text('{"model_type": "llama", "hidden_size": "TOKEN"}')
-    client, said, missing = agent(MACHINE), set(), tmp_path / "missing.json"
-    for path in (str(there), str(tmp_path), str(missing), "../../../etc/passwd", "file:///etc/passwd"):
-        for door in ("/recommendations", "/what-if"):
-            answer = client.get(door, params={"model": path})
+    client, answers, missing = agent(MACHINE), set(), tmp_path / "missing.json"
+    for model in (str(there), str(tmp_path), str(missing), "../../../etc/passwd", "file:///etc/passwd"):
+        for path in ("/recommendations", "/what-if"):
+            answer = client.get(path, params={"model": model})
             assert answer.status_code == 400
             assert "TOKEN" not in answer.text
-            said.add(re.sub(r"'.*?'|&#39;.*?&#39;|value=\".*?\"", "", answer.text)[:60])
-    assert len(said) <= 2  # the same words whether the file is there or not
-    for door in ("/../etc/passwd", "/%2e%2e/etc/passwd", "/static/../../etc/passwd", "//etc/passwd", "/docs/../../x"):
-        assert client.get(door).status_code == 404
+            answers.add(re.sub(r"'.*?'|&#39;.*?&#39;|value=\".*?\"", "", answer.text)[:60])
+    assert len(answers) <= 2  # the same words whether the file is there or not
+    for path in ("/../etc/passwd", "/%2e%2e/etc/passwd", "/static/../../etc/passwd", "//etc/passwd", "/docs/../../x"):
+        assert client.get(path).status_code == 404
 
 
 # --- names
@@ -81,8 +81,8 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path):
     record = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
     result_store.store_run(record_of(record), tmp_path)
     running = agent(scan(RecordedHost(content)), tmp_path)
-    for door in ("/", "/what-if", "/cluster"):
-        assert "<script>alert" not in running.get(door).text, door
+    for path in ("/", "/what-if", "/cluster"):
+        assert "<script>alert" not in running.get(path).text, path
     lines = running.get("/metrics").text.splitlines()
     assert 'x{a="b"} 1' not in lines and "# HELP x y" not in lines
     assert running.get("/snapshot").json()["hostname"] == EVIL
@@ -134,22 +134,22 @@ def test_values_stay_values_in_shell_and_env_lists(value: str) -> None:
 
 
 def test_no_token_leaves_the_agent(tmp_path):
-    """A real agent at its most talkative; tokens in every place of a request; all of its output is searched."""
+    """A real agent with -vv; tokens in every place of a request; all of its output is searched."""
     tokens = token_file(tmp_path)
     port = resident.free_port()
-    said = tmp_path / "said"
+    log = tmp_path / "log"
     command = [sys.executable, "-m", "agent.cli", "-vv", "serve", f"--host={path_of(MACHINE)}", f"--port={port}",
                "--reads=token", f"--token-file={tokens}", f"--state={tmp_path}"]  # fmt: skip
     answers = []
-    with resident.process(command, log=said) as agent:
+    with resident.process(command, log=log) as agent:
         url, wrong = f"http://127.0.0.1:{port}", TOKEN[::-1]
         pool = urllib3.PoolManager(retries=False)
         resident.wait(port, "/readyz", agent)
         for token in (TOKEN, wrong):
             for header in (f"Bearer {token}", f"bearer  {token} ", f"Basic {token}", token, f"Bearer {token}\tx"):
-                for method, door in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"),
+                for method, path in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"),
                                      ("POST", "/runs"), ("PUT", "/x")):  # fmt: skip
-                    answers.append(pool.request(method, url + door, headers={"Authorization": header}, body=b"{}").data)
+                    answers.append(pool.request(method, url + path, headers={"Authorization": header}, body=b"{}").data)
             answers.append(pool.request("GET", f"{url}/snapshot?access_token={token}").data)
             headers = {**bearer(), "Content-Type": "application/json", "Cookie": f"t={token}"}
             body = json.dumps({"token": token}).encode()
@@ -161,7 +161,7 @@ def test_no_token_leaves_the_agent(tmp_path):
         answers.append(pool.request("POST", f"{url}/preflight", body=b"{}", headers=good).data)
         opened = pool.request("GET", f"{url}/snapshot", headers=bearer())
         assert opened.status == 200  # so that the right token was looked for
-    output = said.read_bytes()
+    output = log.read_bytes()
     assert b"by token-file" in output  # so that there was something to search
     for token in (TOKEN.encode(), wrong.encode()):
         assert token not in output

@@ -96,9 +96,9 @@ def test_no_file_names_a_registry_or_a_place_to_fetch_code_from() -> None:
 
 @pytest.mark.long  # imports torch
 def test_weights_are_never_unpickled(tmp_path):
-    """pytorch_model.bin is a pickle: a folder that holds nothing else holds no weights.
+    """pytorch_model.bin is a pickle: a folder with nothing else has no weights.
 
-    That code of a model is not run: tests/finetune/test_finetune_hub.py and _config.py.
+    tests/finetune/test_finetune_hub.py and _config.py show that code of a model is not run.
     """
     from finetune.weights import source_of
 

@@ -43,8 +43,8 @@ def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
 @each_row(("layout", "dtype", "each"), rows("without_fsdp"))
 def test_without_fsdp_trl_keeps_weights_as_they_were_loaded(layout: dict, dtype: str, each: float) -> None:
     """2 bytes of weight, 2 of gradient, 4 of AdamW; accelerate's fsdp2_prepare_model makes what trains fp32."""
-    asked, train = Layout(**layout, gradient_accumulation=2), replace(FULL, dtype=dtype)
-    parts = memory_parts(MODEL, train, asked, engine_named("trl"))
+    train = replace(FULL, dtype=dtype)
+    parts = memory_parts(MODEL, train, Layout(**layout, gradient_accumulation=2), engine_named("trl"))
     assert parts.weights + parts.gradients + parts.optimizer == pytest.approx(each * weights(MODEL).total)
 
 

@@ -79,7 +79,7 @@ def test_in_fp32_no_optimizer_keeps_another_copy_of_the_weights(optimizer: str) 
 
 
 @each_row("precision", ["bf16", "fp32"])
-def test_ddp_keeps_all_gradients_beside_the_activations(precision):
+def test_ddp_stores_all_gradients_in_addition_to_the_activations(precision):
     """One rank alone frees each gradient's activations before it has the next; two ranks hold them in buckets."""
     train = replace(FULL, precision=precision)
     alone = Layout(world_size=1, micro_batch=8, precision=precision)

@@ -104,12 +104,12 @@ def test_gid_index_against_the_table() -> None:
     assert [f.status for f in found({"NCCL_IB_GID_INDEX": "1"}, bare) if f.code == "env.gid.absent"] == [Status.WARN]
 
 
-@each_row(("environment", "facts", "told"), rows("classes"))
-def test_a_class_that_flow_control_does_not_protect(environment, facts, told):
+@each_row(("environment", "facts", "reported"), rows("classes"))
+def test_a_class_that_flow_control_does_not_protect(environment, facts, reported):
     """Only where the ports say what they protect, and neither way of marking lands there."""
     machine = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v2_gid(3)], **facts)])
     hits = [finding for finding in found(environment, machine) if finding.code == "env.class.unprotected"]
-    assert [finding.status for finding in hits] == [Status.WARN] * told
+    assert [finding.status for finding in hits] == [Status.WARN] * reported
     if hits:
         assert any("mlx5_0" in line and "PFC on" in line for line in hits[0].evidence)
 

@@ -37,7 +37,7 @@ def test_launch_offers_every_api() -> None:
 
 
 def container_of(documents: tuple[dict, ...]) -> dict:
-    """Command and environment of the main container; of a TrainJob they stand in the trainer."""
+    """Command and environment of the main container; those of a TrainJob are in its trainer."""
     trainers = [d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"]
     return trainers[0] if trainers else next(templates(list(documents)))["spec"]["containers"][0]
 
@@ -51,7 +51,7 @@ def variables_of(documents: tuple[dict, ...]) -> dict[str, str]:
 
 
 def meant_for_retry(job: dict, code: int) -> bool:
-    """Whether batch/v1's policy makes a pod anew that ended with this code: the first rule that matches."""
+    """Whether batch/v1's policy replaces a pod that ended with this code: the first rule that matches decides."""
     for rule in job["podFailurePolicy"]["rules"]:
         on = rule.get("onExitCodes")
         if on and (code in on["values"]) is (on["operator"] == "In"):
@@ -71,7 +71,7 @@ def test_75_and_lost_pods_of_an_indexed_job_come_again_and_other_codes_end_it() 
 
 @each_row("api", ["jobset", "trainjob"])
 def test_jobset_restarts_all_pods_and_the_jobs_own_codes_end_it(api: str) -> None:
-    """The first pod that fails ends the Job, which JobSet makes anew; its pods know how often it has."""
+    """The first pod that fails ends the Job, which JobSet creates again; its pods know how often it has."""
     documents = manifests.APIS[api](SPEC)
     spec = documents[0]["spec"]
     spec = spec["template"]["spec"] if api == "trainjob" else spec
@@ -112,9 +112,9 @@ def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
 
 
 @each_row("api", APIS)
-def test_pods_measure_together_only_where_it_is_asked_for(api: str) -> None:
+def test_pods_measure_together_only_if_requested(api: str) -> None:
     """In the job's own container, so with its image, environment, networks and devices; nothing else differs."""
-    without, words = (command_of(manifests.APIS[api](replace(SPEC, measure=asked))) for asked in (False, True))
+    without, words = (command_of(manifests.APIS[api](replace(SPEC, measure=measure))) for measure in (False, True))
     assert "--measure" not in without and [word for word in words if word != "--measure"] == without
     assert words.index("--measure") < words.index("--")
 
@@ -144,7 +144,7 @@ FULL = replace(SPEC, agent="http://a:1", shm_bytes=1 << 30, token_secret="hub") 
 ROOT_KEEPS = [
     "capabilities",
     "runAsNonRoot",
-]  # IPC_LOCK, which only root keeps; everything else is dropped all the same
+]  # IPC_LOCK, which only root gets; everything else is dropped
 
 
 @each_row("api", APIS)
@@ -153,7 +153,7 @@ ROOT_KEEPS = [
     [(SPEC, []), (FULL, []), (replace(SPEC, nodes=1), []), (replace(SPEC, ipc_lock=True), ROOT_KEEPS)],
 )
 def test_pods_meet_the_restricted_profile_but_for_what_rdma_needs(api: str, spec: JobSpec, beyond: list[str]) -> None:
-    """The main container and the gate; by themselves, because an operator adds containers of its own to the pod."""
+    """The main container and the gate; separately, because an operator adds containers to the pod."""
     found = list(templates(list(manifests.APIS[api](spec))))
     assert found
     for template in found:
@@ -166,7 +166,7 @@ def test_pods_meet_the_restricted_profile_but_for_what_rdma_needs(api: str, spec
 
 
 @each_row("api", APIS)
-def test_pods_of_one_job_are_kept_on_nodes_of_their_own(api: str) -> None:
+def test_pods_of_one_job_run_on_different_nodes(api: str) -> None:
     """By the label that the job's controller gives its pods; a single pod needs none of it."""
     of_jobset = "jobset.sigs.k8s.io/jobset-name"
     label = {"job": "job-name", "trainjob": of_jobset, "jobset": of_jobset,
@@ -180,8 +180,8 @@ def test_pods_of_one_job_are_kept_on_nodes_of_their_own(api: str) -> None:
 
 
 @each_row("api", APIS)
-def test_the_gate_judges_with_the_jobs_environment_and_the_hubs_cache_lies_on_the_claim(api: str) -> None:
-    """Not with its tokens. One download for all pods; without a claim the image's own place; a user's word stands."""
+def test_the_gate_judges_with_the_jobs_environment_and_the_hubs_cache_is_on_the_claim(api: str) -> None:
+    """Not with its tokens. One download for all pods; without a claim the image's place; the user's setting stays."""
     documents = manifests.APIS[api](replace(SPEC, token_secret="hub", agent="http://a:1"))  # noqa: S106 - its name
     for template in templates(list(documents)):
         (gate,) = template["spec"]["initContainers"]
@@ -201,7 +201,7 @@ GIVEN = {
 }  # fmt: skip
 
 
-def test_nccl_says_what_it_does() -> None:
+def test_nccl_writes_its_log() -> None:
     """So that `logs POD | topoflight evidence -` has something to read; gloo has no such log."""
     request = Request.of(hosts=(path_of("r760xa-2xA40-bf3"),), model="Qwen/Qwen2.5-0.5B", nodes=2)
     advice = advise(request, (snapshot("r760xa-2xA40-bf3"),))
@@ -217,8 +217,8 @@ def node(name: str, role: str) -> Snapshot:
     return host("node-a", gpus=0, interfaces=links)
 
 
-@each_row(("name", "role", "recorded", "inside", "kept"), rows("interfaces"))
-def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, name, role, recorded, inside, kept):
+@each_row(("name", "role", "recorded", "inside", "stays"), rows("interfaces"))
+def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, name, role, recorded, inside, stays):
     """A host's ens5 in a pod ends the job at its first connection: left out, with the reason."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     if inside:
@@ -226,29 +226,29 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, nam
     found = node(name, role)
     advice = advise(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in advice.settings)
-    made, told = in_pods(advice, [found], here=not recorded)
-    assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in made.settings) is kept
-    assert bool(told) is not kept
-    if told:
+    made, notes = in_pods(advice, [found], here=not recorded)
+    assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in made.settings) is stays
+    assert bool(notes) is not stays
+    if notes:
         where = "node-a" if recorded else "this machine"
-        assert f"is left out: {advice.settings[0].value} is an interface of {where}" in told[0]
+        assert f"is left out: {advice.settings[0].value} is an interface of {where}" in notes[0]
     spec = cluster_job.spec_of(made, {**GIVEN, "resources": ()})
     (files, *_) = cluster_job.documents(spec, "job", job_plan(made))
     planned = json.loads(files["data"]["plan.json"])["environment"]
-    assert ("GLOO_SOCKET_IFNAME" in planned) is ("GLOO_SOCKET_IFNAME" in spec.environment) is kept
+    assert ("GLOO_SOCKET_IFNAME" in planned) is ("GLOO_SOCKET_IFNAME" in spec.environment) is stays
 
 
-@each_row(("role", "kept"), [("host", False), ("pod-default", False), ("secondary", True)])
-def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, kept: bool) -> None:
-    """A pod on a macvlan sees GIDs of its own."""
+@each_row(("role", "stays"), [("host", False), ("pod-default", False), ("secondary", True)])
+def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, stays: bool) -> None:
+    """A pod on a macvlan has other GIDs than its node."""
     found = node("net1" if role == "secondary" else "ens5", role)
     advice = advise(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     index = replace(advice.settings[0], name="NCCL_IB_GID_INDEX", value="3")
-    made, told = in_pods(replace(advice, settings=(index,)), [found], here=False)
-    assert (made.settings == (index,)) is kept and bool(told) is not kept
+    made, notes = in_pods(replace(advice, settings=(index,)), [found], here=False)
+    assert (made.settings == (index,)) is stays and bool(notes) is not stays
 
 
-def test_an_environment_for_pods_is_held_to_the_same() -> None:
+def test_an_environment_for_pods_names_no_interface_of_the_host() -> None:
     """recommend -o k8s is pasted into a pod; -o shell is for the host."""
     words = ("recommend", "--host", path_of("cpu-only-vm"), "--nodes", 2, "--model", "tiny-llama", "-o")
     shell, k8s = (topoflight(*words, form) for form in ("shell", "k8s"))
@@ -264,8 +264,8 @@ def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch
     assert "SOCKET_IFNAME" not in str(documents)
 
 
-def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
-    """Where nvidia_peermem is loaded that driver is on the node; ofedDriver and useHostMofed exclude each other."""
+def test_the_installer_of_the_nics_driver_follows_from_the_node_or_an_option() -> None:
+    """If nvidia_peermem is loaded, that driver is on the node; ofedDriver and useHostMofed exclude each other."""
 
     def made(loaded: bool | None, **settings) -> tuple[dict, dict]:
         found = changed(snapshot("l40s-4x-pcie"), PciFacts, peermem_loaded=loaded)
@@ -280,13 +280,13 @@ def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
     assert made(None, host_mofed=True) == ({"enabled": True, "useHostMofed": True}, {})
 
 
-def test_a_launch_asks_who_brings_the_nics_driver(tmp_path):
-    """A record without nvidia_peermem; the options answer."""
+def test_a_launch_requests_the_option_for_the_nics_driver(tmp_path):
+    """A record without nvidia_peermem, with and without the option."""
     words = ("--host", path_of("sick-h100-no-peermem"), "--network", "--claim", "c", "--model",
              "Qwen/Qwen2.5-0.5B", "--no-preflight")  # fmt: skip
     assert "--no-host-mofed if the network operator installs it" in launched(*words)[1]
-    documents, told = launched(*words, "--no-host-mofed")
-    assert "host-mofed" not in told
+    documents, stderr = launched(*words, "--no-host-mofed")
+    assert "host-mofed" not in stderr
     kinds = {each["kind"]: each for each in documents}
     assert "ofedDriver" in kinds["NicClusterPolicy"]["spec"]
     assert kinds["ClusterPolicy"]["spec"]["driver"]["rdma"] == {"enabled": True}
@@ -303,25 +303,25 @@ def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> Non
 
 @each_row(("method", "trained"), [("full", 7_615_616_512), ("lora", 40_370_176)])
 def test_the_time_to_save_fits_a_checkpoint_at_the_rate_that_storage_takes(method: str, trained: int) -> None:
-    """Twice its bytes, for one may still be written, beside a step; a rate that is not known is taken, and said."""
+    """Two checkpoints, because one may still be written, and one step; a rate that is unknown is assumed and named."""
     words = ("--host", path_of(), "--model", "Qwen/Qwen2.5-7B", "--method", method,
              "--claim", "shared")  # fmt: skip
     found = {}
     for rate, per_second in ((None, 125 * 2**20), ("1G", 1e9), ("5M", 5e6)):
-        documents, told = launched(*words, *(["--storage-rate", rate] if rate else []))
+        documents, stderr = launched(*words, *(["--storage-rate", rate] if rate else []))
         (template,) = templates(documents)
         found[rate] = template["spec"]["terminationGracePeriodSeconds"] - 20
         writing = 2 * 12 * trained / per_second
         assert found[rate] == 100 or writing < found[rate] < writing + 60
         assert found[rate] > 100 or writing <= 100
-        assert ("--storage-rate" in told) is (rate is None and writing > 100)
+        assert ("--storage-rate" in stderr) is (rate is None and writing > 100)
     assert (found["5M"] > 100) and (found["1G"] > 100) is (method == "full")
     with pytest.raises(AssertionError, match=r"2: (.|\n)*--storage-rate='fast': must be a quantity above 0"):
         launched(*words, "--storage-rate", "fast")
 
 
 def test_a_trainjobs_claims_are_where_the_trainer_carries_them_to_the_pod() -> None:
-    """resourcesPerNode loses its claims on the way, and replaces all that the runtime says; without them it is used."""
+    """resourcesPerNode loses its claims on the way, and replaces the runtime's resources; without claims it is used."""
     runtime, job = manifests.APIS["trainjob"](replace(SPEC, resource_claim_template="sft-gpu-nic"))[-2:]
     (container,) = next(templates(runtime))["spec"]["containers"]
     assert container["resources"]["claims"] == [{"name": "gpu-nic"}]

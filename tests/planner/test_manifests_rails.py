@@ -1,4 +1,4 @@
-"""Several RoCE interfaces: a network for each, with addresses of its own, and a job whose pods are on all of them."""
+"""Several RoCE interfaces: a network with a separate range for each, and a job whose pods are on all of them."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ NETWORKS = "k8s.v1.cni.cncf.io/networks"
 
 
 def spec(count: int, **more) -> network_manifests.NetworkSpec:
-    """Of as many interfaces."""
+    """Networks of this many interfaces."""
     names = tuple(f"ens{i}f0np0" for i in range(count))
     return network_manifests.NetworkSpec(**{"interfaces": names, "mtu_bytes": 9000, **more})
 
@@ -34,7 +34,7 @@ def of_kind(documents: Sequence[Document], kind: str) -> list[Document]:
 
 
 def node(name: str = "a", *, rails: int = 8, links: Sequence[Interface] = (), devices: Sequence[RdmaDevice] = ()):
-    """A node on its host network: a RoCE port for each rail, and Ethernet besides."""
+    """A node on its host network: a RoCE port for each rail, and Ethernet."""
     names = [f"ens{i}f0np0" for i in range(rails)]
     roce = [port(f"mlx5_{i}", layer="Ethernet", netdev=each, netdev_mtu_bytes=9000) for i, each in enumerate(names)]
     known = {link.name for link in links}
@@ -44,7 +44,7 @@ def node(name: str = "a", *, rails: int = 8, links: Sequence[Interface] = (), de
     )
 
 
-def test_one_interface_is_as_it_always_was() -> None:
+def test_the_network_of_one_interface_has_no_number() -> None:
     """No number in the name, the range and the gateway as given; InfiniBand alone has no network."""
     one = spec(1, range="8.8.8.0/24", gateway="1.1.1.1")
     assert one.rails() == (one,)
@@ -91,14 +91,14 @@ def test_ranges_follow_each_other(given: str, last: str) -> None:
 
 @each_row(("given", "why"), rows("private_block"))
 def test_ranges_end_with_the_private_block(given: str, why: str) -> None:
-    """What follows would be someone else's, or no address at all; the error says what is allowed."""
+    """The next addresses belong to others, or do not exist; the error names what is allowed."""
     with pytest.raises(JobError, match=rf"range='{given}': 8 interfaces .*{why}; all of them must lie .*10\.0\.0\.0/8"):
         spec(8, range=given)
 
 
 @each_row("gateway", ["192.168.3.1", "fd00::1"])
 def test_a_gateway_is_the_first_ranges(gateway: str) -> None:
-    """So that the others' can be told from it."""
+    """So that the other gateways follow from it."""
     with pytest.raises(JobError, match=f"gateway='{gateway}': must be within range='192.168.2.0/24'"):
         spec(2, gateway=gateway)
 
@@ -112,23 +112,23 @@ def test_every_rail_that_all_nodes_have_is_one() -> None:
     assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
 
 
-@each_row(("second", "kept"), rows("bridge_members"))
-def test_no_macvlan_stands_on_a_bridges_member(second: dict[str, str], kept: list[str]) -> None:
-    """One network that cannot be made would keep every pod from its start."""
+@each_row(("second", "rails"), rows("bridge_members"))
+def test_a_member_of_a_bridge_gets_no_macvlan(second: dict[str, str], rails: list[str]) -> None:
+    """One network that cannot be created would stop every pod at its start."""
     link = interface("ens1f0np0", "host", **second)
     links = (link, interface("br0", "bridge", kind="bridge"), interface("vrf-a", "virtual", kind="vrf"))
-    assert interfaces(node(rails=3, links=links)) == tuple(kept)
+    assert interfaces(node(rails=3, links=links)) == tuple(rails)
 
 
-def test_the_only_interface_is_taken_as_it_is_and_management_beside_others_is_no_rail() -> None:
-    """There is no better one; and a slower port of another model NCCL is kept from too."""
+def test_the_only_interface_is_a_rail_and_management_next_to_others_is_none() -> None:
+    """There is no better one. A slower port of another model is no rail either."""
     assert interfaces(node(rails=1, links=[interface("ens0f0np0", "host", "", master="ovs-system")])) == ("ens0f0np0",)
     slow = port("mlx5_9", layer="Ethernet", gbit=25, model="ConnectX-6 Lx", netdev="eno1")
     assert interfaces(node(rails=2, devices=[slow])) == ("ens0f0np0", "ens1f0np0")
     assert interfaces(node(rails=0, devices=[slow])) == ("eno1",)
 
 
-def test_ranges_that_a_node_is_on_are_told() -> None:
+def test_ranges_that_a_node_uses_are_named() -> None:
     """With the interface and its network."""
     found = network_manifests.in_use(["10.1.0.0/24", "10.1.200.0/24"], [node(rails=2)])
     assert found == "10.1.0.0/24 (ens0f0np0 of a has 10.1.0.0/24)"
@@ -159,7 +159,7 @@ def environment(given: Recommendation) -> dict[str, str]:
 
 
 @each_row("rails", [2, 8, 12])
-def test_a_job_for_several_rails_is_told_what_its_pods_would_have_said(rails: int) -> None:
+def test_a_job_for_several_rails_has_the_environment_that_its_pods_would_find(rails: int) -> None:
     """Sockets on net1, every rail's HCA and no other, each ring on its rail, and all networks in their order."""
     storage = port(f"mlx5_{rails}", layer="Ethernet")
     nodes = [node(name, rails=rails, devices=[storage]) for name in "ab"]
@@ -186,8 +186,8 @@ def attached(nodes: Sequence[Snapshot]) -> Recommendation:
     )  # fmt: skip
 
 
-def test_hcas_are_listed_only_where_all_nodes_call_them_so_and_one_is_left_out() -> None:
-    """No list fits nodes that call them otherwise; the networks are theirs all the same."""
+def test_hcas_are_listed_only_if_their_names_are_equal_and_one_is_left_out() -> None:
+    """No list fits nodes with different names; they get the same networks."""
     other = host("b", rdma=[port(f"rocep{i}", layer="Ethernet", netdev=f"ens{i}f0np0") for i in range(2)])
     for second in (other, node("b", rails=2)):
         given = attached([node("a", rails=2), second])
@@ -195,8 +195,8 @@ def test_hcas_are_listed_only_where_all_nodes_call_them_so_and_one_is_left_out()
         assert [need.value for need in given.needs if need.name == "network"] == ["default/n-1", "default/n-2"]
 
 
-def test_rails_that_training_is_not_for_leave_the_job_alone() -> None:
-    """Storage over RoCE beside the InfiniBand that the job runs on."""
+def test_rails_that_training_does_not_use_change_no_job() -> None:
+    """Storage over RoCE next to the InfiniBand that the job uses."""
     nodes = [node(name, rails=2, devices=[port(f"mlx5_{i}") for i in range(4, 12)]) for name in "ab"]
     assert network_manifests.from_snapshots(nodes).interfaces == ("ens0f0np0", "ens1f0np0")
     assert attached(nodes) == advice(*nodes)
@@ -204,21 +204,21 @@ def test_rails_that_training_is_not_for_leave_the_job_alone() -> None:
 
 @pytest.fixture(scope="module")
 def four_rails(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recording of a node of four L40S, each with a RoCE port beside it, and Ethernet besides."""
+    """The recording of a node of four L40S, each with a RoCE port next to it, and Ethernet."""
     path = tmp_path_factory.mktemp("rails") / "rails-01.json"
     path.write_text(build.dumps(build.record(build.MACHINES["four-rails"])), encoding="utf-8")
     return path
 
 
 def networked(recording: Path, *more: str) -> tuple[list[Document], str]:
-    """What `launch --network` prints for a node like this, and what it says on stderr."""
+    """What `launch --network` prints for a node like this, and its stderr."""
     return launched("--host", recording, "--network", "--no-preflight", "--claim", "shared", "--model",
                     "Qwen/Qwen2.5-0.5B", *more)  # fmt: skip
 
 
 def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -> None:
-    """Annotation, environment and device of its pods; the networks whose addresses the node has are told."""
-    documents, told = networked(four_rails, "--nodes", "2", "--namespace", "training")
+    """Annotation, environment and device of its pods; the networks whose addresses the node has are named."""
+    documents, stderr = networked(four_rails, "--nodes", "2", "--namespace", "training")
     made = of_kind(documents, "MacvlanNetwork")
     assert [d["spec"]["master"] for d in made] == [f"ens{i}f0np0" for i in range(4)]
     (job,) = of_kind(documents, "Job")
@@ -231,10 +231,10 @@ def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -
     (files,) = of_kind(documents, "ConfigMap")
     planned = json.loads(files["data"]["plan.json"])["environment"]
     assert planned.items() <= said.items() and planned["NCCL_SOCKET_IFNAME"] == "net1"
-    assert "warning: 192.168.3.0/24 (ens1f0np0 of rails-01 has 192.168.3.0/24): choose free ranges" in told
+    assert "warning: 192.168.3.0/24 (ens1f0np0 of rails-01 has 192.168.3.0/24): choose free ranges" in stderr
 
 
-def test_a_device_that_the_user_names_is_asked_for_alone(four_rails: Path) -> None:
+def test_only_the_device_that_the_user_names_is_requested(four_rails: Path) -> None:
     """A cluster whose device plugin was there before."""
     documents, _ = networked(four_rails, "--nodes", "2", "--resource", "openshift.io/rails=4")
     (container,) = next(templates(of_kind(documents, "Job")))["spec"]["containers"]
@@ -249,12 +249,13 @@ def test_a_job_of_one_node_needs_no_network(four_rails: Path, more: tuple[str, .
     assert "metadata" not in job["spec"]["template"] and len(of_kind(documents, "MacvlanNetwork")) == 4
 
 
-def test_one_rail_leaves_the_job_as_it_is() -> None:
-    """A record of one RoCE port: the network, and a job that says nothing of it."""
-    documents, told = networked(path_of("l40s-4x-pcie"), "--nodes", "2")
+def test_one_rail_does_not_change_the_job() -> None:
+    """A record of one RoCE port: the network, and a job that does not mention it."""
+    documents, stderr = networked(path_of("l40s-4x-pcie"), "--nodes", "2")
     (job,) = of_kind(documents, "Job")
     assert "metadata" not in job["spec"]["template"]
-    assert told.startswith("warning: the nodes have RDMA devices, but the pods request none") and told.count("\n") == 1
+    assert stderr.startswith("warning: the nodes have RDMA devices, but the pods request none")
+    assert stderr.count("\n") == 1
     assert [d["metadata"]["name"] for d in of_kind(documents, "MacvlanNetwork")] == ["rdmashared-net"]
 
 
@@ -269,7 +270,7 @@ def roce(*links: Interface, netdev: str, bond: str | None = None) -> Snapshot:
 
 @each_row(("links", "port", "ports", "master", "mtu_bytes"), rows("plugin"))
 def test_the_device_plugin_looks_for_pci_netdevs(links, port, ports, master, mtu_bytes):
-    """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan stands on those."""
+    """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan is on those."""
     found = roce(*(Interface(role="host", **link) for link in links), **port)
     documents = network_manifests.network(network_manifests.from_snapshots([found]))
     kinds = {document["kind"]: document["spec"] for document in documents}
@@ -290,7 +291,7 @@ def test_infiniband_is_shared_and_needs_no_second_network(machine: str) -> None:
 
 
 def test_a_node_with_both_shares_both() -> None:
-    """Storage over RoCE and compute over InfiniBand are two resources; the pod asks for one by name."""
+    """Storage over RoCE and compute over InfiniBand are two resources; the pod requests one by name."""
     ports = (
         RdmaPort(port=1, state="ACTIVE", link_layer="Ethernet", netdev="ens8f0np0"),
         RdmaPort(port=2, state="ACTIVE", link_layer="InfiniBand"),
@@ -306,16 +307,16 @@ def test_a_node_with_both_shares_both() -> None:
 
 
 def test_efa_needs_none_of_it() -> None:
-    """And the error says so."""
+    """The error says that EFA needs none."""
     with pytest.raises(JobError, match="EFA needs none"):
         network_manifests.from_snapshots([snapshot("aws-p4d-8xA100-4efa")])
 
 
-def test_a_name_from_inside_a_pod_is_told() -> None:
-    """No node has an interface net1: what is printed for it wants another name."""
+def test_a_name_from_inside_a_pod_is_named() -> None:
+    """No node has an interface net1: what is printed for it needs another name."""
     assert network_manifests.seen_from_a_pod([snapshot("r760xa-2xA40-bf3")]) == ("net1",)
     assert network_manifests.seen_from_a_pod([snapshot("l40s-4x-pcie")]) == ()
     words = ("--network", "--no-preflight", "--model", "Qwen/Qwen2.5-0.5B", "--resource",
              "rdma/rdma_shared_device_eth=1")  # fmt: skip
-    _, told = launched("--host", path_of("r760xa-2xA40-bf3"), *words)
-    assert "warning: net1: these are names inside a pod;" in told
+    _, stderr = launched("--host", path_of("r760xa-2xA40-bf3"), *words)
+    assert "warning: net1: these are names inside a pod;" in stderr

@@ -57,7 +57,7 @@ CORE = ("v1", "batch/v1", "resource.k8s.io/v1")
 
 @pytest.mark.long
 @pytest.mark.corpus
-def test_custom_resources_hold_no_field_their_api_would_drop(corpus: Path) -> None:
+def test_custom_resources_have_no_field_their_api_would_drop(corpus: Path) -> None:
     """The CRD's own schema, with unknown fields refused; those of eight rails too."""
     rails = network_manifests.network(replace(NETWORK, interfaces=tuple(f"ens{i}f0np0" for i in range(8))))
     judged, wrong = 0, []
@@ -143,15 +143,15 @@ def test_trainjob_environment_is_in_the_trainer_and_not_in_the_runtime() -> None
     assert "env" not in next(templates(runtime))["spec"]["containers"][0]
 
 
-@each_row(("field", "value", "told"), ROWS["refused"])
-def test_what_the_api_server_would_refuse_is_refused(field: str, value, told: str) -> None:
+@each_row(("field", "value", "message"), ROWS["refused"])
+def test_what_the_api_server_would_refuse_is_refused(field: str, value, message: str) -> None:
     """By name and value: an object that cannot exist would otherwise leave the pods waiting for it."""
-    with pytest.raises(JobError, match=re.escape(told)):
+    with pytest.raises(JobError, match=re.escape(message)):
         least_job(**{field: tuple(value) if isinstance(value, list) else value})
 
 
 @each_row(("taint", "made"), ROWS["taints"])
-def test_a_taint_is_borne_as_kubectl_writes_it(taint: str, made: dict[str, str]) -> None:
+def test_a_taint_is_tolerated_as_kubectl_writes_it(taint: str, made: dict[str, str]) -> None:
     """KEY[=VALUE][:EFFECT]."""
     spec = least_job(tolerate=(taint,))
     (_, job) = manifests.APIS["job"](spec)
@@ -159,14 +159,14 @@ def test_a_taint_is_borne_as_kubectl_writes_it(taint: str, made: dict[str, str])
 
 
 @each_row("amount", ["4", "500m", "1.5", ".5Gi", "96Gi", "1e3", "100G"])
-def test_quantities_as_kubernetes_writes_them_are_taken(amount: str) -> None:
+def test_quantities_as_kubernetes_writes_them_are_accepted(amount: str) -> None:
     """Every form of apimachinery's."""
     limits = {"memory": amount, "nvidia.com/gpu": "8", "hugepages-2Mi": "5Gi", "vpc.amazonaws.com/efa": "0"}
     assert least_job(limits=limits).limits["memory"] == amount
 
 
 @each_row(("given", "cpu"), [({}, "2"), ({"cpu": "4"}, "4"), ({"memory": "8Gi"}, None)])
-def test_huge_pages_never_stand_alone(given: dict[str, str], cpu: str | None) -> None:
+def test_huge_pages_are_never_the_only_resource(given: dict[str, str], cpu: str | None) -> None:
     """Kubernetes refuses a container with huge pages and neither cpu nor memory."""
     limits = {"nvidia.com/gpu": "2", "hugepages-2Mi": "5120Mi", **given}
     for document in manifests.APIS["job"](replace(SPEC, limits=limits)):
@@ -177,7 +177,7 @@ def test_huge_pages_never_stand_alone(given: dict[str, str], cpu: str | None) ->
 
 
 def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
-    """deploy/network holds what is printed for a recorded node; TOPOFLIGHT_UPDATE_GOLDEN=1 writes it anew."""
+    """deploy/network has what is printed for a recorded node; TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites it."""
     path = ROOT / "deploy" / "network" / "roce-shared-device.yaml"
     found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
     documents = (*network_manifests.network(network_manifests.from_snapshots(found)), *SHARED_CLAIM)
@@ -188,8 +188,8 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
 
 
 @pytest.mark.corpus
-def test_each_release_takes_what_we_render() -> None:
-    """TOPOFLIGHT_CRDS names a folder of folders of CRDs, one a release; the docs say which passed."""
+def test_each_release_accepts_what_we_render() -> None:
+    """TOPOFLIGHT_CRDS names a folder of folders of CRDs, one a release; the docs list those that passed."""
     place = os.environ.get("TOPOFLIGHT_CRDS")
     if not place:
         pytest.skip("TOPOFLIGHT_CRDS names no folder of releases")

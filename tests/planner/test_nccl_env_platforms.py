@@ -105,7 +105,7 @@ def test_machines_own_file_is_not_overwritten() -> None:
         ({"nics": (built.Nics(kind="ib", count=8),)}, None),  # no RoCE: another fabric than the recipe's
     ],
 )
-def test_platform_is_told_by_facts_not_by_one_name(change: dict, expected: str | None) -> None:
+def test_platform_is_recognised_by_facts_not_by_one_name(change: dict, expected: str | None) -> None:
     """Without the fact there is no class of OCI's on another's switches."""
     machine = seen("oci-h200", **change)
     row = row_of(machine)
@@ -157,7 +157,7 @@ def test_recipes_are_whole() -> None:
 
 
 def published(recipe: Recipe) -> dict:
-    """The row of a recipe, with whoever sets its variables, if not the user, and further sources."""
+    """The row of a recipe in platforms.toml; `by` names what sets its variables, `more` has further sources."""
     return next(row for row in TABLE["recipe"].values() if row["values"] == recipe.values)
 
 
@@ -243,7 +243,7 @@ def _facts(row: Platform) -> str:
 
 
 def test_page_of_platforms_is_drawn_from_the_data() -> None:
-    """docs/reference/platforms.md, and its reasons in docs/decisions; what stands above the list people write."""
+    """docs/reference/platforms.md, and its reasons in docs/decisions; the text above the table is written by hand."""
     for name, text in pages().items():
         path = ROOT / "docs" / name
         head, mark, _ = path.read_text(encoding="utf-8").partition(f"\n{text[:2]}")

@@ -165,23 +165,20 @@ FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": t
          "sft.yaml": "model_name_or_path: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 4\n"}  # fmt: skip
 
 
-def test_a_text_without_a_last_newline_stays_as_it_is() -> None:
+def test_a_text_without_a_last_newline_gets_none() -> None:
     for text in ("kind: Job\nmetadata:\n  name: a\nspec:\n  template:\n    spec:\n      containers:\n      - name: t",
                  gpu_job() + "# end\n    ", gpu_job().rstrip()):  # fmt: skip
         assert wrap(text, [None]) == (text, [])
-        removed = [line for line in changes(text, wrapped(text, ADDED)[0]) if line.startswith("-") and "{" not in line]
-        assert not removed and not wrapped(text, ADDED)[0].endswith("\n"), text
+        made = wrapped(text, ADDED)[0]
+        removed = [line for line in changes(text, made) if line.startswith("-") and "{" not in line]
+        assert not removed and not made.endswith("\n"), text
 
 
 @each_row(("text", "says"), rows("ranks"))
 def test_ranks_that_do_not_fit_or_get_no_variable_are_named(text: str, says: list[str]) -> None:
     """A runtime in the same file as its TrainJob has the TrainJob's number of nodes."""
-    notes = [
-        note
-        for note in wrapped(text, replace(ADDED, gate_image=None))[1]
-        if "ranks in a pod" in note or "mpirun" in note
-    ]
-    assert [note.partition(":")[0] for note in notes] == says
+    notes = wrapped(text, replace(ADDED, gate_image=None))[1]
+    assert [note.partition(":")[0] for note in notes if "ranks in a pod" in note or "mpirun" in note] == says
     assert {job.nodes for job in jobs_in(documents(text))} <= {2}
 
 

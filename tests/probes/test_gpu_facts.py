@@ -81,7 +81,7 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     assert "gpu.device.missing" not in {f.code for f in gone}
 
 
-def test_events_pass_through_the_driver_library_and_are_kept(scanner_of):
+def test_events_pass_through_the_driver_library_and_stay(scanner_of):
     """Taken out of the driver's queue once, told in every scan after; a GPU that cannot be watched is unknown."""
     queue = {"nvmlEventSetWait": {"8": {"watched": [*range(8)], "xids": [[3, 79], [5, 31]]}}}
     with scanner_of(H100, inject="nvmlDeviceRegisterEvents@gpu6=not_supported", nvml=queue) as scanner:
@@ -192,13 +192,13 @@ def test_no_rdma_device_is_never_said_beside_one() -> None:
 @each_row(("bond", "codes"), [("bond0", []), (None, ["pci.nic.no_rdma"])])
 def test_one_rdma_device_serves_both_functions_of_a_bonded_card(bond: str | None, codes: list[str]) -> None:
     """RoCE LAG: mlx5_bond_0 on the first function replaces the RDMA device of the second."""
-    snapshot = scan(RecordedHost(recorded(H100)))
-    rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
+    whole = snapshot()
+    rdma, pci = whole.facts(RdmaFacts), whole.facts(PciFacts)
     (first,) = (device for device in pci.devices if device.bus_id == rdma.devices[0].bus_id)
     second = dataclasses.replace(first, bus_id=f"{first.bus_id[:-1]}1", rdma=False, class_code=0x020000)
     bonded = dataclasses.replace(rdma.devices[0], bond=bond)
     seen = with_facts(
-        snapshot, rdma=dataclasses.replace(rdma, devices=(bonded, *rdma.devices[1:])),
+        whole, rdma=dataclasses.replace(rdma, devices=(bonded, *rdma.devices[1:])),
         pci=dataclasses.replace(pci, devices=(*pci.devices, second)),
     )  # fmt: skip
     assert [f.code for f in findings(seen) if f.code == "pci.nic.no_rdma"] == codes

@@ -252,7 +252,7 @@ def test_the_evidence_names_the_function_that_failed(function, kind, severity, s
     assert all(function in f.evidence[0] for f in first)
 
 
-def test_who_failed_is_kept_in_a_recording(scanner_of):
+def test_a_recording_names_the_function_that_failed(scanner_of):
     """The replay says the same."""
     with scanner_of(H100, inject=f"{HANDLE}@gpu2=no_permission") as scanner:
         live, content = scanner.capture()

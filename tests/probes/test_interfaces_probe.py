@@ -152,7 +152,7 @@ def test_a_pod_is_told_by_its_network_status_or_its_links(files: dict[str, Conte
 
 
 @each_row(("environment", "backend", "agent", "wrong"), rows("asked"))
-def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(environment, backend, agent, wrong):
+def test_the_interface_of_gloo_and_that_of_the_agents_pod(environment, backend, agent, wrong):
     """Without a GPU gloo's own setting counts; in the agent's pod no job's setting is to be seen."""
     facts = replace(read_interfaces(pod().host(environment=environment)), backend=backend, of_agent=agent)
     assert ("interfaces.choice.wrong" in [each.code for each in interfaces.check(facts)]) is wrong

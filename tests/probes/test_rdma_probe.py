@@ -193,8 +193,8 @@ def test_a_member_of_a_bond_that_is_down_takes_its_share_with_it(mode: str, down
     fabric.links |= {"/sys/devices/pci0000:10/0000:10:00.0/net/eth0/master": bond, "/sys/class/net/bond0": bond}
     fabric.files |= {f"{bond}/bonding/mode": mode, f"{bond}/bonding/slaves": "m0 m1\n"}
     fabric.files |= {f"/sys/class/net/m{n}/operstate": "down" if n < down else "up" for n in (0, 1)}
-    told = [(f.code, f.status, f.subject) for f in findings(fabric.host())]
-    assert told == [("rdma.port.rate", severity, "mlx5_bond_0:1") for severity in severities]
+    found = [(f.code, f.status, f.subject) for f in findings(fabric.host())]
+    assert found == [("rdma.port.rate", severity, "mlx5_bond_0:1") for severity in severities]
 
 
 def counted(**counters: int) -> rdma.RdmaFacts:

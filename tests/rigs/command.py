@@ -45,12 +45,12 @@ def topoflight(*words: object, given: str = "", **environment: str | None) -> Re
 
 def process(*words: object, given: str = "", cwd: Path = ROOT, before: Iterable[str] = (), seconds: float = 600,
             **environment: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """The command in a process of its own, `before` being words that start it; its output captured."""
+    """The command in a separate process, which the words of `before` start; its output is captured."""
     return _process([*before, *MODULE, *map(str, words)], given, cwd, seconds, environment)
 
 
 def python(code: str, *words: object, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script in a fresh interpreter at the top of the repository; a failure of it raises with what it said."""
+    """A script in a fresh interpreter at the top of the repository; a failure raises with its output."""
     done = _process([sys.executable, "-c", code, *map(str, words)], given, ROOT, 600, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -59,17 +59,17 @@ def python(code: str, *words: object, given: str = "", **environment: str) -> su
 def interpreter(
     *words: object, seconds: float = 600, cwd: Path = ROOT, without: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter with these words and one thread; no variables whose names start with those of `without`."""
+    """A fresh interpreter with these words and one thread; without variables that begin with one of `without`."""
     usual = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return _process([sys.executable, *map(str, words)], "", cwd, seconds, usual | environment, without)
 
 
 def _process(command: list[str], given: str, cwd: Path, seconds: float, environment: dict[str, str],
              without: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(without)}
     return subprocess.run(
         command, input=given, capture_output=True, text=True, timeout=seconds, check=False, cwd=cwd,
-        env=kept | {"COLUMNS": "80"} | environment,
+        env=inherited | {"COLUMNS": "80"} | environment,
     )  # fmt: skip
 
 

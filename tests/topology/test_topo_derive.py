@@ -77,12 +77,12 @@ def codes(made):
     return [(finding.code, finding.subject) for finding in check(made) if ".nvlink." in finding.code]
 
 
-def fewer(links):
+def with_fewer_links(links):
     """Eight GPUs with NV12, of which GPU2 has fewer links."""
     return node(8, {pair: links if 2 in pair else "NV12" for pair in combinations(range(8), 2)})
 
 
-def beside_nics(model):
+def with_nics(model):
     """Eight GPUs with a NIC behind the switch of each, and no NVLink."""
     names = [f"n{i}" for i in range(8)]
     return node(8, dict.fromkeys(enumerate(names), "PIX"), model=model, nics=names)
@@ -120,11 +120,11 @@ def test_what_follows_from_the_pairs():
         "and the loss is told": ("This node has 7 GPUs, HGX H100/H200 has 8" in departures(SEVEN), True),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "a board of unknown model may be one": (
-            [codes(beside_nics(model)) for model in ("NVIDIA X900", "NVIDIA H20-3e", "NVIDIA RTX PRO 6000 Blackwell")],
+            [codes(with_nics(model)) for model in ("NVIDIA X900", "NVIDIA H20-3e", "NVIDIA RTX PRO 6000 Blackwell")],
             [[("topology.nvlink.down_hgx", "")], [("topology.nvlink.down_hgx", "")], []]),
         "one GPU cut off from the switch": (codes(CUT_OFF), [("topology.nvlink.missing", "GPU3")]),
         "one link of twelve is less than a tenth, two are more": (
-            [f.status for links in ("NV11", "NV10") for f in check(fewer(links)) if "asymmetric" in f.code],
+            [f.status for links in ("NV11", "NV10") for f in check(with_fewer_links(links)) if "asymmetric" in f.code],
             ["warn", "fail"]),
         "a NIC faster than its slot": ((slot(24e9), slot(48e9)), (True, False)),
         "tied NICs are dealt out in order": (

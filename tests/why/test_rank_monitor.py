@@ -1,4 +1,4 @@
-"""What the thread beside a rank sees of its sockets, real ones in a network namespace, and what it costs the rank."""
+"""What the monitor thread of a rank sees of real sockets in a network namespace, and how much CPU time it takes."""
 
 import json
 import socket

@@ -460,7 +460,7 @@ def of_ends_and_paces() -> Iterator[Row]:
     states = {r: RankState(rank=r, written=NOW - (r == 2), ended=True, error=None if r == 2 else lost)
               for r in range(4)}  # fmt: skip
     quiet = RunFacts(states=states, processes=GONE, world=4, now=NOW, first=1)
-    yield "who ended without an error is who the others lost", quiet, "failed", (2,), "rank.gone", ()
+    yield "the rank that ended without an error is the one that the others lost", quiet, "failed", (2,), "rank.gone", ()
     yield "a size that gloo could not take", cut_short(), "failed", (), "call.size", ("which rank's size is the odd",)
     others = {rank: trace(rank, call(9, "gather", size=4)) for rank in (0, 1, 3)}
     yield ("a size that gloo could not take, and all others alike", replace(cut_short(), traces=others, processes=GONE),
