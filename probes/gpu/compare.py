@@ -155,7 +155,7 @@ def _check_nvlinks(gpus: list[Gpu]) -> Iterator[Finding]:
     """Compare the active NVLinks of a GPU with other GPUs of its model in this host, and with its board."""
     for twins in _group_by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
         name, most = twins[0].name, max(active_links(gpu) for gpu in twins)
-        if most == 0 and len(twins) > 1 and name and soldered(name):
+        if most == 0 and len(twins) > 1 and soldered(name):
             yield finding("gpu.nvlink.none", subject_of(twins), count=len(twins), name=name)
         for gpu in twins:
             unread = sum(link.active is None for link in gpu.nvlinks)
@@ -168,7 +168,7 @@ def _count_fitted_links(gpu: Gpu) -> int:
 
     The driver may omit links that failed in training. For soldered boards the number on the data sheet is the minimum.
     """
-    known = gpu_named(gpu.name) if gpu.name and soldered(gpu.name) else None
+    known = gpu_named(gpu.name) if soldered(gpu.name) else None
     of_board = known.links if known and known.interconnect == "NVSwitch" else 0  # a mesh may use fewer links
     return max(len(gpu.nvlinks), of_board) if active_links(gpu) else 0
 
@@ -187,7 +187,7 @@ def _report_missing_links(gpu: Gpu, most: int) -> Finding:
     if active < most:
         status = Status.INFO if alone else by_loss(1.0 - active / whole)
     elif not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
-        status = Status.WARN if gpu.name and soldered(gpu.name) else Status.INFO
+        status = Status.WARN if soldered(gpu.name) else Status.INFO
     else:
         status = by_loss(1.0 - active / whole)
     return finding(
