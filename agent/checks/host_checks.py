@@ -48,17 +48,19 @@ def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
     unread = {"gpu": no_gpu_read(snapshot), "rdma": no_hca_read(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
-    # No device plugin adds files to a host, or to a container (but the agent's) that has none: no job here gets them.
+    # A device plugin may have given a missing file to another pod, but not on a host. A container without any such file
+    # (unless it is the agent's) has no RDMA for its job.
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    of_job = limits is not None and not limits.of_agent and not any(d.uverbs for d in (rdma.devices if rdma else ()))
-    on_host = {"rdma.uverbs.missing"} if of_job or (pci is not None and pci.container is None) else set()
+    without_files = not any(device.uverbs for device in (rdma.devices if rdma else ()))
+    of_job = without_files and limits is not None and not limits.of_agent
+    needed = {"rdma.uverbs.missing"} if of_job or (pci is not None and pci.container is None) else set()
     for check in checks:
         family = check.code.split(".")[0]
         why = unread.get(family, "")
         proven = check.evidence or check.code.endswith(".probe.failed")  # such a check is not changed
         if why and check.status in ("pass", "unknown") and not proven:
             check = replace(check, status=Status.UNKNOWN, message=why)
-        excused = check.code in NOT_REQUIRED.keys() - on_host and not why and family not in failed
+        excused = check.code in NOT_REQUIRED.keys() - needed and not why and family not in failed
         is_required = check.status == "unknown" and family in required and not excused
         yield replace(check, required=True) if is_required else check
 
