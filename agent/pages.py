@@ -251,6 +251,6 @@ def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) ->
     best = _best_gather(bench)
     rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
     yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
-    yield "recognised as", node.sku or "not in the reference table"
+    yield "recognised as", node.sku or "no known machine type"
     for text in departures(node):
         yield "differs from the reference", text

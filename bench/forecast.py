@@ -136,10 +136,10 @@ def _heavier(row: Row, layout: Layout) -> list[Layout]:
 
 
 def _memory(row: Row, layout: Layout, *, first_stage: bool = False) -> MemoryParts:
-    """The forecast of the fullest rank: in a micro-batch, while it loads the model, or in the optimizer's step."""
+    """Return the memory at the peak of the fullest rank: in a micro-batch, in loading, or in the optimizer's step."""
     made = memory_parts(row.model, row.train, layout, row.stack.engine, first_stage=first_stage)
     loaded = made.weights + row.stack.bytes_outside_passes(share_of(row.model, row.train, layout))
-    if loaded + made.gathered <= sum(made[:6]):
+    if loaded + made.gathered <= made.tensors:
         return made
     fragmentation = (loaded + made.gathered) * (FRAGMENTATION - 1.0)
     return MemoryParts(weights=loaded, gathered=made.gathered, fragmentation=fragmentation, reserved=made.reserved,

@@ -15,6 +15,7 @@ from contracts.layout import Checkpointing, Sharding
 from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
+from planner.forecast.memory import count_states
 from planner.forecast.specs import TrainSpec
 from planner.stacks import ENGINES, make_engine
 
@@ -35,9 +36,9 @@ class Stack:
     steps_by_torch: bool = False  # PyTorch's AdamW, whose default (foreach) stores roots of all second moments
 
     def bytes_outside_passes(self, share: Share) -> float:
-        """Return the bytes besides the weights while the model is loaded, or in the optimizer's step, if it counts.
+        """Return the bytes besides the weights at two times without activations, or 0 if neither sets the peak.
 
-        No activations are stored then.
+        These are the loading of a model (`loads_whole`) and the step of PyTorch's AdamW (`steps_by_torch`).
         """
         train = share.train
         if self.loads_whole and share.sharded:
@@ -45,11 +46,9 @@ class Stack:
         in_passes = train.optimizer_in_backward or share.layout.offload != "none"
         if not self.steps_by_torch or share.adapters or train.optimizer != "adamw" or in_passes:
             return 0.0
-        stored = self.engine.state_bytes(share)
+        stored, (_, gradients, optimizer) = self.engine.state_bytes(share), count_states(self.engine, share)
         root = 2.0 if stored.weights == stored.gradients == 2.0 and not stored.copy else 4.0
-        gradients = share.part(share.trained, share.routed_trained, sharded=self.engine.shards_gradients(share))
-        states = share.part(share.trained, share.routed_trained, sharded=share.zero > 0)
-        return stored.gradients * gradients + (stored.optimizer + root) * states
+        return gradients + optimizer + root * share.part(share.trained, share.routed_trained, sharded=share.zero > 0)
 
 
 class MegatronDeepSpeed(Engine):

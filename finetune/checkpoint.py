@@ -121,7 +121,7 @@ class Checkpoints:
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
-    """Return on every rank what `work` returns on rank 0. The EndedError that it raises there is raised on all."""
+    """Return on every rank what `work` returns on rank 0. If it raises an EndedError there, every rank raises it."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

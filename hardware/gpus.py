@@ -128,16 +128,16 @@ def scale_to_board(gpu: Gpu, watts: float | None) -> Gpu:
     return replace(gpu, matmul_bf16=gpu.matmul_bf16 * share, matmul_fp8=fp8, matmul_fp32=gpu.matmul_fp32 * share)
 
 
-def soldered(name: str) -> bool:
+def soldered(name: str | None) -> bool:
     """Whether this board is only built with NVLink in use. On such a board, no link at all is a fault."""
-    gpu = gpu_named(name)
+    gpu, name = gpu_named(name), name or ""
     return "SXM" in name or bool(gpu and gpu.soldered and re.search(gpu.soldered, name))
 
 
 def is_card(name: str | None) -> bool:
     """Whether this is a known PCIe card, on which an NVLink bridge is optional; False for an unknown model."""
     gpu = gpu_named(name)
-    return gpu is not None and gpu.interconnect != "NVSwitch" and not soldered(name or "")
+    return gpu is not None and gpu.interconnect != "NVSwitch" and not soldered(name)
 
 
 def refuses_peers(name: str) -> bool:

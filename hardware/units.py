@@ -1,6 +1,8 @@
-"""Units of the hardware tables, and formatting of rates."""
+"""Units of the hardware tables, and formatting of rates and lists of names."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 GIB = 1024.0**3
 GIGA = 1e9
@@ -20,6 +22,12 @@ def gigabits(bytes_per_second: float) -> str:
 def bits(value: float | None) -> str:
     """Format bytes per second as a network rate: 5e10 -> "400 Gb/s"; None -> "unknown"."""
     return "unknown" if value is None else _with_prefix(8 * float(value), "b/s")
+
+
+def some(names: Sequence[str], word: str = "", most: int = 8) -> str:
+    """Format a list of names: "on mlx5_0, mlx5_1 and 8 more"; empty if there are none."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{word}{', '.join(names[:most])}{more}" if names else ""
 
 
 def _with_prefix(number: float, unit: str) -> str:

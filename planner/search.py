@@ -45,7 +45,6 @@ def list_broken_by_degrees(job: Job, at: Layout) -> Broken:
     yield from _check_tensors(job, at)
     yield from _check_rows(job, at)
     yield from _check_model(job, at)
-    # The engine supports the layout, and LoRA or QLoRA; 4-bit blocks need unsplit matrices, and a forecast a GPU.
     if lacks := engine_lacks(job.engine, job.model, job.train, at, has_gpu=job.has_gpu):
         yield "engine-runs", lacks
     if exceeds := _exceeds_host_memory(job, at):
@@ -81,9 +80,9 @@ def _check_tensors(job: Job, at: Layout) -> Broken:
     # Megatron replicates key and value heads if there are too few.
     if model.kv_heads % at.tp and not (job.engine.copies_kv_heads and at.tp % model.kv_heads == 0):
         yield "kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={at.tp}"
-    widths = [model.expert_ffn, model.shared_expert_ffn] if model.experts else [model.ffn]
-    widths += [model.ffn] if model.dense_layers else []
-    if uneven := next((width for width in widths if width % at.tp), None):
+    columns = [model.expert_ffn, model.shared_expert_ffn] if model.experts else [model.ffn]
+    columns += [model.ffn] if model.dense_layers else []
+    if uneven := next((width for width in columns if width % at.tp), None):
         yield "ffn-divides", f"MLP width {uneven} is not divisible by TP={at.tp}"
     if at.tp > job.links.island_size and (leaves := _leaves_island(job, at)):
         yield "tp-inside-island", leaves
@@ -199,17 +198,16 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
     If the host memory is unknown, offloading is rejected.
     """
     load = job.engine.host_load(2.0 * weights(job.model).total, at, min(at.world_size, job.links.ranks_per_node))
-    if job.has_gpu and job.host_memory_bytes is not None and load > 0.8 * job.host_memory_bytes:
-        usable = 0.8 * job.host_memory_bytes / GIB
-        return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable:.0f} GiB are usable"
+    usable = None if job.host_memory_bytes is None else 0.8 * job.host_memory_bytes
+    if job.has_gpu and usable is not None and load > usable:
+        return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
     if at.offload == "none":
         return None
-    if job.host_memory_bytes is None:
+    if usable is None:
         return "offloading needs host memory, and the memory of the nodes is unknown"
     frozen = NF4_BYTES if job.train.method == "qlora" else 2.0
     each = (12.0 if at.offload == "optimizer" else 16.0) if job.train.method == "full" else frozen
     needed = each * weights(job.model).total * at.dp_replicate / max(1, job.links.nodes)
-    usable = 0.8 * job.host_memory_bytes
     if needed > usable:
         return f"offloading needs {needed / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
     return None

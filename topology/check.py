@@ -11,6 +11,7 @@ from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table, read_texts
 from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
+from hardware.units import some
 from probes.api import codes_of, finding
 from topology.derive import reference_of
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
@@ -142,11 +143,11 @@ def _list_rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
 def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding]:
     # A ring enters the node at the GPU nearest to the NIC. If that GPU uses GPUDirect RDMA, collectives are as fast
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
-    direct = {nic for near in node.nearest_nic if near.decidable and by_gdr(near, farthest) for nic in near.nics}
+    decided = [near for near in node.nearest_nic if near.decidable]
+    direct = {nic for near in decided if by_gdr(near, farthest) for nic in near.nics}
     lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
     hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
-    for near in (near for near in node.nearest_nic if near.decidable):
-        named = ", ".join(near.nics[:4]) + f" and {len(near.nics) - 4} more" * (len(near.nics) > 4)
+    for near in decided:
         if near.why:
             seen = tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4]
             # of NICs at equal distance, slower ones are probably for storage
@@ -163,15 +164,15 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
             yield finding(
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
                 _judge_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
-                near.gpu, (*_cite_pairs(node, near), *relay), where=where, nics=named, near=near,
-                closed=_text("no_pxn") * node.nvlink_known + hidden,
+                near.gpu, (*_cite_pairs(node, near), *relay), where=where,
+                nics=some(near.nics, most=4), near=near, closed=_text("no_pxn") * node.nvlink_known + hidden,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
             designed = _judge_by_design(node, near)
             yield finding(
                 TEXTS, "topology.gdr.path" + " designed" * bool(designed),
                 designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
-                near.gpu, _cite_pairs(node, near), nics=named, near=near,
+                near.gpu, _cite_pairs(node, near), nics=some(near.nics, most=4), near=near,
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
                 phb=_text("node_is_phb") * (near.label == "NODE") + hidden,
             )  # fmt: skip
@@ -393,9 +394,8 @@ def _find_nvlink_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[
         if pair.nvlinks and pair.nvlinks + pair.nvlinks_unread < fewest
     ]
     if fewer:
-        more = f" and {len(fewer) - 4} more" if len(fewer) > 4 else ""
         what = f"GPU pairs have fewer NVLinks than the NV{fewest} of {row.called}"
-        yield "fewer NVLinks", f"{what}: {', '.join(fewer[:4])}{more}"
+        yield "fewer NVLinks", f"{what}: {some(fewer, most=4)}"
 
 
 def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:

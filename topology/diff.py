@@ -17,7 +17,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.tables import read_table, read_texts
-from hardware.units import gigabits
+from hardware.units import gigabits, some
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import RULES
@@ -339,7 +339,7 @@ def _fold(found: list[Difference]) -> list[Difference]:
         if len(group) < 4 or not first.what:
             result += group
             continue
-        subject = f"{', '.join(difference.subject for difference in group[:3])} and {len(group) - 3} more"
+        subject = some([difference.subject for difference in group], most=3)
         message = first.message.replace(first.subject, f"{subject}:", 1)
         result.append(replace(first, subject=subject, message=message))
     return sorted(result, key=lambda difference: WORST_FIRST.index(difference.status))

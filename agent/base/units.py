@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hardware.units import bits as bits, rate as rate
+from hardware.units import bits as bits, rate as rate, some as some
 
 if TYPE_CHECKING:
     from contracts.finding import Interval
@@ -84,12 +84,6 @@ def interval(value: Interval | None, unit: str) -> str:
     is_one_unit = low[1] == mid[1] == high[1]
     first, last = (end[0] if is_one_unit else " ".join(end) for end in (low, high))
     return f"{' '.join(mid)} ({first} to {last})"
-
-
-def some(names: Sequence[str], word: str = "", most: int = 8) -> str:
-    """Format a list of names: "on mlx5_0, mlx5_1 and 8 more"; empty if there are none."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{word}{', '.join(names[:most])}{more}" if names else ""
 
 
 def duration(value: float) -> str:

@@ -48,20 +48,19 @@ def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
     unread = {"gpu": no_gpu_read(snapshot), "rdma": no_hca_read(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
-    # A missing device file is excused, because another pod may have it. It is required on a host, and in a job's
-    # container without any such file, because no device plugin adds one there.
+    # A device plugin may have given a missing file to another pod, but not on a host. A container without any such file
+    # (unless it is the agent's) has no RDMA for its job.
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    has_file = any(device.uverbs for device in (rdma.devices if rdma else ()))
-    in_job_without_file = limits is not None and not limits.of_agent and not has_file
-    on_host = pci is not None and pci.container is None
-    not_excused = {"rdma.uverbs.missing"} if on_host or in_job_without_file else set()
+    without_files = not any(device.uverbs for device in (rdma.devices if rdma else ()))
+    of_job = without_files and limits is not None and not limits.of_agent
+    needed = {"rdma.uverbs.missing"} if of_job or (pci is not None and pci.container is None) else set()
     for check in checks:
         family = check.code.split(".")[0]
         why = unread.get(family, "")
         proven = check.evidence or check.code.endswith(".probe.failed")  # such a check is not changed
         if why and check.status in ("pass", "unknown") and not proven:
             check = replace(check, status=Status.UNKNOWN, message=why)
-        excused = check.code in NOT_REQUIRED.keys() - not_excused and not why and family not in failed
+        excused = check.code in NOT_REQUIRED.keys() - needed and not why and family not in failed
         is_required = check.status == "unknown" and family in required and not excused
         yield replace(check, required=True) if is_required else check
 
@@ -69,7 +68,7 @@ def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
 def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     """Return the families of checks that devices on this host's bus make required."""
     gpus = snapshot.facts(GpuFacts)
-    if pci is None:  # use the GPUs that NVML and sysfs show; a GPU with a PCI address is on a bus that is hidden here
+    if pci is None:  # use the GPUs that NVML and sysfs show; one with an address is on a bus that is hidden here
         shown = {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
         return shown | {"pci" for gpu in (gpus.gpus if gpus is not None else ()) if gpu.bus_id}
     shown = {"gpu"} if pci_probe.gpus(pci) or pci_probe.foreign_accelerators(pci) else set()

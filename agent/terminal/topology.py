@@ -20,7 +20,7 @@ def node(out: Console, topology: NodeTopology) -> None:
     """Print matrix, islands, nearest NICs, expectations and warnings of one node."""
     out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
     if topology.sku or topology.gpus:
-        out.print(f"recognised as: {escape(topology.sku or 'not in the reference table')}")
+        out.print(f"recognised as: {escape(topology.sku or 'no known machine type')}")
     for departure in departures(topology):
         out.print(f"[yellow]! differs from the reference:[/yellow] {escape(departure)}")
     if topology.gpus or topology.nics:  # lines are never wrapped, as those of `nvidia-smi topo -m`
@@ -49,7 +49,7 @@ def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> Non
     judged = topology.gpus or topology.nics
     if not judged:
         word, todo = "unknown", "Run this on a node with GPUs."
-    what = topology.sku or ("not in the reference table" if judged else "no GPU and no RDMA device was read")
+    what = topology.sku or ("unknown machine type, no reference" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
     headline(out, word, f"{topology.hostname}: {what}; {counted}", todo)
     pairs(out, links(topology))

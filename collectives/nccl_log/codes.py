@@ -116,8 +116,9 @@ def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     return tuple(code for code in found if not (causes and CODES[code].symptom))
 
 
-def cut_to_sign(line: bytes, code: str, most: int = 300) -> bytes:
-    """Return so much of a line: its start, or the part with the text that indicates the code."""
+def cut_to_sign(line: bytes, code: str) -> bytes:
+    """Cut a line to 300 bytes: its start, or the part with the text that indicates the code."""
+    most = 300
     if len(line) <= most:
         return line
     texts = [sign.pattern or re.escape(sign.needle) for sign in SIGNS if sign.code == code and sign.needle in line]

@@ -59,7 +59,7 @@ class LineReader:
         self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
-        self._address = (0, b"")  # the number of the last line with the address of one of Ray's actors, and its end
+        self._address = (0, b"")  # number and end of the last line with the address of a Ray actor
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def finish(self) -> None:

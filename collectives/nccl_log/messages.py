@@ -231,10 +231,11 @@ class Facts:
 
     def channel_hosts(self) -> dict[int, str]:
         """Return the ranks that wrote a channel line, and their hosts; one end of a channel wrote its line."""
-        places = (
-            (_TEXTS["place"].search(place), b"[receive]" in place, host) for place, host in self.channel_places.items()
-        )
-        return {int(match[3 if receives else 1]): host for match, receives, host in places if match}
+        return {
+            int(match[3 if b"[receive]" in place else 1]): host
+            for place, host in self.channel_places.items()
+            if (match := _TEXTS["place"].search(place))
+        }
 
     def unread_ranks(self) -> tuple[int, ...]:
         """Return the ranks of the largest communicator that wrote no line."""
@@ -260,6 +261,7 @@ class Facts:
             known.append(({host for host, _ in places.values()}, len(places)))
         if 0 < len(tests) == max(tests, default=0) + 1 and self.ranks in (0, len(tests)):
             known.append((set(tests.values()), len(tests)))
+        # A channel line without a direction does not show which of its two ranks wrote it.
         has_ends = any(b"[receive]" in place or b"[send]" in place for place in self.channel_places)
         has_own_gpus = len({device for _, device in devices}) == len(devices) == len(writers)
         if has_ends and has_own_gpus and self.ranks in (0, len(writers)) and all(writers.values()):

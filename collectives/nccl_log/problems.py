@@ -11,6 +11,7 @@ from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, code
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
+from hardware.units import some
 
 _FAILED = {"job_failed", "call_failed", "remote_failed"}  # a process said so itself, or its launcher did
 _BEFORE_2_19 = re.compile(r"2\.(1[0-8]|\d)\b")
@@ -157,13 +158,13 @@ class _Findings:
         )  # fmt: skip
 
     def _words(self, meaning: Meaning, proof: tuple[ProofLine, ...]) -> dict[str, str]:
-        """Return the case's words for what the log shows: its lines, ports, versions, provider and GPUDirect RDMA."""
+        """Return the action, and the message if the case has one, for what the log shows (lines, ports, versions)."""
         facts = self.facts
         seen = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
         seen += [f"NCCL {version}" for version in facts.versions] + [f"provider {name}" for name in facts.providers]
         text = "\n".join((*seen, *(f"GPUDirect RDMA {word}" for _, word in facts.gdr_words)))
         case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
-        return {"action": meaning.action} | {name: case[name] for name in ("message", "action") if name in case}
+        return {"action": meaning.action} | {name: text for name, text in case.items() if name != "seen"}
 
     def add_code(self, code: str) -> None:
         """Add a code of messages, in the words of the provider that libfabric chose."""
@@ -309,12 +310,11 @@ class _Findings:
         apart = (self.facts.nodes or self.ledger.host_count()) > 1 or self.inter != "unknown"
         suspects = dict.fromkeys(one for one in used if one.startswith(WORDS_OF["bridges"]) or (apart and one == "lo"))
         if self.inter and suspects:
-            named = ", ".join(list(suspects)[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
             others = [name for name in sockets if name not in suspects]
             more = f" (other interfaces: {', '.join(others[:4])})" if others else ""
             local = others and any(name.startswith(WORDS_OF["local"]) for name in suspects)
             stops = local and self.inter == "Socket" and not self._if_several()[1] and not self.facts.finished
-            self.add("docker_interface_used", named + more, severity="fail" if stops else "")
+            self.add("docker_interface_used", some(list(suspects), most=3) + more, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
     def _if_several(self) -> tuple[str, str]:
@@ -334,9 +334,8 @@ class _Findings:
             for host, row in listed.items() if row < listed[whole] for port in sorted(listed[whole] - row)
         ]  # fmt: skip
         if missing:
-            shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
             hosts = dict.fromkeys(each.partition(": ")[0] for each in missing)
-            self.add("dead_port", shown, count=len(missing), hosts=tuple(hosts))
+            self.add("dead_port", some(missing, most=16), count=len(missing), hosts=tuple(hosts))
 
     # --- GPUDirect RDMA
 

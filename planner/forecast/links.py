@@ -36,6 +36,7 @@ GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.
 ASSUMED_GLOO_BYTES_PER_SECOND = 1 * GIGA  # two local ranks over loopback reach about 1 GB/s
 # Upper limit of TCP on any interface: GKE A3 Mega falls back from 188 to about 4 GB/s (NVIDIA/aicr demos).
 TCP_CEILING_BYTES_PER_SECOND = 4 * GIGA
+_LINKS = {None: "network", "efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}  # a plugin has its own name
 # A network with unknown rate: between the slowest measured pod network (60 Mb/s) and a 100 Gb/s interface. The forecast
 # assumes 10 Gb/s, and its interval covers the whole range.
 UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND = 0.006 * GIGA, 12.5 * GIGA
@@ -277,14 +278,14 @@ def _count_domain_ranks(cluster: ClusterTopology, per_node: int) -> int:
 
 
 def _find_network(cluster: ClusterTopology) -> Speed:
-    kind = cluster.inter_node_transport or "network"
-    link = {"efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}.get(kind, kind)
+    transport = cluster.inter_node_transport
+    link = _LINKS.get(transport, str(transport))
     if cluster.inter_node_bytes_per_second:
         rate, why = cluster.inter_node_bytes_per_second * NETWORK_SHARE, f"NIC rates x {NETWORK_SHARE}"
         if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
             rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
-        elif link == kind != "network":
-            why += ", by a plugin; NCCL's own sockets reach 4 GB/s at most"
+        elif transport not in _LINKS:
+            why += f", by a plugin; NCCL's own sockets reach {TCP_CEILING_BYTES_PER_SECOND / GIGA:.0f} GB/s at most"
         return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
     offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
     common = set.intersection(*offered)

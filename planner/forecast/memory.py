@@ -64,7 +64,7 @@ def memory_parts(
 ) -> MemoryParts:  # fmt: skip
     """Forecast the memory of the fullest rank, or of the first pipeline stage, for one layout."""
     share = share_of(model, train, engine.as_run(layout), on_cpu=on_cpu)
-    in_weights, gradients, optimizer = _count_states(engine, share)
+    in_weights, gradients, optimizer = count_states(engine, share)
     gathered = engine.gathered(share)
     stored = _count_stored(engine, share, first_stage=first_stage)
     gradients, activations, logits = _count_backward(engine, share, gradients, stored)
@@ -85,7 +85,7 @@ def memory_parts(
     )
 
 
-def _count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
+def count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer states between steps."""
     layout = share.layout
 

@@ -86,7 +86,7 @@ def _without_templates(text: str) -> list[str]:
     texts: list[str] = []
     left = rows
     while left and len(texts) < _MOST_BRANCHES:
-        # the branches with the first line that is in no text yet; another condition has the branch of this number
+        # Take the branches that have the first line that is in no text yet. Each other condition takes its next branch.
         taken = [left[0][1].get(block, min(len(texts), most)) for block, most in enumerate(last)]
         shown = [all(taken[block] == branch for block, branch in own.items()) for _, own in rows]
         texts.append("\n".join(row if shows else "" for (row, _), shows in zip(rows, shown, strict=True)))
@@ -106,18 +106,16 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
         _compare_replicas(walk.found)
         used = {name for names in walk.taken.values() for name in names}
         for source, script in walk.found.items():
-            if walk.config_of.get(source) in used or not (
-                any(script.settings()) or script.inner or script.unread or script.files
-            ):
+            has_content = any(script.settings()) or script.inner or script.unread or script.files
+            if walk.config_of.get(source) in used or not has_content:
                 continue
             before = first.setdefault(source, Script() if number else script)
             if number:
                 more = {name: each for name, each in script.always.items() if each != before.always.get(name)}
                 before.ways += [(f"branch {number + 1} of the template", more)] if more else []
                 for part in ("ways", "inner", "findings", "unread", "files"):
-                    getattr(before, part).extend(
-                        each for each in getattr(script, part) if each not in getattr(before, part)
-                    )
+                    known = getattr(before, part)
+                    known.extend(each for each in getattr(script, part) if each not in known)
     return first
 
 
@@ -129,9 +127,8 @@ def _compare_replicas(found: Mapping[str, Script]) -> None:
         other = "Worker" if match[2] == "Master" else "Master"
         others = [each for name, each in found.items() if name.startswith(f"{match[1]} {other} ")]
         values = {name: each.value for one in others for name, each in one.always.items()}
-        if not others or any(
-            not file.startswith("Secret ") for each in others for file in each.files
-        ):  # it may set them
+        files = [file for each in others for file in each.files if not file.startswith("Secret ")]
+        if not others or files:  # a file may set what is missing
             continue
         for name in members("same_on_all_ranks"):
             value, its = script.always.get(name, Assigned(name, "0")).value, values.get(name, "")
@@ -199,7 +196,7 @@ class _Walk:
                 is_inherited = self._compose and isinstance(value, Plain) and value in ("", "~", "null")
                 self._add(source, word, f"${{{word}}}" if is_inherited else value, _line(value))
             elif value is None and pattern("own_setting").match(word):  # a list item without its dash
-                self._add_pair(word, source, _line(word))
+                self._add_pair(source, word, _line(word))
             else:
                 if name == "envFrom":
                     self._env_from(value, source)
@@ -248,11 +245,12 @@ class _Walk:
 
     def _check_type(self, source: str, name: str, value: Any) -> None:
         """Report an unquoted value that Kubernetes or Compose does not read as a string."""
-        text, form = scalar(value), "untyped_compose" if self._compose else "untyped"
-        if isinstance(value, Plain | bool | int | float) and pattern(form).fullmatch(text):
-            kind = "a truth value" if pattern("truth").fullmatch(text) else "a number"
+        text, reader, kinds = scalar(value), "Kubernetes", {"truth": "a truth value", "number": "a number"}
+        if self._compose:
+            reader, kinds = "Compose", {"compose_truth": "a truth value"}
+        kind = next((kind for word, kind in kinds.items() if pattern(word).fullmatch(text)), "")
+        if kind and isinstance(value, Plain | bool | int | float):
             text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
-            reader = "Compose" if self._compose else "Kubernetes"
             note = finding("env.value.kind/untyped", name, text, text=text, kind=kind, reader=reader)
             self._at(source).findings.append(note)
 
@@ -272,10 +270,10 @@ class _Walk:
 
     def _env_from(self, entries: Any, source: str) -> None:
         for entry in (each for each in entries if isinstance(each, dict)) if isinstance(entries, list) else ():
-            kind = "secretRef" if "secretRef" in entry else "configMapRef"
-            name = str(entry[kind].get("name")) if isinstance(entry.get(kind), dict) else ""
-            if kind == "secretRef" or name not in self._configs:
-                self._at(source).files += [f"{'Secret' if kind == 'secretRef' else 'ConfigMap'} {name}"] if name else []
+            kind, field = ("Secret", "secretRef") if "secretRef" in entry else ("ConfigMap", "configMapRef")
+            name = str(entry[field].get("name")) if isinstance(entry.get(field), dict) else ""
+            if kind == "Secret" or name not in self._configs:
+                self._at(source).files += [f"{kind} {name}"] if name else []
                 continue
             self.taken.setdefault(source, set()).add(name)
             for key, value in self._configs[name].items():
@@ -287,7 +285,7 @@ class _Walk:
         """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""
         if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
             for word in words:
-                self._add_pair(word, source, _line(word))
+                self._add_pair(source, word, _line(word))
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
         first = next((_line(word) for word in words if lines or NAMED.search(word)), 0)
@@ -297,19 +295,19 @@ class _Walk:
         """Take a string value that contains assignments, a script, a command line or another document."""
         if not pattern("script").search(text) or len(text) < 8:
             return
-        rows = [
-            row.strip().rstrip(";") for row in text.splitlines() if row.strip() and not row.lstrip().startswith("#")
-        ]
-        if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for row in rows):
-            for row in rows:
-                self._add_pair(row, source, _line(text))
+        line = _line(text)
+        rows = [(line and line + at, row.strip().rstrip(";")) for at, row in enumerate(text.splitlines())
+                if row.strip() and not row.lstrip().startswith("#")]  # fmt: skip
+        if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for _, row in rows):
+            for number, row in rows:
+                self._add_pair(source, row, number)
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
-            self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=_line(text)))
+            self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=line))
         elif pattern("document").search(text) and "\n" in text and "<<" not in text:
-            self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=_line(text)))
+            self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=line))
         else:
-            self._at(source).add(read_shell(text, line=_line(text)))
+            self._at(source).add(read_shell(text, line=line))
 
     def _add(self, source: str, name: str, value: Any, line: int = 0) -> None:
         text = scalar(value)
@@ -319,7 +317,7 @@ class _Walk:
         raw = text.replace(OPEN, "{{...}}")
         self._at(source).set(Assigned(name=name, value=found, raw=raw, line=line or _line(value)))
 
-    def _add_pair(self, entry: str, source: str, line: int) -> None:
+    def _add_pair(self, source: str, entry: str, line: int) -> None:
         """Add NAME=VALUE, or NAME, whose value Compose takes from its own environment: `${NAME}`."""
         name, equals, value = entry.partition("=")
         self._add(source, name, value if equals else f"${{{name}}}", line)

@@ -28,7 +28,8 @@ MOST_VALUE = 1 << 16  # characters; a variable can double itself in each step
 MOST_LEVELS = 60  # nesting of blocks, substitutions and defaults
 _MOST_WORK = 1 << 25  # characters read, loop iterations included; takes a few seconds
 
-_COMMENT = re.compile(rb"(?<!\S)`[ \t]*#[^`\n]*`")  # as in `# the ranks`; the grammar ends it at the end of the line
+# A comment in backticks between two options: `# the ranks`. The grammar ends it only at the end of the line.
+_COMMENT = re.compile(rb"(?<!\S)`[ \t]*#[^`\n]*`")
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"(?!\".*\*)\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")  # "${NAME[*]}" is one word
 NEXT_ITEM = "\0"  # ends each item in the value of an array

@@ -158,7 +158,7 @@ class _Reader(Expander):
             for name in list(self.scope.variables) if exports_all else ():
                 self._export(name, 0)
             if not self._left:
-                self._launch("", sure=False)
+                self._launch("", 0, sure=False)
             for each in self._written.values():
                 self._pass_on(each)
 
@@ -466,7 +466,7 @@ class _Reader(Expander):
         if not surely:
             del self.script.unread[unread:]
             if self._started == started:
-                self._launch(f"the command of line {line}", sure=False)
+                self._launch("command", line, sure=False)
 
     # -- variables
 
@@ -609,10 +609,11 @@ class _Reader(Expander):
         if sure and starts_ranks(word.text for word in program):
             self.script.starts.append(line)
         if self._started == started and (sets or not idle):
-            self._launch(f"the launch of line {line}" if line else "a launch", sure=sure)
+            self._launch("launch", line, sure=sure)
 
-    def _launch(self, label: str, *, sure: bool) -> None:
+    def _launch(self, what: str, line: int, *, sure: bool) -> None:
         """Record a program start with the checked variables of its environment."""
+        label = f"the {what} of line {line}" if line else f"a {what}" if what else ""  # empty: the end of the script
         self._started += 1
         settings: Settings = {}
         for each in self.scope.variables.values():
@@ -653,7 +654,7 @@ class _Reader(Expander):
             self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
             if starts_ranks(text[:MOST_OPTIONS].split()):
                 self.script.starts.append(line)
-            self._launch(f"the command of line {line}", sure=False)
+            self._launch("command", line, sure=False)
 
     def _set_options(self, _program: str, given: Sequence[Word], line: int) -> None:
         """Follow `set -a`, and fish's `set -x NAME value`."""

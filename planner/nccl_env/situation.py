@@ -157,14 +157,14 @@ def recognise(node: NodeView) -> Platform | None:
     if info is None:
         sku = node.topology.sku if node.topology and not node.snapshot else None
         return next((row for row in platforms() if sku in row.catalogue), None)
-    cloud = cloud_of(info)
+    cloud, names = cloud_of(info), " ".join(node.gpu_names())
     there, is_amd = fabrics(node), bool(node.amd_gpus() and not node.gpu_count())
     for row in platforms():
         conditions = (
             row.recognised and row.cloud in (None, cloud[0] if cloud else None),
             re.search(row.product or "", info.product or ""),
             row.amd == is_amd,
-            re.search(row.gpu or "", " ".join(node.gpu_names())),
+            re.search(row.gpu or "", names),
             not row.fabric or there.get(row.fabric, 0) >= max(1, row.nics),
         )
         if all(conditions):

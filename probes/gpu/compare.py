@@ -19,6 +19,7 @@ from typing import Any
 
 from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import compute_clock_share, gpu_named, is_card, refuses_peers, soldered
+from hardware.units import some
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
 from probes.gpu.health import WORDS, finding, subject_of
 from probes.pci.facts import DEVICES
@@ -155,7 +156,7 @@ def _check_nvlinks(gpus: list[Gpu]) -> Iterator[Finding]:
     """Compare the active NVLinks of a GPU with other GPUs of its model in this host, and with its board."""
     for twins in _group_by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
         name, most = twins[0].name, max(active_links(gpu) for gpu in twins)
-        if most == 0 and len(twins) > 1 and name and soldered(name):
+        if most == 0 and len(twins) > 1 and soldered(name):
             yield finding("gpu.nvlink.none", subject_of(twins), count=len(twins), name=name)
         for gpu in twins:
             unread = sum(link.active is None for link in gpu.nvlinks)
@@ -168,7 +169,7 @@ def _count_fitted_links(gpu: Gpu) -> int:
 
     The driver may omit links that failed in training. For soldered boards the number on the data sheet is the minimum.
     """
-    known = gpu_named(gpu.name) if gpu.name and soldered(gpu.name) else None
+    known = gpu_named(gpu.name) if soldered(gpu.name) else None
     of_board = known.links if known and known.interconnect == "NVSwitch" else 0  # a mesh may use fewer links
     return max(len(gpu.nvlinks), of_board) if active_links(gpu) else 0
 
@@ -184,12 +185,10 @@ def _report_missing_links(gpu: Gpu, most: int) -> Finding:
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
     alone = not active and is_card(gpu.name)
-    if active < most:
-        status = Status.INFO if alone else by_loss(1.0 - active / whole)
-    elif not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
-        status = Status.WARN if gpu.name and soldered(gpu.name) else Status.INFO
+    if active == most and not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
+        status = Status.WARN if soldered(gpu.name) else Status.INFO
     else:
-        status = by_loss(1.0 - active / whole)
+        status = Status.INFO if alone else by_loss(1.0 - active / whole)
     return finding(
         "gpu.nvlink.missing" + (" bridge" if alone else " unlisted" * (not gpu.nvlinks)), gpu, status, active=active,
         whole=whole, down=f"links {down}" if down else "none", share=100 * active / whole,
@@ -301,7 +300,7 @@ def _report_missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplace
 
 
 def _report_hidden(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
-    names = ", ".join(gpu.bus_id for gpu in others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    names = some([gpu.bus_id for gpu in others])
     place = f"this {bus.container} container" if bus.container else "this process"
     # if no GPU is visible, nothing was read and the state of the GPUs is unknown
     known = bool(count) and not doubtful

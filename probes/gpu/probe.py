@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
+from hardware.units import some
 from probes.api import Sample, fact_samples, known_samples, probe_of
 from probes.gpu.compare import check_bus, compare
 from probes.gpu.facts import SOURCE, Gpu, GpuFacts, row_of
@@ -125,16 +126,14 @@ def _report_unread(code: str, status: Status, subjects: dict[str, list[str]]) ->
     questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
     # "nvmlDeviceGetTemperature(0) = TIMEOUT" without the arguments
     reasons = list(dict.fromkeys(re.sub(r"\([^=]*\)", "", query) for queries in subjects.values() for query in queries))
-    more = f" and {len(reasons) - 2} more" if len(reasons) > 2 else ""
     evidence, named = questions[:EVIDENCE_MAX], [subject for subject in subjects if subject]
-    on = f" for {named[0]}" + (f" and {len(named) - 1} more" if len(named) > 1 else "") if named else ""
     if len(questions) > EVIDENCE_MAX:
         evidence.append(f"and {len(questions) - EVIDENCE_MAX} more")
     return Finding(
         code=code,
         status=status,
         subject=", ".join(named),
-        message=f"{code} could not be judged{on}: {', '.join(reasons[:2])}{more}.",
+        message=f"{code} could not be judged{some(named, ' for ', 1)}: {some(reasons, most=2)}.",
         evidence=tuple(evidence),
         remedy="Scan as root, or in a container that is given the whole GPU."
         if any("NO_PERMISSION" in question for question in questions)

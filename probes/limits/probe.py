@@ -126,14 +126,8 @@ def _check_shm(facts: LimitsFacts) -> Iterator[Finding]:
     seen = (f"statvfs(/dev/shm): {size(total)}, {'unknown' if free is None else size(free)} free", facts.whose)
     gpus = facts.gpus or 0
     needed = gpus * SHM_SEGMENT_BYTES if gpus > 1 else 0
-    values = {
-        "shm": SHM,
-        "size": size(total),
-        "free": size(free),
-        "remedy": remedy,
-        "gpus": gpus,
-        "needed": size(needed),
-    }
+    sizes = {"size": size(total), "free": size(free), "needed": size(needed)}
+    values = {"shm": SHM, "remedy": remedy, "gpus": gpus, **sizes}
     if free is not None and free < NCCL_BUFFER_BYTES:
         yield finding(TEXTS, "limits.shm.full", Status.FAIL, SHM, seen, **values)
     elif total < needed:

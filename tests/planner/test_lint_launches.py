@@ -1,5 +1,6 @@
 """The value at the launch counts: what lint-env judges is what bash gives to the programs that a script starts."""
 
+import json
 import os
 import re
 import subprocess
@@ -88,3 +89,6 @@ def test_what_only_a_run_decides_is_checked_both_ways_and_named(text: str, ways:
 def test_files_and_names_that_are_not_known_are_named_with_their_lines() -> None:
     loads = read_text('. /etc/x\nexport "$L"\neval "$C"\nNCCL_NET=IB torchrun a\n', None, "a.sh")
     assert [re.sub(r"\D", "", each) for each in loads.files] == ["1", "3"] and [e.line for e in loads.unread] == [2]
+    run = 'export NCCL_NET=IB\neval "$X"\nexport NCCL_NET=Socket\neval "$X"\n'
+    found = read_text(json.dumps({"run": run})).environments  # JSON has no lines
+    assert [each.source for each in found] == ["document run, a command"] * 2

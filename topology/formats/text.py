@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from contracts.tables import read_texts
+from hardware.units import some
 from topology.derive import complete, rails
 from topology.formats import TopologyFileError
 from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class, rank
@@ -389,9 +390,8 @@ def _build_pairs(
     devices = matrix.devices
     missing = [device for device in devices if device not in rows and device not in others]
     if missing:
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         lacks = matrix.lacks if any(name.startswith("GPU") for name in missing) else matrix.warnings.append
-        lacks(_text("missing_rows", rows=", ".join(missing[:8]) + more))
+        lacks(_text("missing_rows", rows=some(missing)))
     made = []
     for i, a in enumerate(devices):
         for j, b in enumerate(devices[i + 1 :], i + 1):
