@@ -98,7 +98,7 @@ def environment() -> Environment:
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count,
         need=plan_words.need_words, settings_as=render_settings,
     )  # fmt: skip
-    shared = (picture, grouped, is_problem, reasons, codes_of, columns, glance, measured.results_grid)
+    shared = (picture, grouped, is_problem, reasons, codes_of, columns, glance)
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, plans=plan_words, layouts=_layouts,

@@ -105,6 +105,12 @@ class Request:
         except models.ModelError as error:
             raise RequestError(str(error)) from None
 
+    def required_model(self) -> ModelSpec:
+        """Return the requested model. Raises RequestError if none is requested."""
+        if (model := self.model_spec()) is None:
+            raise RequestError("--model: name the model")
+        return model
+
     def row_count(self) -> int | None:
         """Return the number of rows in the data: the given number, else the sum of the length histogram."""
         if self.rows is not None:
@@ -504,8 +510,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
 
     If the request has no budget, the run has one billion tokens. Raises RequestError.
     """
-    model, train = request.model_spec(), request.train
-    assert model is not None  # noqa: S101 - the callers require one
+    model, train = request.required_model(), request.train
     prices = prices_of(request.price, files=request.allow_files) if request.price else None
     named = [word for word in (request.machine or "").split(",") if word]
     names = named or list(prices if isinstance(prices, dict) else ())

@@ -139,13 +139,13 @@ def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in made.items() if name not in explicit}
 
 
-def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
+def untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:
     """Return why the job's defaults would train another model, or sums, instead of the planned model; else ""."""
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
-    if not {"dataset_name", "datasets", "dataset_mixture"} & set(settings):
+    if not {"dataset_name", "datasets", "dataset_mixture"} & set(explicit):
         return texts("no_data")
-    if "model_name_or_path" not in settings and hub_id(advice.model.name) is None:
+    if "model_name_or_path" not in explicit and hub_id(advice.model.name) is None:
         return texts("no_weights", model=advice.model.name)
     return ""
 
@@ -182,13 +182,13 @@ EPOCHS = 3.0  # default of the job (contracts/default.yaml)
 WRONG_DATA = 3  # exit code of finetune.rows if the rows are invalid, not the tokenizer or hub
 
 
-def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
-    """Add the row lengths of the data set in the job's settings to the question, unless the user has given lengths.
+def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
+    """Add the row lengths of the data set in the job's settings to the request, unless the user has given lengths.
 
     Data that the job generates is not measured. If the tokenizer is unknown or the data set cannot be read here, the
-    question gets the reason. Raises InputError if rows on this host are invalid.
+    request gets the reason. Raises InputError if rows on this host are invalid.
     """
-    name = settings.get("dataset_name")
+    name = explicit.get("dataset_name")
     if not isinstance(name, str) or name.startswith("synthetic:") or request.train.length_histogram:
         return request
 
@@ -197,7 +197,7 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
 
     if name.startswith(("/", ".", "~")) and not os.path.exists(Path(name).expanduser()):
         return replace(request, unmeasured=words("not on this host"))
-    named_settings = {key: settings[key] for key in _TABLE["rows"]["names"] if settings.get(key) is not None}
+    named_settings = {key: explicit[key] for key in _TABLE["rows"]["names"] if explicit.get(key) is not None}
     if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
         tokenizer = hub_id(request.model) if request.model else None
         if tokenizer is None:

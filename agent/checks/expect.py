@@ -114,10 +114,11 @@ def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[Expected, ...
 
 def _read_one(key: str, text: str, where: str) -> Expected:
     pattern, colon, value = text.rpartition(":") if KEYS[key].of_devices else ("", "", text)
-    for form, part in (*([("device", pattern)] if colon else []), (KEYS[key].form, value)):
-        allowed, words = _FORMS[form]
-        if not re.fullmatch(allowed, part, re.IGNORECASE | re.ASCII):
-            raise GateError(f"{where}: {key}={text[:64]}: must be {words}")
+    parts = [("device", pattern)] if colon else []
+    for form, part in (*parts, (KEYS[key].form, value)):
+        expression, allowed = _FORMS[form]
+        if not re.fullmatch(expression, part, re.IGNORECASE | re.ASCII):
+            raise GateError(f"{where}: {key}={text[:64]}: must be {allowed}")
     return Expected(key, text, KEYS[key].value(value), pattern)
 
 

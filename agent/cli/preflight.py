@@ -28,9 +28,7 @@ def preflight(
 ) -> None:  # fmt: skip
     """Run the checks, write the results in each form, and exit with the verdict's code."""
     targets = [_target(form) for form in forms] or [("table", None)]
-    from agent.advice.advise import Request
     from agent.jobs.preflight import judge_nodes, run, write_folder
-    from contracts import question
 
     folder: Path | None = options.pop("folder")
     if folder is None and options["train"]:
@@ -39,10 +37,7 @@ def preflight(
     if options["nodes"] or options["selector"]:
         report = judge_nodes(options)
     else:
-        # --nodes names nodes here
-        fields = {name: options[name] for name in {*question.fields()} & options.keys() - {"nodes"}}
-        request = Request.of(hosts=options["hosts"], root=options["root"], **fields)
-        report = run({**options, "request": request, "output": folder}, Progress(quiet=quiet))
+        report = run({**options, "output": folder}, Progress(quiet=quiet))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)

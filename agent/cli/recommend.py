@@ -142,8 +142,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled
     from probes.registry import ALL
 
-    model = request.model_spec()
-    assert model is not None  # noqa: S101 - --compare requires --model
+    model = request.required_model()
     found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
     try:
         cluster = request.cluster(found)

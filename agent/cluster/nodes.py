@@ -107,7 +107,6 @@ class NodeRecord:
 
 
 _TABLE = read_table(__file__, "nodes.toml")
-NAMES: dict[str, str] = _TABLE["members"]
 _VERDICTS = ("pass", "warn", "unknown", "fail")
 _MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
 # The object was written by another release or edited by another client.
@@ -139,7 +138,7 @@ def from_resource(item: Json) -> NodeRecord:
     if ended is not None and ended < seconds_of(status.get("scannedAt")):
         ended = None  # an agent has scanned since then
     verdict = (status.get("lastVerdict") if ended is not None else None) or status.get("verdict") or "unknown"
-    given = {own: status[theirs] for theirs, own in NAMES.items() if status.get(theirs) not in (None, "")}
+    given = {own: status[theirs] for theirs, own in _TABLE["members"].items() if status.get(theirs) not in (None, "")}
     record = plain.read(
         {"host": name, "agent_version": "", **given, "name": name, "verdict": verdict,
          "scanned_at_seconds": seconds_of(status.get("scannedAt")), "stopped_at_seconds": ended,
@@ -208,7 +207,7 @@ def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float])
 def to_resource(record: NodeRecord) -> tuple[Json, Json]:
     """Return the object, and the object with its status: two writes, because status is a subresource."""
     about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": record.name}}
-    status = {name: getattr(record, member) for name, member in NAMES.items()} | {
+    status = {name: getattr(record, member) for name, member in _TABLE["members"].items()} | {
         "scannedAt": time_of(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
         "verdict": record.verdict,
     }  # fmt: skip

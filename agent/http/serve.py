@@ -31,8 +31,6 @@ SWITCH_SECONDS = 0.001  # longest time a request waits for a scan or question th
 @command("serve")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
     """Scan and listen until a signal arrives."""
-    from agent.checks.history import History
-    from agent.http.state import State
     from probes.hostinfo.probe import ROLE
     from probes.registry import ALL
     from probes.scanner import Scanner
@@ -52,6 +50,9 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     scanner = None if hosts else Scanner(root, probes=ALL)
     if scanner:  # the child imports while this process does
         threading.Thread(target=scanner.start, name="start", daemon=True).start()
+    from agent.checks.history import History  # half a second of imports, at the same time as those of the child
+    from agent.http.state import State
+
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts, ALL))
     state = State(
         scan, interval_seconds=interval, folder=options["folder"],

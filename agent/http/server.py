@@ -132,7 +132,7 @@ class StoreAnswer(BaseModel):
     kept: Literal["now", "before"]
 
 
-def problems(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
+def problem_responses(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
     """Return the problem documents of an endpoint, including those that all endpoints have."""
     found: Responses = {
         status: {"description": _WORDS[str(status)], "content": {PROBLEM_TYPE: {"schema": _REFERENCE}}}
@@ -143,7 +143,7 @@ def problems(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
     return found
 
 
-def texts(*media_types: str) -> Responses:
+def text_responses(*media_types: str) -> Responses:
     """Return the text responses of an endpoint."""
     return {200: {"content": dict.fromkeys(media_types, _TEXT)}}
 
@@ -208,7 +208,7 @@ def complaints(error: ValidationError | RequestValidationError, most: int | None
     return found, "; ".join(f"{each['where'][:64]}: {each['message']}" for each in found)
 
 
-def install(app: FastAPI) -> None:
+def convert_errors(app: FastAPI) -> None:
     """Convert every error of the application to a problem document, and add their schema, which no route returns."""
 
     @app.exception_handler(ProblemError)
@@ -275,11 +275,11 @@ class PostedRecord(BaseModel):
 def read_record(body: bytes) -> RunRecord:
     """Parse the record. Raises ProblemError 400 if it is not such JSON, 422 if a member is invalid."""
     if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MOST_VALUES:  # counted before parsing
-        raise ProblemError(422, f"the record holds {values} values: {MOST_VALUES} are taken")
+        raise ProblemError(422, f"the record has {values} values; at most {MOST_VALUES} are allowed")
     try:
         record = plain.loads(body, unknown_numbers=True)  # a loss may be NaN
     except (plain.PlainError, UnicodeDecodeError) as error:
-        raise ProblemError(400, f"the body is no record of a run: {error}") from None
+        raise ProblemError(400, f"the body is not a run record: {error}") from None
     try:
         PostedRecord.model_validate(record)
     except ValidationError as error:
@@ -288,16 +288,16 @@ def read_record(body: bytes) -> RunRecord:
     try:
         made = record_of(record)
     except plain.MisfitError as error:
-        raise ProblemError(422, f"the body is no record of a run: {error}") from None
+        raise ProblemError(422, f"the body is not a run record: {error}") from None
     if len(dumps(made)) > MOST_RECORD_BYTES:  # as stored, which may be larger than received
-        raise ProblemError(422, f"the record takes more than {MOST_RECORD_BYTES} bytes to keep")
+        raise ProblemError(422, f"the stored record would have more than {MOST_RECORD_BYTES} bytes")
     return made
 
 
 # The application and its endpoints.
 
-_FORM: Responses = problems(500)
-_FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with the error
+_FORM: Responses = problem_responses(500)
+_FORM[400]["content"]["text/html"] = _TEXT  # the form again, with the error
 
 
 def create(
@@ -328,7 +328,7 @@ def create(
         docs_url=None, redoc_url=None,  # both load scripts from other hosts
         description="Topology-aware preflight for GPU training: devices, findings and recommendations for this node.",
     )  # fmt: skip
-    install(app)
+    convert_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
     app.add_middleware(Guard, tokens=tokens)
     rendered = Rendered()
@@ -343,13 +343,13 @@ def create(
 
 def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple[str, ...], float]) -> None:
     @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
-             responses=problems(common=(400,)))  # fmt: skip
+             responses=problem_responses(common=(400,)))  # fmt: skip
     async def healthz() -> str:
         """The process answers; touches no driver."""
         return "ok\n"
 
     @app.get("/readyz", tags=["health"], response_class=PlainTextResponse,
-             responses=problems(common=(400, 422, 503)))  # fmt: skip
+             responses=problem_responses(common=(400, 422, 503)))  # fmt: skip
     async def readyz(
         wait: Annotated[float, Query(ge=0, le=MOST_WAIT_SECONDS, description="Seconds, for the first scan.")] = 0.0,
     ) -> str:
@@ -365,7 +365,7 @@ def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple
         return "ok\n"
 
     @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse,
-             responses={**problems(), **texts("application/openmetrics-text")})  # fmt: skip
+             responses={**problem_responses(), **text_responses("application/openmetrics-text")})  # fmt: skip
     async def prometheus(request: Request) -> Response:
         """Prometheus exposition; OpenMetrics where the scraper asks for it."""
         view, accept = state.current(), request.headers.get("accept", "")
@@ -384,7 +384,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
     renders pages is imported with the first page, so that a node that is only scraped does not use memory for it.
     """
 
-    @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems())
+    @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problem_responses())
     async def page() -> Response:
         """The page: verdict, findings with remedies, topology, measurements, recommendation, runs."""
         view, trouble = state.current(), state.error
@@ -397,7 +397,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
 
         return await rendered.render(view, ("/", trouble), drawn)
 
-    @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
+    @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problem_responses(404, 500))
     async def cluster_page(request: Request, query: Annotated[ClusterPage, Query()]) -> Response:
         """Every node that publishes: faults, the table, and which nodes are odd."""
         given = {"source": source, "interval": state.interval_seconds, **query.model_dump()}
@@ -428,7 +428,7 @@ def _facts(app: FastAPI, state: State, rendered: Rendered) -> None:
             return await rendered.render(view, name, lambda: document(make(view)))
 
         app.add_api_route(f"/{name}", fact, name=name, description=about, tags=["facts"], response_model=model,
-                          responses=problems(*more))  # fmt: skip
+                          responses=problem_responses(*more))  # fmt: skip
 
     def last_benchmark(view: View) -> BenchResult:
         if view.bench is None:
@@ -447,12 +447,12 @@ def _facts(app: FastAPI, state: State, rendered: Rendered) -> None:
 
 
 def _runs(app: FastAPI, state: State) -> None:
-    body = {"required": True, "content": {"application/json": {"schema": PostedRecord.model_json_schema()}}}
+    posted = {"required": True, "content": {"application/json": {"schema": PostedRecord.model_json_schema()}}}
 
     @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
-              openapi_extra={"requestBody": body}, dependencies=TOKEN, response_model=StoreAnswer,
-              responses={200: {"model": StoreAnswer, "description": "Stored before."}, **problems(409, 413, 507)},
-    )  # fmt: skip
+              openapi_extra={"requestBody": posted}, dependencies=TOKEN, response_model=StoreAnswer,
+              responses={200: {"model": StoreAnswer, "description": "Stored before."},
+                         **problem_responses(409, 413, 507)})  # fmt: skip
     async def post_run(request: Request) -> JSONResponse:
         """Store the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
         who = request.state.user
@@ -460,23 +460,23 @@ def _runs(app: FastAPI, state: State) -> None:
             body = await request.body()
         except ClientDisconnect:
             raise ProblemError(400, "incomplete request body") from None
-        kept = "now" if await run_in_threadpool(lambda: state.store_run(read_record(body), who)) else "before"
-        log.info("POST /runs by %s: kept %s", who, kept)
-        headers = {"Location": "/runs", "Cache-Control": "no-store"}
-        return JSONResponse({"kept": kept}, status_code=201 if kept == "now" else 200, headers=headers)
+        is_new = await run_in_threadpool(lambda: state.store_run(read_record(body), who))
+        log.info("POST /runs by %s: %s", who, "stored" if is_new else "was stored before")
+        status, kept = (201, "now") if is_new else (200, "before")
+        return JSONResponse({"kept": kept}, status, headers={"Location": "/runs", "Cache-Control": "no-store"})
 
 
 def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
     """Add the documents that the worker process computes."""
 
-    @app.get("/nodes", tags=["facts"], responses=problems())
+    @app.get("/nodes", tags=["facts"], responses=problem_responses())
     async def nodes(request: Request) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
         given = {"source": source, "interval": state.interval_seconds}
         return respond(await worker.ask(request, "nodes", view=state.current(), **given))
 
     @app.get("/recommendations", tags=["advice"], response_model=Recommendation,
-             responses={**problems(500), **texts("text/plain")})  # fmt: skip
+             responses={**problem_responses(500), **text_responses("text/plain")})  # fmt: skip
     async def recommendations(request: Request, query: Annotated[Recommendations, Query()]) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
         view, allowed = state.current(), ["json", *advise.EXPORTS]
@@ -495,7 +495,7 @@ def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
             raise ProblemError(400, str(error)) from None
         return Gate(verdict=judge(found, fail_on=options.fail_on), checks=worst_first(found))
 
-    @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problems())
+    @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problem_responses())
     async def preflight(options: Annotated[GateOptions, Query()]) -> Response:
         """The gate over the last scan: verdict, exit code, checks. Makes no load."""
         view = state.current()
@@ -503,7 +503,7 @@ def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
         return await rendered.render(view, key, lambda: document(judged(view.checks, options)))
 
     @app.post("/preflight", tags=["gate"], response_model=Gate, dependencies=TOKEN,
-              responses=problems(413))  # fmt: skip
+              responses=problem_responses(413))  # fmt: skip
     def preflight_now(request: Request, requested: Annotated[GateOptions | None, Body()] = None) -> Response:
         """The gate over a scan made now. Needs a token."""
         log.info("POST %s by %s", request.url.path, request.state.user)

@@ -157,8 +157,7 @@ def calibration_of(
     `tokens` is one micro-batch, by default that of a job with as many ranks; `threads` is the number of CPU threads of
     a rank, by default its share of the cores.
     """
-    model, train = request.model_spec(), request.train
-    assert model is not None  # noqa: S101 - the caller names one
+    model, train = request.required_model(), request.train
     batch = train.sequence_length * max(1, (train.global_batch or ranks) // ranks)
     tokens = tokens or min(batch, CALIBRATION_TOKENS)
     spec = CalibrationRequest(

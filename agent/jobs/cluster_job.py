@@ -299,11 +299,11 @@ def read_short_record(pod: Mapping[str, Any]) -> RunRecord | None:
     return None
 
 
-def reasons(job: Document, kind: str) -> list[str]:
+def condition_reasons(job: Document, condition: str) -> list[str]:
     """Return the reasons of a condition in a job's own status, because its pods may be gone or not exist yet."""
     conditions = (job.get("status") or {}).get("conditions") or ()
-    return [_line(str(each.get("reason") or kind), "", each.get("message")) for each in conditions
-            if each.get("type") == kind and str(each.get("status")) == "True"]  # fmt: skip
+    return [_line(str(each.get("reason") or condition), "", each.get("message")) for each in conditions
+            if each.get("type") == condition and str(each.get("status")) == "True"]  # fmt: skip
 
 
 def why_waiting(pod: Mapping[str, Any]) -> str:

@@ -227,8 +227,7 @@ class _Local:
         cores = max(1, (os.cpu_count() or HOSTS) // HOSTS)
         cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
                         for n in range(HOSTS)])  # fmt: skip
-        model = self.request.model_spec()
-        assert model is not None  # noqa: S101 - job_request has named one
+        model = self.request.required_model()
         advice = of_cluster(self.request, cluster, (), measured=measured, calibration=timed)
         if model.name == EMBEDDED_MODEL:
             advice = with_fsdp(advice)
@@ -332,7 +331,6 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     rate = storage_rate(options["storage_rate"])
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2, "storage_rate": rate}
     networks = parse(options["networks"], here=False)
-    explicit = settings(options["config"], options["overrides"]).explicit
     request = whole_request(base_request(options), options["config"], options["overrides"])
     found = snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
@@ -366,7 +364,7 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     return priced(NetworkBars(
         title=_title(request.model, layout.family, layout.world_size),
         where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
-        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or explicit.get("max_steps") or 1,
+        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or request.train.steps or 1,
         node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
     ))  # fmt: skip
 
@@ -450,12 +448,13 @@ def run(client: Client, made: Sequence[Document], network: Network, api: str, *,
     pods = cluster_job.pods_of(client, job, api)
     if not state:
         waiting = [text for pod in pods if (text := cluster_job.why_waiting(pod))]
-        waiting = waiting or cluster_job.reasons(now, "Suspended")
+        waiting = waiting or cluster_job.condition_reasons(now, "Suspended")
         why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues"
         return replace(bar, why="; ".join([why, *waiting]))
     record = next((found for pod in pods if (found := cluster_job.read_short_record(pod))), None)
     if record is None:
-        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))] or cluster_job.reasons(now, "Failed")
+        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))]
+        reasons = reasons or cluster_job.condition_reasons(now, "Failed")
         reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)

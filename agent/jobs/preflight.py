@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.advice.advise import Request, advise, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
+from agent.advice.job_settings import EMBEDDED_MODEL, base_request, grace, job_plan, job_request, settings
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
@@ -81,7 +81,7 @@ class Report:
 def run(options: Mapping[str, Any], progress: Progress) -> Report:
     """Scan, build, measure, recommend, train, compare, judge. SIGTERM after the scan ends it with the results so far.
 
-    `options` are those of the verb, with `request` for the planner and the report's folder as `output`.
+    `options` are those of the verb, with the report's folder as `output`.
     """
     started, clock = time.time(), time.monotonic()
     # first, so that a wrong word or file is rejected before the run
@@ -115,9 +115,9 @@ class _Stages:
 
     def report(self) -> Report:
         """Run all stages."""
-        options, found = self.options, self.found
+        options, found, request = self.options, self.found, self._request()
         result = self._measure()
-        calibration = self._calibrate() if result and options["train"] and not result.stopped_by else None
+        calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
         if result is not None:
             result = measured.against_baseline(result, self.before.busbw)
         view = measured.with_bench(build_view(found, expected=self.expected), result)
@@ -127,7 +127,7 @@ class _Stages:
             why = self.notes[-1] if self.notes else "not requested; add --measure"
             extra += measured.unmeasured(measured.BENCH_CODES, why)
         self.progress.step("recommend: environment and layout")
-        advice = self._recommend(result, calibration)
+        advice = self._recommend(request, result, calibration)
         record, of_run = self._run(view, advice, result)
         stopped = "" if record is not None else self._stopped_by(result)
         if stopped:
@@ -182,9 +182,8 @@ class _Stages:
     def _ranks(self) -> int:
         return int(self.options["ranks"] or benchmark.default_ranks(self.found))
 
-    def _calibrate(self) -> Calibration | None:
+    def _calibrate(self, request: Request) -> Calibration | None:
         """Measure GEMMs and a layer of the model for the forecast of the run."""
-        request = self._request()
         self.progress.step(f"measure: GEMMs and a layer of {request.model or EMBEDDED_MODEL}")
         try:
             return benchmark.calibration_of(request, self._ranks(), gpu=benchmark.has_gpu(self.found), stop=self.stop)
@@ -195,17 +194,17 @@ class _Stages:
     def _request(self) -> Request:
         """Return the request to the planner; a run without a named model trains the embedded job."""
         options = self.options
-        request: Request = replace(options["request"], ranks_per_node=options["ranks"])
-        if not options["train"]:
-            return request
-        return job_request(replace(request, nodes=1), options["config"], options["overrides"])  # it runs on this host
+        # --nodes of this verb names nodes of a cluster; a job of this verb runs on this host
+        request = base_request({**options, "nodes": 1 if options["train"] else None})
+        return job_request(request, options["config"], options["overrides"]) if options["train"] else request
 
-    def _recommend(self, result: BenchResult | None, calibration: Calibration | None) -> Recommendation:
-        request, options = self._request(), self.options
+    def _recommend(
+        self, request: Request, result: BenchResult | None, calibration: Calibration | None
+    ) -> Recommendation:
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
         advice = advise(request, self.found, measured=verified, calibrated=calibration)
-        embedded = options["request"].model is None and request.model == EMBEDDED_MODEL
-        return with_fsdp(advice) if options["train"] and embedded else advice
+        embedded = self.options["model"] is None and request.model == EMBEDDED_MODEL
+        return with_fsdp(advice) if embedded else advice
 
     def _run(
         self, view: View, advice: Recommendation, result: BenchResult | None

@@ -111,8 +111,8 @@ def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, ca
         ({"host": ""}, "host:"), ({"host": "h" * 254}, "host:"), ({"started_at": "yesterday"}, "started_at:"),
         ({"layout": []}, "layout:"), ({"notes": ["n" * 5000]}, "notes.0:"),
         ({"step_seconds": ["1"]}, "step_seconds.0:"), ({"step_seconds": [0.1] * (STEPS + 1)}, "step_seconds:"),
-        ({"more": [0] * MOST_VALUES}, f"{MOST_VALUES} are taken"),
-        ({"data": {"name": "é" * 200_000}}, "to keep"),
+        ({"more": [0] * MOST_VALUES}, f"at most {MOST_VALUES} are allowed"),
+        ({"data": {"name": "é" * 200_000}}, "the stored record would have more than"),
     ],
 )  # fmt: skip
 def test_a_wrong_record_is_refused_and_what_is_wrong_named(tokens, folder, change, named):
