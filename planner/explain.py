@@ -21,19 +21,11 @@ from planner.forecast.calibration import (
     interval,
     memory_interval,
 )
-from planner.forecast.compute import gpu_rates
+from planner.forecast.compute import ADAM_RANK_BYTES_PER_SECOND, Job, gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
-from planner.forecast.step_time import (
-    ADAM_RANK_BYTES_PER_SECOND,
-    COMMUNICATION,
-    Job,
-    StepParts,
-    sent,
-    step_parts,
-    strides,
-)
+from planner.forecast.step_time import COMMUNICATION, StepParts, step_parts, strides
 from planner.search import Candidate, difference_sigma
 
 _WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
@@ -54,24 +46,6 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
         "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel, shard),
     }  # fmt: skip
     return links.crosses(*groups[part]) if part in groups else None
-
-
-_TRAFFIC = {
-    "gather": (("dp_shard", "all_gather"),),
-    "reduce": (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")),
-    "tensor_parallel": (("tp", "all_reduce"),),
-}
-
-
-def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
-    """Return the bytes sent per GPU and step in one component, hidden or not; None if it is not counted."""
-    found, total = sent(job, layout), 0.0
-    copies = layout.dp_replicate if ("dp_shard", "all_gather") in found else layout.data_parallel * layout.cp
-    ranks = {"tp": layout.tp, "dp_shard": layout.dp_shard * layout.cp, "dp_replicate": copies}
-    for dimension, kind in _TRAFFIC.get(part, ()):
-        away = (ranks[dimension] - 1) / ranks[dimension] * (2.0 if kind == "all_reduce" else 1.0)
-        total += away * found.get((dimension, kind), 0.0)
-    return total or None
 
 
 def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured: bool = False) -> tuple[float, float]:
@@ -141,9 +115,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         detail = _WORDS[name]
         if link := link_of(job.links, layout, name):
             used.add(str(link))
-            moved = traffic_bytes(job, layout, name)
-            volume = f", {moved / GIGA:.3g} GB per rank and step" if moved else ""
-            detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}{volume}"
+            detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}"
         time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(
         Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0

@@ -19,10 +19,11 @@ from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision, Sched
 from hardware.units import GIB, GIGA
 from planner.advice import Rejected
 from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, memory_interval, widths
+from planner.forecast.compute import Job
 from planner.forecast.engine import NF4_BYTES, Engine, uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
-from planner.forecast.step_time import Job, StepParts, step_parts
+from planner.forecast.step_time import StepParts, step_parts
 
 # -- rules
 

@@ -270,11 +270,17 @@ def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> 
     if nodes is None or ranks is None:
         said.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say"
                             + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
-    return forecast_of(said, request, found)
+    gpus = None if job.kind.endswith("Runtime") else job.parts[0].gpus  # a TrainJob may replace those of its runtime
+    return forecast_of(said, request, found, gpus)
 
 
-def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
-    """Add the forecast of the trainer's own layout, if it could be read completely; also return why not."""
+def forecast_of(
+    said: CommandSettings, request: Request, found: Sequence[Snapshot], gpus: int | None = None
+) -> tuple[Recommendation, list[str]]:
+    """Add the forecast of the trainer's own layout, if it could be read completely; also return why not.
+
+    `gpus` are those of a pod, which gets the devices next to them, however many ranks it starts.
+    """
     advice, unknown = None, [f"forecast: unknown: {text}" for text in said.unknown]
     if not unknown and "model_name_or_path" not in said.settings:
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
@@ -289,6 +295,10 @@ def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapsho
             unknown = [f"forecast: unknown: {error}"]
     try:
         alone = advice or advise(request, found)
+        if gpus and gpus != request.ranks_per_node:
+            other = advise(request.changed(ranks_per_node=gpus), found)
+            devices = (need for need in other.needs if need.name == "resource")
+            alone = replace(alone, needs=(*(need for need in alone.needs if need.name != "resource"), *devices))
     except RequestError as error:
         raise InputError(str(error)) from None
     words = [f"forecast {line}" for line in forecast(alone).values()]

@@ -16,13 +16,13 @@ from typing import Any
 
 from contracts import bounded, plain
 from contracts.finding import Interval
+from contracts.layout import Layout
 from contracts.plain import PlainError
 from hardware.gpus import gpu_named
-from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
-from planner.forecast.engine import Engine
+from planner.forecast.compute import Job
 from planner.forecast.memory import SAFE_SHARE
 from planner.forecast.models import model_from_config
-from planner.forecast.step_time import Job
+from planner.forecast.specs import TrainSpec
 
 SCHEMA_VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -111,9 +111,9 @@ def check_device(calibration: Calibration, device: str, precision: str) -> None:
         raise CalibrationError(f"calibration is for {calibration.precision}, the job computes in {precision}")
 
 
-def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, constants: Constants = DEFAULT) -> Rates:
+def apply_calibration(calibration: Calibration, job: Job) -> Job:
     """Replace derived rates by measured ones; the timing of a layer scales all rates by the same factor."""
-    inputs: list[str] = []
+    rates, inputs = job.rates, list[str]()
     if calibration.gemm_flops_per_second:
         ratio = calibration.gemm_flops_per_second / rates.gemm
         attention = rates.attention * ratio
@@ -126,10 +126,9 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
             "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
             "vocab_size": 32000,
         })  # fmt: skip
-        cost = layer_cost(
-            model, float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
-            constants=constants,
-        )  # fmt: skip
+        train = TrainSpec(method="full", sequence_length=timing.sequence)  # without adapters
+        one = replace(job, model=model, train=train, rates=rates)
+        cost = one.layer(Layout(world_size=1), float(timing.tokens))
         took = timing.forward_seconds + timing.backward_seconds
         forward = cost.gemm + cost.attention + cost.elementwise
         back = cost.gemm * (2.0 if timing.method == "full" else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0
@@ -145,7 +144,7 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
             f"layer forward {timing.forward_seconds:.4g} s, backward {timing.backward_seconds:.4g} s for "
             f"{timing.tokens} tokens: measured"
         )
-    return replace(rates, inputs=tuple(inputs) or rates.inputs)
+    return replace(job, rates=replace(rates, inputs=tuple(inputs) or rates.inputs))
 
 
 # The width of the interval depends on the kind of job. It was learned from published runs that were not used in the

@@ -284,8 +284,6 @@ def _find_network(cluster: ClusterTopology) -> Speed:
         rate, why = cluster.inter_node_bytes_per_second * NETWORK_SHARE, f"NIC rates x {NETWORK_SHARE}"
         if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
             rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
-        elif transport not in _LINKS:
-            why += f", by a plugin; NCCL's own sockets reach {TCP_CEILING_BYTES_PER_SECOND / GIGA:.0f} GB/s at most"
         return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
     offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
     common = set.intersection(*offered)

@@ -27,8 +27,6 @@ from planner.nccl_env.situation import (
     by_host,
     cloud_of,
     note,
-    p2p_level_effect,
-    published,
     recognise,
     setting,
     settings_as_published,
@@ -201,17 +199,6 @@ def _find_azure_file(node: NodeView, files: Sequence[str]) -> str | None:
     return next((path for path in wanted if path in files), None)
 
 
-def p2p_level(case: Situation) -> Note | None:
-    """NCCL_P2P_LEVEL: never recommended; explained if the machine already has it set."""
-    topic = "NCCL_P2P_LEVEL"
-    for node in case.nodes:
-        info = node.facts(HostinfoFacts)
-        level = info.nccl_variables.get(topic) if info else None
-        if level is not None:
-            return Note(topic=topic, text=p2p_level_effect(level, node), evidence=f"{node.hostname}: {topic}={level}")
-    return None
-
-
 def allocator(case: Situation) -> Setting | None:
     """PYTORCH_CUDA_ALLOC_CONF: expandable segments, so that varying sequence lengths do not fragment the memory."""
     if not case.gpus:
@@ -252,21 +239,6 @@ def _count_cores(node: NodeView) -> tuple[int, float | None] | None:
 def _count_threads(case: Situation, node: NodeView, cores: int, quota: float | None) -> int:
     """Return the CPU cores that one rank can use."""
     return max((int(quota) if quota else cores) // case.ranks_on(node), 1)
-
-
-def cpu_binding(case: Situation) -> Note | None:
-    """Recommend to bind ranks to the NUMA node of their GPU."""
-    if case.backend != "nccl":
-        return None
-    for node in case.nodes:
-        facts = node.facts(GpuFacts)
-        nodes = {gpu.numa_node for gpu in facts.gpus if gpu.numa_node is not None} if facts else set()
-        if len(nodes) > 1:
-            is_published = published(case, "NCCL_IGNORE_CPU_AFFINITY") is not None
-            unset = "" if is_published else " (NCCL_IGNORE_CPU_AFFINITY stays unset)"
-            evidence = f"{node.hostname}: GPUs on NUMA nodes {', '.join(str(each) for each in sorted(nodes))}"
-            return note("cpu_binding", evidence, unset=unset)
-    return None
 
 
 # NCCL's troubleshooting page starts containers with --shm-size=1g. DataLoader workers pass batches through the same
@@ -352,7 +324,7 @@ _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
     rdma.cross_nic, rdma.net_plugin, slingshot_protocol, slingshot_tuning,
 )  # fmt: skip
-_LAST = (topo_file, p2p_level, mnnvl, allocator, omp_threads, cpu_binding)
+_LAST = (topo_file, mnnvl, allocator, omp_threads)
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (*_FIRST, *_BETWEEN_NODES, *_LAST)
 """Rules, in the order of their answers."""
 

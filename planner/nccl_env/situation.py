@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
+from hardware.machines import catalogue
 from planner.nccl_env import Platform, Version, padded, platforms
 from probes.api import F, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
@@ -170,6 +171,27 @@ def recognise(node: NodeView) -> Platform | None:
         if all(conditions):
             return row
     return None
+
+
+def find_plugin(node: NodeView) -> tuple[str, str] | None:
+    """Return the vendor's plugin that carries GPU traffic over a node's Ethernet NICs, and its file ("": not found).
+
+    Return None on other machines.
+    """
+    row, info = recognise(node), node.facts(HostinfoFacts)
+    of_platform = (each for each in catalogue() if row is not None and each.name in row.catalogue)
+    name = next((each.network_plugin for each in of_platform if each.network_plugin), None)
+    if row is None or name is None:
+        return None
+    return name, next((path for path in (*row.script, *row.library) if info and path in info.vendor_files), "")
+
+
+def with_plugin(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> ClusterTopology:
+    """Return the cluster with a vendor's plugin as its network, if the scans of all nodes show the plugin's file."""
+    found = [find_plugin(NodeView(hostname=each.hostname, snapshot=each, topology=None)) for each in snapshots]
+    if cluster.inter_node_transport != "tcp" or not all(each and each[1] for each in found):
+        return cluster
+    return replace(cluster, inter_node_transport=next((each[0] for each in found if each), "tcp"))
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
