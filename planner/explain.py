@@ -13,15 +13,13 @@ from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part
 from planner.forecast.calibration import (
-    SIGMA_LAUNCH,
-    SIGMA_LINK_ASSUMED,
-    SIGMA_PCIE_ASSUMED,
+    SIGMAS,
     base_sigma,
     bytes_that_fit,
     interval,
     memory_interval,
 )
-from planner.forecast.compute import ADAM_RANK_BYTES_PER_SECOND, Job, gpu_rates
+from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
@@ -63,7 +61,7 @@ def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured
         link = getattr(job.links, name)
         if parts.communication <= 0 or link is None or link.how != "assumed" or link.within is not None:
             continue
-        sigma, most = SIGMA_PCIE_ASSUMED if link.link == "PCIe" else SIGMA_LINK_ASSUMED, 0.0
+        sigma, most = SIGMAS["pcie_assumed" if link.link == "PCIe" else "link_assumed"], 0.0
         for factor in (math.exp(-sigma), math.exp(sigma)):
             other = replace(link, bytes_per_second=link.bytes_per_second * factor)
             links = replace(job.links, **{name: other}, **({"island": other} if job.links.island is link else {}))
@@ -72,7 +70,7 @@ def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured
     if job.has_gpu and not host_measured:
         faster, slower = (
             moved(replace(job, rates=replace(job.rates, launch_seconds=job.rates.launch_seconds * math.exp(sigma))))
-            for sigma in (-SIGMA_LAUNCH, SIGMA_LAUNCH)
+            for sigma in (-SIGMAS["launch"], SIGMAS["launch"])
         )
     return math.sqrt(variance + faster**2), math.sqrt(variance + slower**2)
 
@@ -203,7 +201,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
         add("fp8", gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)))
     if layout.offload != "none":
-        add("threads", gain_of(host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND))
+        add("threads", gain_of(host_adam_bytes_per_second=job.constants["adam_rank_bytes_per_second"]))
     if layout.checkpointing != "none" and capacity is not None:
         whole = replace(layout, checkpointing="none")
         more = (memory_of(job, whole).total - bytes_that_fit(job, capacity)) / GIB

@@ -22,7 +22,7 @@ from planner.advice import FrontierPoint, RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
-from planner.forecast.compute import ADAM_THREAD_BYTES_PER_SECOND, CPU, DEFAULT, Job, Rates, cpu_rates, gpu_rates
+from planner.forecast.compute import CPU, DEFAULT, Job, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, links_of
@@ -233,7 +233,7 @@ def plan(
     job = Job(
         model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
         host_memory_bytes=_get_host_memory(cluster, snapshots), rates=rates, constants=DEFAULT if has_gpu else CPU,
-        host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
+        host_adam_bytes_per_second=DEFAULT["adam_thread_bytes_per_second"],
     )  # fmt: skip
     if calibration is not None:
         check_device(calibration, rates.device, forecast)

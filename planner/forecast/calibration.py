@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -18,6 +19,7 @@ from contracts import bounded, plain
 from contracts.finding import Interval
 from contracts.layout import Layout
 from contracts.plain import PlainError
+from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from planner.forecast.compute import Job
 from planner.forecast.memory import SAFE_SHARE
@@ -150,19 +152,8 @@ def apply_calibration(calibration: Calibration, job: Job) -> Job:
 # The width of the interval depends on the kind of job. It was learned from published runs that were not used in the
 # fit. The numbers are in intervals.json, written by `python bench/forecast.py --write`.
 
-# Standard deviations of log(measured / forecast) for cases without published runs. An 80 % interval extends 1.2816
-# standard deviations to each side.
-SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and other processes; docs/decisions/0023
-SIGMA_ASSUMED = 0.55  # for a CPU or GPU without measurements
-SIGMA_MEMORY_CPU = 0.25
-Z80 = 1.2816
-# Of the time in which a CPU launches an operator: published accounts of an eager operator's way from Python to the GPU
-# sum to 5 to 25 microseconds (bench/forecast.toml), taken as 80 % of the hosts.
-SIGMA_LAUNCH = math.log(25.0 / 5.0) / 2.0 / 1.2816
-SIGMA_LINK_ASSUMED = 0.5  # of the rate of a network that was not measured
-# For PCIe between GPUs: 1.2 GB/s (8 L40S), 4.7 (4 L40S), 20 (2 L40S) and 25 (8 RTX PRO 6000) were measured, all with
-# links of 32 GB/s or more (aws-samples and ai-dynamo/aiconfigurator).
-SIGMA_PCIE_ASSUMED = 1.0
+SIGMAS: Mapping[str, float] = read_table(__file__, "constants.toml")["sigmas"]  # for cases without published runs
+Z80 = 1.2816  # standard deviations from the middle to each end of an 80 % interval
 
 FILE = Path(__file__).with_name("intervals.json")
 LONG_CONTEXT_TOKENS = 16384
@@ -225,7 +216,7 @@ def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:
 
 def memory_interval(job: Job, mid: float) -> Interval:
     """Return the 80 % interval of the memory on the fullest rank, from its forecast `mid` in bytes."""
-    return interval(mid, widths().memory[job.train.method] if job.has_gpu else SIGMA_MEMORY_CPU)
+    return interval(mid, widths().memory[job.train.method] if job.has_gpu else SIGMAS["memory_cpu"])
 
 
 def bytes_that_fit(job: Job, capacity: float, *, surely: bool = True) -> float:
@@ -242,9 +233,9 @@ def bytes_that_fit(job: Job, capacity: float, *, surely: bool = True) -> float:
 def base_sigma(job: Job, *, calibrated: bool) -> float:
     """Return the standard deviation of log step time for the kind of job, if all link rates are known."""
     if job.rates.how == "assumed":
-        return SIGMA_ASSUMED
+        return SIGMAS["assumed"]
     if job.rates.device == "CPU":
-        return SIGMA_CALIBRATED_CPU
+        return SIGMAS["calibrated_cpu"]
     table = widths()
     sigma = table.sigma(kinds_of(job, seen_engine=job.engine.name in table.engines))
     return min(table.calibrated, sigma) if calibrated else sigma

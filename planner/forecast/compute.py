@@ -27,20 +27,10 @@ from planner.forecast.specs import (
     weights,
 )
 
-# Float32 multiplication rate of an unknown CPU core, reported as assumed, with a wide interval. AVX2 at 2.5 GHz has at
-# most 80 GFLOP/s per core, and small models reach a fraction of it.
-ASSUMED_CPU_FLOPS_PER_CORE = 20e9
-ASSUMED_CPU_MEMORY_BYTES_PER_SECOND = 10e9
-
-
-# Bytes through memory per score of transformers' eager attention, both passes: what the kernels of a profile on a GPU
-# read and write (docs/measurements/gpu.md). torch casts fp16 scores within its softmax kernel, bf16 ones in another.
-EAGER_SCORE_BYTES = {"bf16": 80.0, "fp16": 64.0, "fp32": 80.0}
-
-
 Constants = Mapping[str, float]  # constants.toml explains each
 DEFAULT: Constants = read_table(__file__, "constants.toml")["gpu"]
 CPU: Constants = {**DEFAULT, **read_table(__file__, "constants.toml")["cpu"]}
+_EAGER_SCORE_BYTES: Constants = read_table(__file__, "constants.toml")["eager_score_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +91,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
     how = "derived" if gpu.measured and gpu.maker == "NVIDIA" else "assumed"
     score_bytes = 2.0 * constants["score_passes"] if kernel == "unfused" else 0.0
     if train.attention == "eager":  # the backward pass is counted as 2.5 times the forward pass
-        score_bytes = EAGER_SCORE_BYTES.get(precision, EAGER_SCORE_BYTES["bf16"]) / 3.5
+        score_bytes = _EAGER_SCORE_BYTES.get(precision, _EAGER_SCORE_BYTES["bf16"]) / 3.5
     return Rates(
         gemm=gemm,
         head=bf16 if precision in EIGHT_BITS else None,
@@ -121,13 +111,13 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
 
 def cpu_rates(cores_per_rank: float, memory_bytes: float | None) -> Rates:
     """Return assumed rates of a rank that computes on CPU cores, reported as assumed."""
-    gemm = ASSUMED_CPU_FLOPS_PER_CORE * max(cores_per_rank, 0.25)
+    gemm = CPU["flops_per_core"] * max(cores_per_rank, 0.25)
     return Rates(
         gemm=gemm,
         attention=gemm * 0.4,
-        hbm=ASSUMED_CPU_MEMORY_BYTES_PER_SECOND,
+        hbm=CPU["memory_bytes_per_second"],
         memory_bytes=memory_bytes,
-        launch_seconds=15e-6,
+        launch_seconds=CPU["launch_seconds"],
         how="assumed",
         device="CPU",
         element_bytes=4.0,
@@ -146,12 +136,6 @@ class LayerCost(NamedTuple):
     merged: float = 0.0  # backward: full gradients of experts that are merged with their adapters
 
 
-# DRAM traffic of an optimizer on a CPU: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and eight
-# ranks share the 150-300 GB/s of a two-socket server.
-ADAM_THREAD_BYTES_PER_SECOND = 5.5e9
-ADAM_RANK_BYTES_PER_SECOND = 20e9
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A run for which a layout is needed; costs of layers are cached over the evaluated layouts.
@@ -168,7 +152,7 @@ class Job:
     compute_capability: tuple[int, int] | None = None
     host_memory_bytes: float | None = None  # per node; None: unknown
     constants: Constants = field(default_factory=lambda: DEFAULT)
-    host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
+    host_adam_bytes_per_second: float = DEFAULT["adam_rank_bytes_per_second"]
     # dataclasses.replace starts with an empty cache, because fields without init are not copied.
     _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict, init=False)
 

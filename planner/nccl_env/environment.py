@@ -26,10 +26,10 @@ from planner.nccl_env.situation import (
     Situation,
     by_host,
     cloud_of,
+    list_published,
     note,
     recognise,
     setting,
-    settings_as_published,
 )
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -338,7 +338,7 @@ def settings(case: Situation) -> Recommendation:
     notes = [answer for answer in answers if isinstance(answer, Note)]
     if between:  # published values replace notes about the same variables
         named = {each.name for each in chosen}
-        added = [each for each in settings_as_published(case) if each.name not in named]
+        added = [each for each in list_published(case).values() if each.name not in named]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
     if vendor_script(case) is not None:  # the script or its plugin sets NCCL's variables

@@ -8,7 +8,7 @@ from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from hardware.units import GIB
 from planner.explain import sigmas_of_rates
-from planner.forecast.calibration import SIGMA_LAUNCH
+from planner.forecast.calibration import SIGMAS
 from planner.forecast.compute import Job, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.links import Links, Speed
@@ -191,7 +191,7 @@ def test_what_the_host_takes_is_not_known_before_it_is_measured() -> None:
         one = job(links(1), replace(FULL, method="lora", sequence_length=length))
         sigmas.append(sigmas_of_rates(one, layout, step_parts(one, layout)))
     (faster, slower), hidden = sigmas
-    assert (faster, slower) == pytest.approx((SIGMA_LAUNCH, SIGMA_LAUNCH), rel=0.05)
+    assert (faster, slower) == pytest.approx((SIGMAS["launch"], SIGMAS["launch"]), rel=0.05)
     assert hidden == (0.0, 0.0)
     assert sigmas_of_rates(one, layout, step_parts(one, layout), host_measured=True) == (0.0, 0.0)
 
