@@ -46,6 +46,11 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     return links.crosses(*groups[part]) if part in groups else None
 
 
+def _describe(links: Links, layout: Layout, part: str) -> str:
+    link = link_of(links, layout, part) if part in COMMUNICATION else None
+    return _WORDS[part] + (f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else "")
+
+
 def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured: bool = False) -> tuple[float, float]:
     """Return how much faster and slower the step may be if assumed rates of links and the host differ by one sigma.
 
@@ -93,9 +98,7 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     communication = parts.communication
     if communication >= 0.33 * total:
         worst = max(COMMUNICATION, key=lambda name: by_name[name])
-        link = link_of(links, layout, worst)
-        over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
-        return f"communication-bound: {_WORDS[worst]}{over}: {by_name[worst] / total:.0%} of the step"
+        return f"communication-bound: {_describe(links, layout, worst)}: {by_name[worst] / total:.0%} of the step"
     if compute >= 0.6 * total:
         most = max(_COMPUTE, key=lambda name: by_name[name])
         return f"compute-bound: {_WORDS[most]}: {by_name[most] / total:.0%} of the step"
@@ -160,9 +163,7 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
     worst = max(deltas, key=lambda n: deltas[n])
     if deltas[worst] <= 0.005 * winner.seconds:
         return f"{slower:.1%} slower; {more / GIB:+.2f} GiB per rank"
-    link = link_of(job.links, other.layout, worst) if worst in COMMUNICATION else None
-    over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
-    return f"{slower:.1%} slower: {deltas[worst] * 1000:,.1f} ms more for {_WORDS[worst]}{over}"
+    return f"{slower:.1%} slower: {deltas[worst] * 1000:,.1f} ms more for {_describe(job.links, other.layout, worst)}"
 
 
 def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -62,29 +62,19 @@ class Calibration:
     schema_version: int = SCHEMA_VERSION
 
 
-def _check_numbers(value: Any, name: str) -> None:
-    """Raise CalibrationError if a number is not positive."""
-    if isinstance(value, dict):
-        for key, member in value.items():
-            _check_numbers(member, f"{name}.{key}" if name else key)
-    elif isinstance(value, list):
-        for member in value:
-            _check_numbers(member, name)
-    elif isinstance(value, int | float) and not 0 < value < 1e30:
-        raise CalibrationError(f"{name}={value!r}: must be a positive number")
-
-
 def parse_calibration(data: Any) -> Calibration:
     """Validate decoded JSON and build a calibration from it."""
     if not isinstance(data, dict):
         raise CalibrationError("calibration: must be a JSON object")
     if data.get("schema_version") != SCHEMA_VERSION:
         raise CalibrationError(f"schema_version={data.get('schema_version')!r}: this version reads {SCHEMA_VERSION}")
-    _check_numbers(data, "")
     try:
         found = plain.read(data, Calibration)
     except plain.MisfitError as error:
         raise CalibrationError(f"calibration: {error}") from error
+    for name, value in {**asdict(found), **(asdict(found.layer) if found.layer else {})}.items():
+        if isinstance(value, int | float) and not 0 < value < 1e30:
+            raise CalibrationError(f"{name}={value!r}: must be a positive number")
     for name in ("device", "precision"):
         if not getattr(found, name):
             raise CalibrationError(f"{name}='': must be text")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from contracts.tables import read_table
 from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
-from topology.graph import ClusterTopology, NodeTopology, nvlink_bytes_per_second
+from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:  # not imported for a question without measurements
     from collectives.bench.results import Measurement
@@ -183,12 +183,6 @@ def _find_island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
     table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
     if derived or table:
         return size, _choose_lower(derived, table, "NVLink", gpu)
-    links = max((p.nvlinks for p in node.pairs), default=0)
-    plan = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
-    if plan and links:
-        return size, Speed(
-            bytes_per_second=plan * links * 0.9, how="derived", link=f"NVLink x{links}", why="NCCL's plan x 0.9"
-        )
     xgmi = gpu is not None and gpu.interconnect == "xGMI"
     return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="xGMI" if xgmi else "NVLink")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
 from planner.advice import Recommendation
-from planner.nccl_env import RESERVED, devices, rdma
+from planner.nccl_env import devices, rdma
 from planner.nccl_env.devices import choose_ports, is_virtual_function
 from planner.nccl_env.situation import (
     RDMA_KINDS,
@@ -51,10 +51,6 @@ def render_settings(settings: Sequence[Setting], form: str) -> str:
     `env:` list of a container as YAML, in which every value is a string, even if it looks like a number.
     """
     for each in settings:
-        if each.name in RESERVED:
-            raise RenderError(f"{each.name}: reserved for the launcher, must not be set")
-        if not each.name.isidentifier() or not each.name.isascii():
-            raise RenderError(f"{each.name!r}: not a name of an environment variable")
         if any(mark in each.value for mark in "\n\r\0"):
             raise RenderError(f"{each.name}: the value {each.value!r} has a line break, which no env file can carry")
     if form == "k8s":
