@@ -21,8 +21,9 @@ def read_environment(text: str, kind: str | None = None) -> tuple[NamedEnvironme
 
 
 def one(text: str, kind: str | None = None) -> NamedEnvironment:
-    """The only environment of a text."""
-    (found,) = read_environment(text, kind)
+    """The environment of a text; each other place, such as an alias, has the same."""
+    found, *others = read_environment(text, kind)
+    assert all(each.environment == found.environment for each in others)
     return found
 
 
