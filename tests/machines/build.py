@@ -123,8 +123,9 @@ def _describe(name: str) -> Callable[[Tree], Machine]:
 
     def made(tree: Tree) -> Machine:
         of_nets = changes.get("nets", {})
-        nets = {net["name"]: Netdev(**_frozen(net | of_nets.get(net["name"], {}))) for net in whole["nets"]}
-        for root, numa, *devices in whole["pci"]:
+        all_nets = [*whole["nets"], *changes.get("more_nets", ())]
+        nets = {net["name"]: Netdev(**_frozen(net | of_nets.get(net["name"], {}))) for net in all_nets}
+        for root, numa, *devices in [*whole["pci"], *changes.get("more_pci", ())]:
             tree.pci(root, numa, *(_device(each, nets, changes) for each in devices))
         for net in nets.values():
             if not (tree.root / f"sys/class/net/{net.name}").exists():
@@ -140,7 +141,9 @@ def _describe(name: str) -> Callable[[Tree], Machine]:
 
 
 MACHINES = {name: _describe(name) for name in ROWS}
-ELSEWHERE = ("demo", "four-rails", "r760xa-ipvlan", "sriov-pod")  # not kept in this folder
+BESIDE_RAILS = ("lom", "one-cable", "same-cards", "spark")  # NICs that are no rails of GPUs
+# not kept in this folder
+ELSEWHERE = ("demo", "four-rails", "r760xa-ipvlan", "sriov-pod", "hgx-roce", *BESIDE_RAILS)
 
 
 @contextmanager
