@@ -500,11 +500,11 @@ def _get_name(document: Document) -> str:
     return str(metadata.get("name") or str(metadata.get("generateName", "")).rstrip("-"))
 
 
-def _member(mapping: Document, key: str) -> Any:
-    """Return a member that the API requires. Raises KeyError where it is missing or empty."""
-    if mapping.get(key) in (None, {}, []):
-        raise KeyError(key)
-    return mapping[key]
+def _member(spec: Document, *path: str) -> Any:
+    """Return a member of the spec that the API requires. Raises KeyError with its path if it is missing or empty."""
+    if not (found := _get(spec, *path)):
+        raise KeyError(".".join(("spec", *path)))
+    return found
 
 
 def _parse_number(value: Any) -> int | None:
@@ -520,7 +520,7 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
     try:
         parts = tuple(_parse_parts(kind, name, spec))
     except KeyError as error:
-        raise WrapError(f"{kind}/{name}: {error.args[0]} is missing or empty, so there is no pod to wrap") from None
+        raise WrapError(f"{kind}/{name}: {error.args[0]} is missing or empty, so its pods are unknown") from None
     except (AttributeError, TypeError) as error:
         raise WrapError(f"{kind}/{name}: is not built as a {kind} is: {error}") from None
     if not parts:
@@ -541,7 +541,7 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
 
 def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
-        _member(_member(spec, "runtimeRef"), "name")
+        _member(spec, "runtimeRef", "name")
         trainer = spec.setdefault("trainer", {})
         yield Part(f"{kind}/{name}", None, trainer, _parse_number(trainer.get("numNodes")))
         return
@@ -562,8 +562,8 @@ def _list_templates(kind: str, spec: Document) -> Iterator[tuple[str, Document, 
     elif kind == "Job":
         yield "", _member(spec, "template"), _parse_number(spec.get("parallelism", 1)), None
     else:
-        jobs = _member(_member(spec, "template"), "spec") if kind.endswith("Runtime") else spec
-        for each in _member(jobs, "replicatedJobs"):
+        of_jobs = ("template", "spec", "replicatedJobs") if kind.endswith("Runtime") else ("replicatedJobs",)
+        for each in _member(spec, *of_jobs):
             labels = _get(each["template"], "metadata", "labels")
             if str(labels.get(_STEP, "trainer")) != "trainer":  # a step that downloads the dataset or the model
                 continue

@@ -107,8 +107,8 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
         yield Part("run", f"env {text}", line)
     elif runs := _runner_of(words, at):
         yield Part("python" if runs == "python" else "run", text, line)
-    elif dotted := pattern("dotted").match(text):
-        yield Part("set", text[dotted.end() :].strip("\"'"), line, dotted[1], words[at].raw)
+    elif pattern("dotted").match(text) or pattern("item_value").search(text):
+        yield from _key_paths(words, at)
     elif before[:1] == "-" and CHECKED.match(text):
         name, _, value = text.partition("=")
         yield Part("set", value, line, name, words[at].raw.partition("=")[2])
@@ -120,6 +120,18 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
             yield Part("option.json", text, line)
         elif pattern("commands").search(text):
             yield Part("prose", text, line)
+
+
+def _key_paths(words: Sequence[Word], at: int) -> Iterator[Part]:
+    """Yield the variables of `env.NAME=VALUE,env.NAME=VALUE` and of `env[0].name=NAME,env[0].value=VALUE`."""
+    command = ",".join(each.text for each in words)[:MOST_OPTIONS]
+    for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", words[at].text):
+        if match := pattern("dotted").match(part) or pattern("item_value").match(part):
+            value, name = part[match.end() :].strip("\"'").replace("\\,", ","), match[1]
+            if "[" in name:  # the path of an item
+                names = re.findall(rf"(?:^|[,=]){re.escape(name)}\.name=(\w+)", command)
+                name = names[-1] if names else ""
+            yield Part("set", value, words[at].line, name, words[at].raw)
 
 
 def _runner_of(words: Sequence[Word], at: int) -> str:
