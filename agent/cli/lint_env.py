@@ -48,7 +48,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         print_text("\n".join(filter(None, (linted.unread, linted.read))), err=True)
         print_text(render(list(linted.checks), form), nl=False)
         sys.exit(linted.exit_code)
-    from agent.terminal.findings import findings
+    from agent.terminal.findings import print_findings
 
     if linted.unread:
         console().print(f"! {linted.unread}", markup=False, highlight=False)
@@ -60,7 +60,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         more = "no change needed" if hosts else "add --host to check it against a machine"
         print_text(f"✓ no problems found in this environment → {more}")
     console().print(linted.read, markup=False, highlight=False)
-    findings(console(), linted.checks, everything=True)
+    print_findings(console(), linted.checks, everything=True)
     sys.exit(linted.exit_code)
 
 
