@@ -40,7 +40,7 @@ TAG = b"/GDRDMA"
 
 _MOST_HEAD_BYTES = 72  # between "Channel" and "via"
 _MOST_NAME_BYTES = 160  # "ip: 10.100.100.100", or "host : " and a name
-_BELOW = (b"The actor ", b"(local_rank: ", b" exitcode ")  # lines about the process of which the line above names the host
+_BELOW = (b"The actor ", b"(local_rank: ", b" exitcode ")  # lines about the process that the line above names
 
 
 class LineReader:
