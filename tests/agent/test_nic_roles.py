@@ -13,6 +13,7 @@ from scanned import scan
 from agent.checks.verdict import build_view
 from contracts.finding import Finding
 from probes.api import Snapshot
+from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
 from probes.interfaces.facts import InterfacesFacts, nccl_choice
 from probes.pci.facts import PciFacts
@@ -80,6 +81,30 @@ def test_a_missing_hca_is_said_to_be_missing() -> None:
         assert "7 other GPUs" in checks[0].message and "PCIe switch; where" not in checks[0].remedy
     (check,) = [c for c in bad(with_fault(snapshot("oci-h100"), "mlx5_5", "gone")) if c.status == "fail"]
     assert check.code == "topology.rail.uneven" and "an HCA is missing" in check.message
+
+
+def test_one_hca_for_a_part_of_the_gpus_is_no_rail_of_another() -> None:
+    """A server with three cards, two of them beside the only HCA: nothing is missing beside the third."""
+    node = recorded.snapshot("l40s-4x-pcie")
+    three = node.with_facts(GpuFacts, lambda facts: replace(facts, gpus=facts.gpus[:3], pairs=(), bus=None))
+    assert [(check.status, check.code) for check in bad(three)] == [("warn", "topology.gpu_nic.far")]
+
+
+def test_functions_of_the_host_that_a_pod_cannot_open_are_not_its_own() -> None:
+    """Virtual functions of a pod, beside the physical ones that sysfs shows: only the first are near a GPU."""
+    pod = snapshot("sriov-pod")
+    own = recorded.facts(RdmaFacts, pod).devices
+    hosts = tuple(replace(
+        each, name=f"mlx5_{n}", bus_id=(each.bus_id or "")[:-1] + "0", uverbs=None, uverbs_usable=None, is_vf=False,
+        ports=tuple(replace(port, state="DOWN", netdev_mtu_bytes=1500) for port in each.ports))
+        for n, each in enumerate(own))  # fmt: skip
+    beside = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(*hosts, *own)))
+    assert bad(beside) == bad(pod)
+    assert build_view((beside,)).topologies[0].nearest_nic == build_view((pod,)).topologies[0].nearest_nic
+    two = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(
+        *own[:2], *(replace(each, uverbs=None, uverbs_usable=None) for each in own[2:]))))  # fmt: skip
+    far = {check.subject for check in bad(two) if check.code in ("topology.gpu_nic.far", "topology.gdr.path")}
+    assert far == {f"GPU{n}" for n in range(2, 8)}, "rails that the pod did not get"
 
 
 def test_what_serves_storage_costs_no_step() -> None:
