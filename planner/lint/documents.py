@@ -182,6 +182,9 @@ class _Walk:
             self.config_of[source] = str(node["metadata"].get("name"))
         if self._kubernetes and key in _CONTAINERS:
             self._container(node, source)
+        if pattern("own").match(str(node.get("name"))) and "value" in node:  # an item that a patch adds
+            self._entry(node, node["name"], source)
+            return
         here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
             if (key == "environment" and self._compose) or (key == "data" and source in self.config_of):
@@ -198,7 +201,8 @@ class _Walk:
             else:
                 if name == "envFrom":
                     self._env_from(value, source)
-                if self._compose and name in ("env_file", "extends"):
+                of_files = {"configMapGenerator": ("env", "envs")}.get(key, ("env_file", "extends") * self._compose)
+                if name in of_files:
                     files = [each.get("path", each.get("file")) if isinstance(each, dict) else each
                              for each in (value if isinstance(value, list) else [value])]  # fmt: skip
                     self._at(source).files += [str(each) for each in files if each]

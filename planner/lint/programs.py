@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 from contracts.tables import read_table
 from planner.lint.script import CHECKED, NAMED, Word, pattern, words
 
+IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")
+"""Prefix of variables that Apptainer's container gets without it."""
 MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
 _NAMES = words()["shell"]
 
@@ -58,7 +60,8 @@ def removed_names(words: Sequence[Word], names: Iterable[str]) -> list[str]:
     command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
     removed = read_table(__file__, "data/forms.toml")["removed"]
     named, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
-    return [name for name in names if name in named or (everything and name not in command)]
+    kept = IN_CONTAINER if re.search(r"\b(?:apptainer|singularity) ", command) else re.compile(r"\Z\A")
+    return [n for n in names if n in named or (everything and n not in command and not kept.match(n))]
 
 
 class Part(NamedTuple):

@@ -18,6 +18,7 @@ from tree_sitter import Node
 
 from planner.lint.expansion import MOST_LEVELS, NEXT_ITEM, WORK_OF_WORD, Expander, Function, Shell, parse, walk
 from planner.lint.programs import (
+    IN_CONTAINER,
     MOST_OPTIONS,
     is_idle,
     is_launcher,
@@ -53,7 +54,6 @@ _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
 # The end of the line behind `A=1 B=2`; the grammar joins the next line with such assignments
 _ENDS_LINE = re.compile(rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n")
-_IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")  # Apptainer's container gets the name without it
 _NAMES = words()["shell"]
 # Node types of a list of variables, and of a script that only defines functions
 _LIST = {"comment", "variable_assignment", "variable_assignments"}
@@ -484,7 +484,7 @@ class _Reader(Expander):
             exported = self.scope.exports_all or (before is not None and before.exported)
         self.scope.variables[given.name] = given = given._replace(exported=exported)
         if exported:
-            self._exported.add(_IN_CONTAINER.sub("", given.name))
+            self._exported.add(IN_CONTAINER.sub("", given.name))
         elif not given.unset and NEXT_ITEM not in given.value:
             self.script.loose[given.name] = given
 
@@ -624,7 +624,7 @@ class _Reader(Expander):
         self._started += 1
         settings: Settings = {}
         for each in self.scope.variables.values():
-            name = _IN_CONTAINER.sub("", each.name)
+            name = IN_CONTAINER.sub("", each.name)
             is_passed_on = each.exported and not each.unset and NEXT_ITEM not in each.value  # arrays are not
             if is_passed_on and (is_judged(name) or name in JOB_SIZE):
                 settings[name] = each._replace(name=name)

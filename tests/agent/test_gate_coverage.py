@@ -45,7 +45,6 @@ def hung(tmp_path, monkeypatch):
 def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
     """/preflight, /metrics, the page, the published record, the gate over nodes: one verdict."""
     view = hung.view
-    assert view is not None
     assert isinstance(view.snapshots[0].outcomes["gpu"], Failed)
     assert view.verdict.word == "unknown"
     client = TestClient(create(hung))  # without its life: the state was scanned once

@@ -164,7 +164,6 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
             http.post("/preflight", headers=bearer(f"{number:020d}"))
 
     with agent(tokens=Tokens(client=Client(way, tries=1, timeout_seconds=30))) as http:
-        assert http.portal is not None
         http.portal.call(lambda: setattr(to_thread.current_default_thread_limiter(), "total_tokens", 4))
         posts = [threading.Thread(target=post, args=(number,)) for number in range(8)]
         for one in posts:

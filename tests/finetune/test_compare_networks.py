@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from click.testing import CliRunner
 from rigs.benchmarks import OWN_LOCK
 from rigs.netns import hosts
 from rigs.tables import ROOT, each_row
+from rigs.waiting import eventually
 
 from agent.cli.bench import compare_networks
 from agent.jobs import namespaces
@@ -223,13 +223,9 @@ def test_nothing_is_left_however_it_ends(tmp_path, number):
     argv = [*OWN_LOCK, sys.executable, "-m", "agent.cli", "compare-networks", "--report", str(tmp_path)]
     verb = psutil.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 120
-        held = []
-        while len(held) < 2 and time.monotonic() < until:
-            held = [child for child in verb.children(recursive=True) if cmdline(child)[:1] == ["cat"]]
-            time.sleep(0.05)
+        holders = lambda: [one for one in verb.children(recursive=True) if cmdline(one)[:1] == ["cat"]]  # noqa: E731
+        eventually(lambda: len(holders()) == 2, "both hosts are there")
         children = verb.children(recursive=True)
-        assert len(held) == 2
         verb.send_signal(number)
         verb.wait(20)  # also while it imports torch
         assert not psutil.wait_procs(children, timeout=120)[1]

@@ -163,7 +163,6 @@ def published(recipe: Recipe) -> dict:
 
 def compared(row: Platform) -> list[tuple[str, str, str, str]]:
     """(variable, published, ours, reason) of one platform: its recipe first, then what ours adds."""
-    assert row.machine is not None
     found = advice(row.machine)
     ours = transport(found)
     lines = []
