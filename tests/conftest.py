@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
+from rigs.tables import corpus_folder
 
 ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
@@ -95,10 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corpus() -> Path:
     """The folder of real data; the test is skipped where it is not there."""
-    path = Path(os.environ.get("TOPOFLIGHT_CORPUS", ROOT.parent / "shared" / "corpus"))
-    if not path.is_dir():
-        pytest.skip(f"no corpus at {path}; set TOPOFLIGHT_CORPUS")
-    return path
+    return corpus_folder()
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +131,9 @@ def golden() -> Callable[..., None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             return
-        assert path.exists(), f"{path} is missing: make golden writes it"
-        look = "make golden-documents, before and after" if digest else "read the difference"
-        assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}, then make golden"
+        rewrite = "run this test with TOPOFLIGHT_UPDATE_GOLDEN=1"
+        assert path.exists(), f"{path} is missing: {rewrite}, which writes it"
+        look = "compare make golden-documents before and after" if digest else "read the difference"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}. If it is intended, {rewrite}"
 
     return compare

@@ -19,7 +19,7 @@ from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
 from agent.http.server import read_record
 from agent.jobs.launch import Launched, record_of
-from agent.jobs.preflight import stopping
+from agent.jobs.preflight import blocking_failures
 from contracts import run_record
 from contracts.job_config import read_config
 from contracts.job_plan import dumps, read
@@ -57,11 +57,11 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
     checks, options = view(SICK).checks, {"skip": (), "force": False}
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
-    assert all(code in stopping(checks, options, Baseline()) for code in failed)
-    assert stopping(checks, {**options, "force": True}, Baseline()) == ""
-    assert stopping(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
+    assert all(code in blocking_failures(checks, options, Baseline()) for code in failed)
+    assert blocking_failures(checks, {**options, "force": True}, Baseline()) == ""
+    assert blocking_failures(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
     everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
-    assert stopping(checks, options, Baseline(statuses=everywhere_the_same)) == ""
+    assert blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
 
 
 def launched(folder: Path, code: int, log: str = "") -> Launched:
@@ -115,10 +115,8 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, ())
     config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
-    assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
-    assert advice.model is not None
     made_up = replace(advice, model=replace(advice.model, name="house-model"))
     assert untrainable(advice, {}).startswith("dataset_name: no data set is named")
     assert untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: where its weights are")
