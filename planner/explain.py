@@ -48,7 +48,8 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
 
 def _describe(links: Links, layout: Layout, part: str) -> str:
     link = link_of(links, layout, part) if part in COMMUNICATION else None
-    return _WORDS[part] + (f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else "")
+    over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
+    return f"{_WORDS[part]}{over}"
 
 
 def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured: bool = False) -> tuple[float, float]:

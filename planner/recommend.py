@@ -253,18 +253,18 @@ def plan(
 
 def _list_plugins(cluster: ClusterTopology, network: Speed | None, snapshots: Sequence[Snapshot]) -> Iterator[str]:
     """Yield whether the forecast assumes the plugin that carries GPU traffic over the vendor's NICs, and why."""
-    plugins = ((node.hostname, find_plugin(node)) for node in situation(snapshots, cluster).nodes)
-    for host, plugin in plugins if network is not None and network.how == "derived" else ():
-        if plugin is None:
-            continue
-        (name, file), rate = plugin, network.bytes_per_second / GIGA
-        if network.link == name:
-            why = f"{file} is on {host}" if file else f"{host} of the catalogue has it"
+    if network is None or network.how != "derived":
+        return
+    rate = network.bytes_per_second / GIGA
+    for node in situation(snapshots, cluster).nodes:
+        name, file = find_plugin(node) or ("", "")
+        if name and network.link == name:
+            why = f"{file} is on {node.hostname}" if file else f"{node.hostname} of the catalogue has it"
             yield _text("plugin", name=name, rate=rate, why=why, sockets=TCP_CEILING_BYTES_PER_SECOND / GIGA)
             return
-        if network.link == "TCP" and not file:
+        if name and not file and network.link == "TCP":
             nics = (cluster.inter_node_bytes_per_second or 0.0) * NETWORK_SHARE / GIGA
-            yield _text("no_plugin", name=name, rate=rate, host=host, nics=nics)
+            yield _text("no_plugin", name=name, rate=rate, host=node.hostname, nics=nics)
             return
 
 
