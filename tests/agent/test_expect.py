@@ -17,7 +17,7 @@ from rigs.tables import ROOT, each_row
 from agent.checks.expect import KEYS, expectation, parse, read_file
 from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, build_view, judge
-from agent.cluster.nodes import NodeRecord, checks_of as gate_of_nodes, record_of_view
+from agent.cluster.nodes import NodeRecord, checks_of_nodes as gate_of_nodes, record_of_view
 from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State
