@@ -36,8 +36,8 @@ from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
 from collectives.traces import rank_files, ras, watchdog
 from contracts import job_plan as plans, plain, run_record as records
-from contracts.job_config import ConfigError, read_config
-from contracts.layout import Layout, LayoutError, values_of
+from contracts.job_config import ConfigError, parse_layout_text, read_config
+from contracts.layout import Layout, LayoutError
 from planner import why
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
@@ -414,7 +414,7 @@ def words(data: bytes) -> object:
     text = _text(data[1:])
     match data[0] % 4 if data else 0:
         case 0:
-            return Layout(world_size=8, **values_of(text))
+            return Layout(world_size=8, **parse_layout_text(text))
         case 1:
             return parse_version(text)
         case 2:

@@ -21,6 +21,7 @@ from contracts.layout import Layout, LayoutError
 from contracts.trl import ConfigError as ConfigError, EndedError as EndedError
 
 MAX_FILE_BYTES = 1 << 20  # settings are written by hand, so a larger file is the wrong file
+MOST_COUNT = 10**7  # of a degree or a batch in the layout
 MAX_ALIASES = 16  # YAML aliases; nested aliases grow exponentially
 DEFAULT_CONFIG = Path(__file__).parent / "default.yaml"  # settings of the embedded job
 
@@ -214,20 +215,21 @@ def parse_config(
     values: dict[str, Any] = {}
     layout: dict[str, Any] = attempt(_parse_layout, flat.get("layout"), "layout") or {}
     known = known_settings()
-    if unknown := [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]:
+    unknown = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
+    if unknown:
         methods = trl.option_names()["of_trl"]["methods"]
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
             raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {what}")
-        first, *more = unknown
-        also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
-        refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
+        listed = ", ".join(f"{name!r}{trl.hint(name, known if name == unknown[0] else ())}" for name in unknown[:24])
+        refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}"] = None
     today = _rename_options({name: flat[name] for name in flat if name not in unknown}, note, refused.setdefault)
     for name, (label, value) in today.items():
         attempt(_read, name, value, label, values, layout, own_note)
-    attempt(trl.precision, flat, layout)
-    attempt(trl.checkpointing, flat, layout)
     attempt(trl.fsdp, flat, layout, note)  # sets the degrees that the options before it leave open
+    for member in trl.option_names()["switch"]:
+        attempt(trl.switch, member, flat, layout)
+    trl.set_fsdp_defaults(flat, layout)
     attempt(trl.deepspeed, flat, values, layout, note)
     if layout:
         values["layout"] = attempt(_parse_layout, layout, "layout") or {}
@@ -241,7 +243,7 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
     """Convert one setting of the file to a config or layout value; `label` is its name in the file."""
     names, kind = trl.option_names(), _types().get(name)
     only = names["only"].get(name)
-    if name in names["read_apart"]:
+    if name in names["read_apart"] or any(name in row["options"] for row in names["switch"].values()):
         return
     if only is not None:
         trl.require(name, value, only)
@@ -307,16 +309,23 @@ def parse_layout(settings: Any, where: str) -> Layout:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def parse_layout_text(text: str) -> dict[str, Any]:
+    """Parse "dp_shard=4,tp=2,micro_batch=2" into layout fields. Raises ConfigError, which names the wrong item."""
+    fields = _parse_layout(with_overrides({}, filter(None, text.split(","))), "layout")
+    for name, value in fields.items():
+        if name == "world_size" or value == trl.NODE:
+            raise ConfigError(f"layout.{name}={value!r}: must follow from the nodes and the other degrees")
+    return fields
+
+
 def _parse_member(member: str, value: Any, name: str) -> Any:
     kinds = typing.get_type_hints(Layout)
     if member not in kinds:
         raise ConfigError(f"unknown setting {name!r}{trl.hint(member, kinds)}")
     if member == "dp_shard" and value == trl.NODE:
         return value
-    made = _convert(name, value, kinds[member])
-    if kinds[member] is int and made < 1:
-        raise ConfigError(f"{name}={made!r}: must be at least 1")
-    return made
+    limits = {"ge": 1, "lt": MOST_COUNT} if kinds[member] is int else {}
+    return _convert(name, value, kinds[member], **limits)
 
 
 def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node: int) -> dict[str, Any]:
@@ -347,9 +356,10 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
 
 def known_settings() -> frozenset[str]:
     """Return every setting name that a file may have, including older names and options without effect."""
-    tables = ("renamed", "in_layout", "no_effect", "only", "read_apart", "nested")
-    listed = itertools.chain.from_iterable(trl.option_names()[table] for table in tables)
-    return frozenset(["warmup_ratio", *_types(), *listed])
+    names = trl.option_names()
+    tables = [names[table] for table in ("renamed", "in_layout", "no_effect", "only", "read_apart", "nested")]
+    switches = [row["options"] for row in names["switch"].values()]
+    return frozenset(["warmup_ratio", *_types(), *itertools.chain(*tables, *switches)])
 
 
 @functools.cache

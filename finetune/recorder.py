@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerAction
 
-from contracts import job_plan, run_record
+from contracts import run_record
 from contracts.job_config import EndedError
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
@@ -180,14 +180,6 @@ class Recorder:
         self.started = False  # the model is loaded
         self._metrics: Any = None
         self._board: Any = None
-
-    def store_plan(self, plan: JobPlan) -> None:
-        """Store the plan in the record, and as plan.json in the folder."""
-        self.record.plan = plan
-        if self.writes:
-            draft = self.folder / ".plan.json.draft"
-            draft.write_text(job_plan.dumps(plan), encoding="utf-8")
-            draft.replace(self.folder / "plan.json")
 
     def open_logs(self, report_to: Iterable[str]) -> None:
         """Start metrics.jsonl, and tensorboard if it is requested."""

@@ -141,8 +141,6 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             names = pyarrow.parquet.read_schema(path).names
             wanted = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
             options = {"columns": wanted or None, "batch_size": BATCH}
-        if kind == "json" and _starts_with_list(path):  # which `datasets` reads whole
-            _check_size(path.stat().st_size, path)
         if kind != "parquet" and not path.stat().st_size:
             return
         with TemporaryDirectory() as cache:
@@ -179,11 +177,6 @@ def _without_nulls(value: Any, where: str, level: int = 0) -> Any:
     if isinstance(value, list):
         return [_without_nulls(one, where, level + 1) for one in value]
     return value
-
-
-def _starts_with_list(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(1) == b"["
 
 
 # Rows as text, and as tokens with labels.

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, layout=layout)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = dataclasses.replace(config, **checkpoint.on_rank_zero(partial(hub.commits_of, config)))
-        recorder.store_plan(dataclasses.replace(plan, config=config))
+        recorder.record.plan = dataclasses.replace(plan, config=config)
         if plan.trl is not None:
             from finetune import sft_trl  # which imports TRL
 
@@ -123,15 +123,7 @@ def export(trainer: Trainer) -> None:
     """Adapter and merged model, or the whole model, from the last checkpoint."""
     made, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
     made.checkpoint = str(last)
-
-    def write() -> dict[str, str]:
-        try:
-            return checkpoint.export(trainer.config, trainer.layout.precision, last, trainer.tokenizer)
-        except OSError as error:
-            if error.errno not in hub.DISK_ERRORS:
-                raise
-            raise checkpoint.SaveError(f"export: {error}") from error
-
+    write = partial(checkpoint.export, trainer.config, trainer.layout.precision, last, trainer.tokenizer)
     for name, path in checkpoint.on_rank_zero(write).items():
         setattr(made, name, path)
 

@@ -177,7 +177,7 @@ def test_all_wrong_settings_of_a_file_are_named_at_once():
         parse_config(several)
     text = str(caught.value)
     assert [name for name in several if f"{name}=" in text] == [name for name in several if name != "fp16"]
-    with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr'; close: lora_r.*report_to='wandb'.*fp16=true"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr' \(close: lora_r.*report_to='wandb'.*fp16=true"):
         parse_config({"lora_rr": 8, "fp16": True, "report_to": "wandb"})
     assert "org/name-0" in text and "org/name-9" not in text
 
