@@ -12,7 +12,6 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -22,7 +22,7 @@ from agent.cli.recommend import recommend
 from contracts import run_record
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import JobPlan, parse_layout, read
-from finetune.data import Loader
+from finetune.rows import Loader
 
 HERE = Path(__file__).parent
 RECIPES = yaml.safe_load((HERE / "jobs" / "recipes.yaml").read_text())
