@@ -24,7 +24,7 @@ from agent.base.lines import GLYPHS
 from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, is_problem, reasons, section
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.terminal import advice as plan_words, measured
-from agent.terminal.hosts import machine, outcome_lines
+from agent.terminal.hosts import hardware_properties, outcome_lines
 from collectives.bench.results import BenchResult, Measurement
 from contracts.finding import Finding
 from contracts.host_list import list_names
@@ -247,7 +247,7 @@ def by_name(text: str) -> list[tuple[int, str]]:
 
 def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
     """Return the main facts about a machine as the terminal shows them, and the newest measurement."""
-    yield from machine(snapshot, node)
+    yield from hardware_properties(snapshot, node)
     best = _best_gather(bench)
     rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
     yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")

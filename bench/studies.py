@@ -39,7 +39,7 @@ def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in (study["question"] | row).items()}
     unknown = options.get("transport") == "unknown"  # TCP over a network whose rate is not published
     request = Request.of(**options | {"transport": None if unknown else options.get("transport")},
-                         asked=tuple(layout.items()))  # fmt: skip
+                         fixed_layout=tuple(layout.items()))  # fmt: skip
     if "micro_batch" in row:
         ranks = layout["dp_shard"]
         request = request.changed(global_batch=layout["micro_batch"] * layout["gradient_accumulation"] * ranks)

@@ -13,6 +13,7 @@ import yaml
 
 MOST_CHARACTERS = 1 << 20  # PyYAML parses about 100 kB per second
 MOST_LEVELS = 100
+MOST_NODES = 200_000  # of the expanded text: each alias counts as the nodes of its anchor
 MOST_PAIRS = 1000  # in one mapping, including merged pairs
 MOST_MERGED = 64  # mappings under one merge key
 
@@ -93,6 +94,26 @@ class _UniqueKeyLoader(_Loader):
         return node
 
 
+def _check_aliases(text: str, most_aliases: int) -> None:
+    """Raise YamlTextError for more aliases, or for more nodes of the expanded text, than are read."""
+    sizes, starts, nodes, aliases = dict[str | None, int](), list[tuple[str | None, int]](), 0, 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            aliases += 1
+            nodes += sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, start = starts.pop()
+            sizes[anchor] = nodes - start
+        elif isinstance(event, yaml.NodeEvent):
+            nodes += 1
+            sizes[event.anchor] = 1
+            starts += [(event.anchor, nodes - 1)] if isinstance(event, yaml.CollectionStartEvent) else []
+        if aliases > most_aliases:
+            raise YamlTextError(f"more than {most_aliases} aliases")
+        if nodes > MOST_NODES:
+            raise YamlTextError(f"more than {MOST_NODES} nodes, with the anchors of its aliases written out")
+
+
 def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = False) -> list[Any]:
     """Parse every document in the text.
 
@@ -103,9 +124,7 @@ def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = 
     if _measure_depth(text) > MOST_LEVELS:
         raise YamlTextError(f"brackets nested more than {MOST_LEVELS} levels deep")
     try:
-        events = yaml.parse(text, Loader=yaml.SafeLoader)
-        if sum(isinstance(event, yaml.AliasEvent) for event in events) > most_aliases:
-            raise YamlTextError(f"more than {most_aliases} aliases")
+        _check_aliases(text, most_aliases)
         return list(yaml.load_all(text, Loader=_Texts if texts else _UniqueKeyLoader if once else _Loader))
     except YamlTextError:
         raise

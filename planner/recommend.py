@@ -194,7 +194,7 @@ def plan(
     has_gpu, engine = bool(cluster.nodes[0].gpus), engine_named(train.engine)
     links = links or links_of(cluster, measurements, ranks_per_node=ranks_per_node)
     world = links.ranks_per_node * links.nodes
-    requested = resolve_layout(dict(train.asked), world, links.ranks_per_node)
+    requested = resolve_layout(dict(train.fixed_layout), world, links.ranks_per_node)
     precision = requested.get("precision", precision)
     forecast = precision  # precision of the forecast
     if not has_gpu and precision != "fp32":
@@ -418,7 +418,7 @@ def recommend(
     )  # fmt: skip
 
 
-AS_ASKED = "the settings as they stand"  # rejected if the job's own settings cannot run
+AS_REQUESTED = "the requested settings"  # rejected if the job's own settings cannot run
 
 
 ROWS = "the rows "  # start of every unknown about row lengths in the data set
@@ -476,7 +476,7 @@ def _explain_refusal(planned: Planned, found: Found) -> Rejected:
     """Return, from all rejected layouts, the row about the requested settings."""
     families = found.rejected[found.of_degrees :]
     short = [row for row in families if row.rule == "memory-fits"]
-    row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))
+    row = next(iter(short or families or found.rejected), Rejected(what="", rule="fixed", reason="no layout has them"))
     settings = ", ".join(spelled(name, value) for name, value in planned.requested.items()
                          if name in _TELLING and value != 1 and (name, value) != ("offload", "none"))  # fmt: skip
     train = planned.job.train
@@ -485,7 +485,7 @@ def _explain_refusal(planned: Planned, found: Found) -> Rejected:
     at = f"{settings} {length}" if settings else "the layout"
     words = "does not fit" if row.rule == "memory-fits" else "cannot run"
     budget = f" the {planned.budget / GIB:.1f} GiB that a rank may fill" if short and planned.budget else ""
-    return Rejected(what=AS_ASKED, rule=row.rule, reason=f"{at} {words}: {row.reason}{budget}")
+    return Rejected(what=AS_REQUESTED, rule=row.rule, reason=f"{at} {words}: {row.reason}{budget}")
 
 
 _TELLING = ("micro_batch", "sharding", "checkpointing", "offload", "precision", "tp", "pp", "cp")

@@ -133,8 +133,9 @@ def golden() -> Callable[..., None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             return
-        assert path.exists(), f"{path} is missing: make golden writes it"
-        look = "make golden-documents, before and after" if digest else "read the difference"
-        assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}, then make golden"
+        rewrite = "run this test with TOPOFLIGHT_UPDATE_GOLDEN=1"
+        assert path.exists(), f"{path} is missing: {rewrite}, which writes it"
+        look = "compare make golden-documents before and after" if digest else "read the difference"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}. If it is intended, {rewrite}"
 
     return compare

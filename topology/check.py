@@ -415,6 +415,6 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
     for what, departure in _find_departures(node, row):
         few_nics = what == "devices" and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
         share = left if few_nics else fewest / whole if what == "fewer NVLinks" else 1.0
-        key = "topology.nic.missing reference" if few_nics else "topology.reference.departs"
+        key = "topology.nic.missing reference" if few_nics else "topology.reference.mismatch"
         status = Status.FAIL if lost and what == "GPUs" else by_loss(1.0 - share)
         yield finding(TEXTS, key, status, "", seen, departure=departure)

@@ -1,8 +1,8 @@
-"""The bandwidth between ranks on given hosts: what NCCL plans with, and the links as found and as they should be.
+"""The bandwidth between ranks on given hosts: what NCCL plans with, its current links, and those of a healthy node.
 
-"As it is" uses the links that were found. "As it should be" uses the recognised machine (hardware/machines.toml), else
-the best device of the same kind in the host, because a GPU or NIC with less than its peers has lost it. Ranks use GPUs
-in order, one each, like torchrun's local ranks.
+The bar CURRENT uses the links that were found. The bar HEALTHY uses the recognised machine (hardware/machines.toml),
+else the best device of the same kind in the host, because a GPU or NIC with less than its peers has lost it. Ranks use
+GPUs in order, one each, like torchrun's local ranks.
 
 NCCL's plan is computed from the found links and NCCL's planning constants (NCCL src/graph/topo.h and search.cc). The
 ring algorithm moves (n-1)/n of the data over every link, so its bus bandwidth is that of the slowest link (nccl-tests
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Literal
+from typing import Final, Literal
 
 from contracts.finding import Interval
 from contracts.tables import read_texts
@@ -193,7 +193,9 @@ def rail_plan(node: NodeTopology, rail: Rail) -> Plan:
 
 # The links of ranks
 
-Bar = Literal["as it is", "as it should be"]
+Bar = Literal["with current links", "when healthy"]
+CURRENT: Final = "with current links"
+HEALTHY: Final = "when healthy"
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
 Carried = tuple[str | None, Interval | None, tuple[str, ...]]  # (kind of link, bytes per second per direction, reasons)
 _KINDS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
@@ -210,9 +212,9 @@ class Due:
 def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | None = None) -> Paths:
     """Return the links between the GPUs of these local ranks, and to other hosts.
 
-    For "as it should be", `due` takes precedence over the recognised machine.
+    For HEALTHY, `due` takes precedence over the recognised machine.
     """
-    due = due if due is not None and bar == "as it should be" else Due()
+    due = due if due is not None and bar == HEALTHY else Due()
     usable = [gpu for gpu in node.gpus if gpu.usable]
     gpus = tuple(usable[place] for place in places if place < len(usable))
     among: Carried = None, None, ()
@@ -288,7 +290,7 @@ def _expect_node(node: NodeTopology) -> tuple[Expectation, ...]:
 
 def _join_gpus(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
     places = [usable.index(name) for name in members]
-    return joined([host_links(node, places, "as it is")], len(places), nvls=None)
+    return joined([host_links(node, places, CURRENT)], len(places), nvls=None)
 
 
 def _make_expectations(
@@ -316,7 +318,7 @@ def _make_expectations(
 
 
 def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
-    row = reference_of(node) if bar == "as it should be" else None
+    row = reference_of(node) if bar == HEALTHY else None
     names = tuple(gpu.name for gpu in gpus)
     links, of, words = due.nvlinks, len(node.gpus), "as requested with --expect:"
     if links is None and row is not None and row.links_per_pair and row.all_to_all:
@@ -331,9 +333,9 @@ def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: D
     if _has_nvlink_ring(names, known):
         whole = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())
         counts = [_count_links_into(gpu, whole, known) for gpu in gpus]
-        pick = max(counts) if bar == "as it should be" else min(counts)
+        pick = max(counts) if bar == HEALTHY else min(counts)
         switched = any(gpu.count_nvlinks("nvswitch") for gpu in gpus) or "switch" in pick[1]
-        which = "most" if bar == "as it should be" else "fewest"
+        which = "most" if bar == HEALTHY else "fewest"
         return _nvlink(gpus, pick[0], switched=switched, words=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
     return _describe_pcie(node, gpus, known, bar)
 
@@ -364,7 +366,7 @@ def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str
 def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar) -> Carried:
     running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     slots = [gpu.pcie_bytes_per_second for gpu in gpus]
-    rates = [rate for rate in (slots if bar == "as it should be" else running) if rate is not None]
+    rates = [rate for rate in (slots if bar == HEALTHY else running) if rate is not None]
     peers = [known.get(a.name, b.name) for a, b in combinations(gpus, 2)]
     labels = sorted({pair.label if pair else UNKNOWN for pair in peers})
     words = [f"no ring of NVLinks joins these GPUs: {', '.join(labels)}"]
@@ -395,11 +397,11 @@ def _find_network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Ca
     """Return the NICs nearest to these GPUs, or all NICs of the kind if distances are unknown."""
     for name, kinds in _KINDS:
         offered = [nic for nic in node.nics if nic.kind in kinds]
-        if bar == "as it is":
+        if bar == CURRENT:
             offered = [nic for nic in offered if nic.active is not False]
         if offered:
             return _wire(node, gpus, offered, bar, name)
-        row = reference_of(node) if bar == "as it should be" else None
+        row = reference_of(node) if bar == HEALTHY else None
         if name == "RDMA" and row is not None and row.gpu_nic:
             return None, None, (f"{row.called} has RDMA NICs, and none shows here: their rate is not known",)
     return None, None, ()
@@ -409,9 +411,9 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
     names = {gpu.name for gpu in gpus}
     nearest = [each for each in node.nearest_nic if each.decidable and each.gpu in names]
     # no GPU is nearest to a NIC that is down, although one should be; `why` marks a GPU that uses another NIC instead
-    near = {nic for each in nearest if bar == "as it is" or not each.why for nic in each.nics}
+    near = {nic for each in nearest if bar == CURRENT or not each.why for nic in each.nics}
     used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
-    rates = [usable_rate(nic, gpus) if bar == "as it is" else _find_best_rate(nic, offered, gpus) for nic in used]
+    rates = [usable_rate(nic, gpus) if bar == CURRENT else _find_best_rate(nic, offered, gpus) for nic in used]
     known = [rate for rate in rates if rate is not None]
     if not known or len(known) < len(rates):
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)

@@ -35,7 +35,7 @@ from planner.advice import Recommendation
 from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, checkpoint_bytes, save_seconds
 from planner.forecast.models import ModelError, hub_id, model_from_config, model_from_file, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.recommend import AS_ASKED
+from planner.recommend import AS_REQUESTED
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -115,7 +115,7 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
     if "dtype" in explicit or config.load_in_4bit:
         requested["dtype"] = config.dtype
     if config.layout:
-        requested["asked"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
+        requested["fixed_layout"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
         if {"micro_batch", "gradient_accumulation"} & set(config.layout) and request.model == EMBEDDED_MODEL:
             requested["global_batch"] = None
     return request.changed(**requested)
@@ -125,7 +125,7 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
 _TRL_DEFAULTS = {"dtype": "float32", "lora_targets": ("q_proj", "v_proj"), "fused_cross_entropy": False}
 
 
-def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, Any]:
+def fill_unset(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, Any]:
     """Return planned values for settings that the file does not set: weights, method, adapters, rows."""
     train, model = advice.train, advice.model
     if train is None or model is None:
@@ -214,7 +214,7 @@ def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
     return request.changed(lengths=lengths, rows=request.rows or found["rows"])
 
 
-def whole_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
+def complete_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """Return the request for a job with the rows of its data and its length: steps, else epochs if rows are known."""
     explicit = settings(config, overrides, request.train.engine).explicit
     request = with_rows(job_request(request, config, overrides), explicit)
@@ -284,18 +284,18 @@ def choose_trainer(
 def _advise_for(
     request: Request, config: Path | None, overrides: Sequence[str], trainer: str, found: Sequence[Snapshot]
 ) -> Recommendation:
-    request = whole_request(request.changed(engine=trainer), config, overrides)
+    request = complete_request(request.changed(engine=trainer), config, overrides)
     has_gpus = bool(request.machine) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
     if trainer == TRL and not has_gpus:
-        others = [(name, value) for name, value in request.train.asked if name not in _OF_SHARDING]
-        request = request.changed(asked=tuple(others))
+        others = [(name, value) for name, value in request.train.fixed_layout if name not in _OF_SHARDING]
+        request = request.changed(fixed_layout=tuple(others))
     return advise(request, found)
 
 
 def describe_refusal(advice: Recommendation) -> str:
     """Explain why nothing can be launched and which settings to change, if the settings exclude every layout."""
     for row in advice.rejected[:1]:
-        if row.what == AS_ASKED:
+        if row.what == AS_REQUESTED:
             could = f"; what can: {'; or '.join(advice.helps_most)}" if advice.helps_most else ""
             return f"nothing to launch: {row.reason}{could}"
     return "no layout fits: nothing to launch"
@@ -354,7 +354,7 @@ def job_plan(
     job_config, explicit, notes, raw, _ = settings(file, overrides, TRL if by_trl else OURS)
     if why := untrainable(advice, explicit):
         raise RequestError(why)
-    planned = {} if embedded else left_open(advice, explicit)
+    planned = {} if embedded else fill_unset(advice, explicit)
     job_config = replace(job_config, **planned)
     of_trl = None
     if by_trl:
@@ -428,7 +428,7 @@ def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
     return "; ".join(sentences[:2]) + (f"; and {len(sentences) - 2} more hosts alike" if len(sentences) > 2 else "")
 
 
-def to_save(advice: Recommendation) -> tuple[float, float]:
+def checkpoint_to_save(advice: Recommendation) -> tuple[float, float]:
     """Return the bytes of a checkpoint and the seconds of the step that may have to finish first; 0 if unknown."""
     if advice.chosen is None or advice.model is None or advice.train is None:
         return 0.0, 0.0
@@ -439,12 +439,12 @@ def to_save(advice: Recommendation) -> tuple[float, float]:
 
 def grace(advice: Recommendation, bytes_per_second: float | None, least: int = GRACE_SECONDS) -> int:
     """Return the seconds a job may take to save after SIGTERM, at least those of a job on this host."""
-    return save_seconds(*to_save(advice), bytes_per_second, least)
+    return save_seconds(*checkpoint_to_save(advice), bytes_per_second, least)
 
 
 def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
     """Describe how long a checkpoint may take at the assumed storage rate; empty if the user gave the rate."""
     if seconds == least or bytes_per_second is not None:
         return ""
-    size, storage = units.size(to_save(advice)[0]), rate(STORAGE_BYTES_PER_SECOND)
+    size, storage = units.size(checkpoint_to_save(advice)[0]), rate(STORAGE_BYTES_PER_SECOND)
     return texts("time_to_save", size=size, who=who, seconds=seconds, rate=storage)

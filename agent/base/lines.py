@@ -31,21 +31,21 @@ def mark(word: str, text: str = "") -> str:
     return f"[{COLOURS[word]}]{text or GLYPHS[word]}[/{COLOURS[word]}]"
 
 
-def headline(out: Console, word: str, line: str, todo: str, glyph: str = "") -> None:
+def print_headline(out: Console, word: str, line: str, todo: str, glyph: str = "") -> None:
     """Print the first lines of a view: the verdict, its reason, and the recommended action."""
     out.print(f"{mark(word, glyph)} {escape(line)}" + (f". [bold]→ {escape(todo)}[/bold]" if todo else ""))
 
 
-def block(out: Console, word: str, code: str, where: str, message: str, proof: Iterable[str], remedy: str) -> None:
+def print_problem(out: Console, word: str, code: str, at: str, message: str, proof: Iterable[str], remedy: str) -> None:
     """Print one finding, its location, the lines that prove it, and the remedy."""
-    out.print(f"{mark(word)} [bold]{escape(code)}[/bold]{escape(where)}")
-    indented(out, escape(message))
+    out.print(f"{mark(word)} [bold]{escape(code)}[/bold]{escape(at)}")
+    print_indented(out, escape(message))
     for line in proof:
-        indented(out, f"[dim]{escape(line)}[/dim]")
-    indented(out, f"[bold]→ {escape(remedy)}[/bold]")
+        print_indented(out, f"[dim]{escape(line)}[/dim]")
+    print_indented(out, f"[bold]→ {escape(remedy)}[/bold]")
 
 
-def indented(out: Console, text: str, by: int = 7) -> None:
+def print_indented(out: Console, text: str, by: int = 7) -> None:
     """Print text indented below its line; print nothing if the text is empty."""
     if text:
         out.print(Padding(text, (0, 0, 0, by), expand=False))
@@ -89,14 +89,14 @@ def grid(gap: int = 1, columns: int = 2) -> Table:
     return made
 
 
-def point(out: Console, mark: str, text: str) -> None:
+def print_bullet(out: Console, mark: str, text: str) -> None:
     """Print a line with a mark before it, and indent its further lines."""
     row = grid()
     row.add_row(mark, text)
     out.print(row)
 
 
-def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
+def print_properties(out: Console, rows: Iterable[tuple[str, str]]) -> None:
     """Print the properties of one object: a name and a value per line."""
     shown = grid()
     for word, text in rows:

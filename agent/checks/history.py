@@ -58,7 +58,7 @@ class Event:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
+class TrackedFinding:
     """A finding that a scan found; it is pending until `raised`."""
 
     checks: tuple[Finding, ...]  # of one code and subject: usually one
@@ -74,14 +74,14 @@ class History:
     def __init__(self, uptime: Callable[[], float] = lambda: float("inf")) -> None:
         self._uptime = uptime
         self._events: list[Event] = []
-        self._open: dict[Key, Seen] = {}
+        self._open: dict[Key, TrackedFinding] = {}
         self._traits: dict[Key, Trait] = {}
         self._boot_id: str | None = None
         self._last: dict[Key, Trait] = {}
         self._driver = True  # whether the driver, if there is one, answered in the previous scan
         self._settled_at = 0.0
 
-    def seen(self, view: View) -> View:
+    def update(self, view: View) -> View:
         """Replace the findings of this scan by those that are raised, and add the changes."""
         snapshot = view.snapshots[0]
         now = snapshot.taken_at_seconds
@@ -172,7 +172,7 @@ class History:
         for key, checks in found.items():
             if settling and key[0] in _RULES["compared"]:  # counters that rose during the start belong to the start
                 continue
-            seen = held.setdefault(key, Seen(checks=checks, since=now, scans=0))
+            seen = held.setdefault(key, TrackedFinding(checks=checks, since=now, scans=0))
             seen.checks, seen.scans, seen.missing = checks, seen.scans + 1, 0
             at_once = key[0] in AT_ONCE
             if not seen.raised and (at_once or (seen.scans >= SCANS_TO_RAISE and not settling)):

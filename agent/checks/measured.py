@@ -24,14 +24,12 @@ from probes.registry import ALL, SCAN_CODES
 from topology.build import build
 from topology.check import CODES as TOPOLOGY_CODES, departures
 from topology.expected import FAILS_BELOW
-from topology.paths import Bar as BarName
+from topology.paths import CURRENT, HEALTHY, Bar as BarName
 
 BUSBW = "bench.busbw.low"
 _PROVES = {" nvls": "NVLS", " mnnvl": "MNNVL"}  # what the lines of NCCL's log prove that show this cause
-SHOULD: Final = "as it should be"
-IS: Final = "as it is"
-BASELINE: Final = "as in the baseline"
-BARS: tuple[BarName, ...] = (SHOULD, IS)
+BASELINE: Final = "in the baseline"
+BARS: tuple[BarName, ...] = (HEALTHY, CURRENT)
 JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
 MOST_JUDGED_BYTES = 8 << 30  # checked for any number of ranks: larger sizes do not fit next to a job
@@ -95,10 +93,10 @@ def _why_not(result: BenchResult) -> str:
 
 
 def _compared_with_bars(m: Measurement, node: str, result: BenchResult, snapshots: Sequence[Snapshot]) -> Finding:
-    """Compare a measurement with its bars: the first is the expected value, "as it is" counts only active links."""
+    """Compare a measurement with its bars: the first is the expected value, CURRENT counts only active links."""
     value = m.busbw_bytes_per_second
-    first = next((bar for bar in m.bars if bar.name != IS), None)
-    now = next((bar for bar in m.bars if bar.name == IS), None)
+    first = next((bar for bar in m.bars if bar.name != CURRENT), None)
+    now = next((bar for bar in m.bars if bar.name == CURRENT), None)
     known = [bar for bar in m.bars if bar.low is not None]
     evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in m.bars) + tuple(
         why for bar in m.bars for why in bar.why
@@ -385,7 +383,7 @@ def _same_node(now: Iterable[str], then: Iterable[str]) -> dict[str, str]:
     return {now.pop(): then.pop()} if len(now) == len(then) == 1 else {}
 
 
-def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
+def missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
     """Return a failure for each kind of device of which a host's PCI bus shows fewer than in the baseline.
 
     A GPU or HCA that left the bus has no check that could fail. A baseline without a scan has no device counts.
@@ -417,7 +415,7 @@ def _worst(checks: Iterable[Mapping[str, Any]]) -> dict[Key, Status]:
     return held
 
 
-def regressions(checks: Iterable[Finding], baseline: Mapping[Key, Status]) -> tuple[Finding, ...]:
+def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Status]) -> tuple[Finding, ...]:
     """Change findings that the baseline contains to "info", and checks that can no longer be measured to "fail".
 
     Nodes are matched by name. If the run and the baseline have one node each, they are treated as the same node.
@@ -439,7 +437,7 @@ def regressions(checks: Iterable[Finding], baseline: Mapping[Key, Status]) -> tu
     return tuple(map(judged, checks))
 
 
-def against_baseline(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:
+def add_baseline_bars(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:
     """Add a bar from the baseline before the other bars of each measurement, at the largest size that both have."""
     known = [m for m in result.measurements if before.get(_measured_as(m))]
     largest = {(m.op, len(m.ranks)): m.bytes for m in sorted(known, key=lambda m: m.bytes)}

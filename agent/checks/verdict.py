@@ -204,7 +204,7 @@ def for_next_job(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tu
     full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
     return tuple(
         replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
-        if check.code == "gpu.memory.held" and (check.node, check.subject) in full
+        if check.code == "gpu.memory.in_use" and (check.node, check.subject) in full
         else check
         for check in checks
     )

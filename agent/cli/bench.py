@@ -31,7 +31,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
-    from agent.checks.measured import against_baseline, checks_of_bars, read_baseline
+    from agent.checks.measured import add_baseline_bars, checks_of_bars, read_baseline
     from agent.jobs.benchmark import spec_of, watch
     from agent.terminal import measured
     from collectives.bench.run import run
@@ -45,9 +45,9 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     result = run(spec, watch(progress.note), stop)
     if received:
         result = replace(result, stopped_by=received[0])
-    result = against_baseline(result, before)
+    result = add_baseline_bars(result, before)
     save_benchmark_result(result)
-    emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
+    emit(result, form, lambda out: measured.print_benchmark(out, result, verbose=verbose))
     save_document(save, result)
     sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots((), ALL)))))
 
@@ -101,7 +101,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
         result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
     result = with_bars(result, found, before)
-    emit(result, form, lambda out: measured.rdma(out, result))
+    emit(result, form, lambda out: measured.print_rdma_writes(out, result))
     save_document(save, result)
     well = _report_low([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
     if signal.SIGINT.name in received:
@@ -130,7 +130,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
     """Take part in the search; node 0 also prints the result."""
     from agent.base import result_store
     from agent.jobs import search as job
-    from agent.terminal.findings import findings
+    from agent.terminal.findings import print_findings
     from collectives.search import run
     from contracts import plain
     from probes.registry import ALL
@@ -153,7 +153,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
     document = {**measured, "findings": found, "summary": lines, "affinity": job.affinity(result)}
     if form == "table":
         print_text(lines[0])
-        findings(console(), found, everything=verbose)
+        print_findings(console(), found, everything=verbose)
         print_text("\n".join(lines[1:]))
     else:
         print_text(job.slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)

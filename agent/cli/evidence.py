@@ -35,39 +35,39 @@ def evidence(
         found = reader.read_files(source or ("-",))
     except OSError as error:
         raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
-    emit(reader.to_json(found), form, lambda out: show(out, found, verbose=verbose))
+    emit(reader.to_json(found), form, lambda out: print_evidence(out, found, verbose=verbose))
     sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))
 
 
 _NVLINK_WORDS, _OUTCOMES = read_table(__file__, "evidence.toml").values()
 
 
-def _opening(out: Console, found: Evidence) -> None:
+def _print_verdict(out: Console, found: Evidence) -> None:
     """Print what the log says about the transport, worst first, and the remedy."""
-    from agent.base.lines import headline
+    from agent.base.lines import print_headline
 
     if found.problems:
         worst = found.problems[0]
         more = f" and {units.count(len(found.problems) - 1, 'more problem')}" if len(found.problems) > 1 else ""
         place = f" on {worst.place}" if worst.place else ""
-        headline(out, worst.severity, worst.code + place + more, worst.action)
+        print_headline(out, worst.severity, worst.code + place + more, worst.action)
     elif found.send.total or found.receive.total or found.transports:
         joined = f"{found.inter_node_transport or 'no channel'} between nodes, GPUDirect RDMA {found.gdrdma}"
-        headline(out, "pass", f"no problem in the log: {joined}", "Nothing to do.", "✓")
+        print_headline(out, "pass", f"no problem in the log: {joined}", "Nothing to do.", "✓")
     elif found.ranks == 1:
-        headline(out, "unknown", "one rank alone has no channel", "Run with two or more ranks.")
+        print_headline(out, "unknown", "one rank alone has no channel", "Run with two or more ranks.")
     else:
-        headline(out, "unknown", "no channel in the log", "Run with NCCL_DEBUG=INFO.")
+        print_headline(out, "unknown", "no channel in the log", "Run with NCCL_DEBUG=INFO.")
 
 
-def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
+def print_evidence(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     """Print the verdict on a log, the remedy, and the problems with their lines; `verbose` adds the proving lines."""
     from rich.markup import escape
 
-    from agent.base.lines import block, indented, pairs
+    from agent.base.lines import print_indented, print_problem, print_properties
     from collectives.nccl_log.transport import rank_words
 
-    _opening(out, found)
+    _print_verdict(out, found)
     ways = (("send", found.send), ("receive", found.receive))
     shown = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
     hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
@@ -107,15 +107,15 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     if verbose:
         rows += [("GPU to NIC", path) for path in found.gdr_paths[:4]]
         rows += [("note", f"{seen.code}: {seen.message}") for seen in found.notes[:6]]
-    pairs(out, rows)
+    print_properties(out, rows)
     for problem in found.problems:
         times = f" (x {problem.count})" if problem.count > 1 else ""
         place = f" on {problem.place}" if problem.place else ""
         proof = [f"{line.place}: {line.text}" for line in problem.lines]
-        block(out, problem.severity, problem.code, place + times, problem.message, proof, problem.action)
+        print_problem(out, problem.severity, problem.code, place + times, problem.message, proof, problem.action)
     if not verbose and found.proof:
         out.print(f"[dim]-v shows {units.count(len(found.proof), 'line')} of proof[/dim]")
     elif verbose and found.proof:
         out.print("[bold]Proof[/bold]")
     for line in found.proof[:8] if verbose else ():
-        indented(out, f"[dim]{escape(f'{line.place}: {line.text}')}[/dim] · {escape(line.proves)}", 2)
+        print_indented(out, f"[dim]{escape(f'{line.place}: {line.text}')}[/dim] · {escape(line.proves)}", 2)

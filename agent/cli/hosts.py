@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool) -> None:
     """Inspect this host and print its devices and findings. Reads only."""
     from agent.checks.verdict import build_view
-    from agent.terminal.hosts import scan as show
+    from agent.terminal.hosts import print_scan
     from probes.registry import ALL
 
     view = build_view(snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
     emit(value if len(value) > 1 else value[0], form,
-         lambda out: show(out, view, verbose=verbose or everything, everything=everything))  # fmt: skip
+         lambda out: print_scan(out, view, verbose=verbose or everything, everything=everything))  # fmt: skip
 
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.json"
@@ -34,12 +34,12 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 def demo(verbose: bool) -> None:
     """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
     from agent.checks.verdict import build_view
-    from agent.terminal.hosts import scan as show
+    from agent.terminal.hosts import print_scan
     from probes.registry import ALL
 
     print_text("This node is a built-in example with deliberate faults. It is not a real machine.")
     view = build_view(snapshots((DEMO,), ALL))
-    show(console(), view, verbose=verbose, everything=False)
+    print_scan(console(), view, verbose=verbose, everything=False)
     print_text(f"Check your own node: topoflight preflight. Every command can read this one: --host {DEMO}")
 
 

@@ -40,7 +40,7 @@ def launch(
     """Choose the layout, then launch on this host, on Slurm or on a Kubernetes cluster."""
     from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
-    from agent.terminal.advice import rejected, summary
+    from agent.terminal.advice import layout_properties, print_rejected
     from planner.kubernetes.manifests import storage_rate
     from planner.recommend import ROWS
     from probes.registry import ALL
@@ -65,12 +65,12 @@ def launch(
         if line.startswith(ROWS):
             print_text(f"note: {line}", err=True)
     if advice.chosen is None:
-        rejected(console(), advice)
+        print_rejected(console(), advice)
         raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), why))))
     if why:
         print_text(why, err=True)
     if not options["over"] and advice.total_seconds is not None:  # its duration is known
-        for word, line in summary(advice, advice.chosen)[:2]:
+        for word, line in layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # the output folder of the job's settings
         settings = job_settings.settings(options["config"], options["overrides"], options["trainer"]).explicit
@@ -78,12 +78,14 @@ def launch(
     if options["api"] == "slurm":
         _launch_on_slurm(advice, found, folder, shown, options)
     elif options["api"] != "local":
-        _launch_there(advice, found, shown, options)
+        _launch_on_cluster(advice, found, shown, options)
     else:
-        _launch_here(advice, advice.chosen.layout, found, folder, timeout, shown, options)
+        _launch_locally(advice, advice.chosen.layout, found, folder, timeout, shown, options)
 
 
-def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
+def _launch_on_cluster(
+    advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]
+) -> None:
     """Print the job in `form`, or create it if `form` is None."""
     from agent.advice.advise import in_pods
     from agent.advice.job_settings import grace_notice
@@ -230,11 +232,11 @@ def _launch_script(
         found, options, folder, plan.document.environment, plan.ranks,
         f"{script.name} on {count(plan.ranks, 'rank')}", lambda note: trainer.train(plan, folder, timeout, note),
     )  # fmt: skip
-    measured.comparison(console(), record)
+    measured.print_comparison(console(), record)
     print_text(f"record: {folder / 'run.json'}", err=True)
 
 
-def _launch_here(
+def _launch_locally(
     advice: Recommendation, layout: Layout, found: Sequence[Snapshot], folder: Path, timeout: float, form: str | None,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -255,27 +257,26 @@ def _launch_here(
         layout.world_size, layout.family,
         lambda note: launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=note),
     )  # fmt: skip
-    measured.run(console(), record)
-    measured.comparison(console(), record)
+    measured.print_run(console(), record)
+    measured.print_comparison(console(), record)
 
 
 def _run_here(
     found: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
     train: Callable[[Callable[[str], None]], Launched],
 ) -> RunRecord:  # fmt: skip
-    """Check this host, run the job on it, and return its stored record; exit if the check or the job failed."""
+    """Check this host, run the job on it, and return its stored record.
+
+    Exits if the check failed, or if the job failed, after printing how it ended.
+    """
+    from agent.base.result_store import store_run
+    from contracts.run_record import RESUMABLE
+
     require_writable("--output", folder, folder=True)
     progress = Progress()
     _pass_gate(found, options, settings, ranks, progress)
     progress.step(f"launch: {title}")
-    return _store(train(progress.note))
-
-
-def _store(done: Launched) -> RunRecord:
-    """Store the record of a job that has ended, and return it; if the job failed, print how it ended and exit."""
-    from agent.base.result_store import store_run
-    from contracts.run_record import RESUMABLE
-
+    done = train(progress.note)
     if done.record is not None:
         store_run(done.record)
         if done.exit_code == 0:
@@ -304,7 +305,7 @@ def run(command: tuple[str, ...], folder: Path) -> None:
 @click.argument("source", metavar="FILE|-")
 def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> None:
     """Read the file, print the changes, and write them if requested."""
-    from agent.jobs.script import wrapped
+    from agent.jobs.script import wrap_manifest
     from agent.jobs.slurm import wrapped_script
     from probes.registry import ALL
 
@@ -317,7 +318,7 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
         raise InputError(f"{name_of(source)}: not UTF-8: {error}") from None
     found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
-    made, notes = (wrapped_script if is_script else wrapped)(text, found, options)
+    made, notes = (wrapped_script if is_script else wrap_manifest)(text, found, options)
     print_text(_difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)

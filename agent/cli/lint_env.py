@@ -48,18 +48,19 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         print_text("\n".join(filter(None, (linted.unread, linted.read))), err=True)
         print_text(render(list(linted.checks), form), nl=False)
         sys.exit(linted.exit_code)
-    from agent.terminal.findings import findings
+    from agent.terminal.findings import print_findings
 
     if linted.unread:
         console().print(f"! {linted.unread}", markup=False, highlight=False)
     elif linted.unreached and not linted.checks:
         count = units.count(linted.unreached, "setting")
-        print_text(f"! Not checked: {count} that no started program gets. No problems found in the others.")
+        others = " No problems found in the others." if linted.names else ""
+        print_text(f"! Not checked: {count} that no started program gets.{others}")
     elif not linted.checks:
         more = "no change needed" if hosts else "add --host to check it against a machine"
         print_text(f"✓ no problems found in this environment → {more}")
     console().print(linted.read, markup=False, highlight=False)
-    findings(console(), linted.checks, everything=True)
+    print_findings(console(), linted.checks, everything=True)
     sys.exit(linted.exit_code)
 
 
@@ -80,6 +81,7 @@ class Linted(NamedTuple):
     checks: tuple[Finding, ...]
     unread: str = ""  # text: lines that were not understood; empty if all were
     unreached: int = 0  # number of settings that were not checked, because no program that is started gets them
+    names: int = 0  # number of variables that were read
 
     @property
     def exit_code(self) -> int:
@@ -110,7 +112,7 @@ def lint_text(
     checks = tuple(_checks(reading, found_version, machine))
     return Linted(
         read=str(without_secrets(_read_in_words(reading))), checks=checks, unread=_unread_in_words(reading),
-        unreached=len(reading.unreached),
+        unreached=len(reading.unreached), names=len(reading.names()),
     )  # fmt: skip
 
 

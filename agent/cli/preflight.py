@@ -68,10 +68,10 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
         from agent.base.lines import plain_console
 
         if path is None:
-            show(console(), report, verbose=verbose, everything=everything)
+            print_report(console(), report, verbose=verbose, everything=everything)
             return
         table = io.StringIO()
-        show(plain_console(table), report, verbose=verbose, everything=everything)
+        print_report(plain_console(table), report, verbose=verbose, everything=everything)
         text = table.getvalue()
     else:
         texts = {"junit": junit, "github": github, "slurm": slurm_hosts, "reason": slurm_reasons}
@@ -109,36 +109,36 @@ def _escape(text: str, *, attribute: bool = False) -> str:
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text
 
 
-def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool = False) -> None:
+def print_report(out: Console, whole: Report, *, verbose: bool = False, everything: bool = False) -> None:
     """Print the verdict and the remedy, then the facts behind them; `verbose` adds hosts, links and evidence."""
     from rich.markup import escape
 
     from agent.terminal import hosts, measured
-    from agent.terminal.advice import recommendation
-    from agent.terminal.findings import findings
-    from agent.terminal.topology import node
+    from agent.terminal.advice import print_recommendation
+    from agent.terminal.findings import print_findings
+    from agent.terminal.topology import print_node
 
     one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
-    hosts.opening(out, whole.verdict, whole.checks, at=one)
+    hosts.print_verdict(out, whole.verdict, whole.checks, at=one)
     if not verbose:
-        hosts.hosts_in_brief(out, whole.snapshots, whole.topologies, whole.checks)
+        hosts.print_hosts_brief(out, whole.snapshots, whole.topologies, whole.checks)
         kinds = [(record.name, f"{record.gpu_text}; RDMA {record.rdma_text}") for record in whole.nodes]
-        hosts.sound_nodes(out, kinds, whole.checks)
+        hosts.print_healthy_nodes(out, kinds, whole.checks)
     else:
         for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
-            hosts.host(out, snapshot)
-            node(out, topology)
+            hosts.print_host(out, snapshot)
+            print_node(out, topology)
     if whole.bench is not None:
-        measured.bench(out, whole.bench, verbose=verbose)
+        measured.print_benchmark(out, whole.bench, verbose=verbose)
     if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
-        recommendation(out, whole.recommendation, brief=not verbose)
+        print_recommendation(out, whole.recommendation, brief=not verbose)
     if whole.run is not None:
-        measured.run(out, whole.run)
-        measured.comparison(out, whole.run)
+        measured.print_run(out, whole.run)
+        measured.print_comparison(out, whole.run)
     if verbose:
         out.print("\n[bold]Findings[/bold]")
-        findings(out, whole.checks, everything=everything)
+        print_findings(out, whole.checks, everything=everything)
     else:
-        hosts.findings_in_brief(out, whole.checks)
+        hosts.print_findings_brief(out, whole.checks)
     for note in whole.notes:
         out.print(f"· {escape(note)}")

@@ -62,9 +62,9 @@ def recommend(**options: object) -> None:
             print_text(f"note: {line}", err=True)
     if form in ("table", "json", "yaml"):
         explain = bool(options["explain"])
-        from agent.terminal.advice import recommendation
+        from agent.terminal.advice import print_recommendation
 
-        emit(advice, form, lambda out: recommendation(out, advice, brief=not explain))
+        emit(advice, form, lambda out: print_recommendation(out, advice, brief=not explain))
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         nodes = request.nodes or max(1, len(request.hosts))
         print_text(export(advice, form, nodes=nodes), nl=False)

@@ -56,22 +56,22 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     ]
 
     def show(out: Console) -> None:
-        from agent.base.lines import block
+        from agent.base.lines import print_problem
         from agent.terminal import topology as topology_view
 
         for node, findings in zip(nodes, checked, strict=True):
             if verbose:
-                topology_view.node(out, node)
+                topology_view.print_node(out, node)
             else:
-                topology_view.brief(out, node, findings)
+                topology_view.print_brief(out, node, findings)
             wrong = [one for one in findings if one.status in ("fail", "warn")]
             if wrong:
-                from agent.terminal.findings import findings as print_findings
+                from agent.terminal.findings import print_findings
 
                 print_findings(out, wrong)
             for one in findings:
                 if one.status == "unknown":
-                    block(out, one.status, one.code, "", one.message, one.evidence[:3], one.remedy)
+                    print_problem(out, one.status, one.code, "", one.message, one.evidence[:3], one.remedy)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)
     if any(node.lacking for node in nodes):

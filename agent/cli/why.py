@@ -109,7 +109,7 @@ def show(out: Console, found: Verdict) -> None:
     """Print the verdict, its causes with their evidence, and what is unknown."""
     from rich.markup import escape
 
-    from agent.base.lines import indented
+    from agent.base.lines import print_indented
 
     colour = _COLOURS.get(found.state, "yellow")
     state, _, rest = found.line.partition(": ")
@@ -123,9 +123,9 @@ def show(out: Console, found: Verdict) -> None:
         message = f": {escape(cause.message)}" if cause.message != rest else ""  # the first line has it already
         out.print(f"{number}. [bold]{escape(cause.code)}[/bold]{share}{message}")
         for line in cause.evidence:
-            indented(out, f"[dim]{escape(line)}[/dim]")
+            print_indented(out, f"[dim]{escape(line)}[/dim]")
         if cause.action:
-            indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
+            print_indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
     for line in found.not_at_fault:
         out.print(f"waited for: {escape(line)}")
     for line in found.disagree:

@@ -126,10 +126,10 @@ class Gate:
     checks: tuple[Finding, ...]
 
 
-class StoreAnswer(BaseModel):
-    """Whether a record is new here."""
+class StoredRun(BaseModel):
+    """Answer of POST /runs."""
 
-    kept: Literal["now", "before"]
+    created: bool = Field(description="Whether the record is new; false if the same record was stored before.")
 
 
 def problem_responses(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
@@ -450,8 +450,8 @@ def _runs(app: FastAPI, state: State) -> None:
     posted = {"required": True, "content": {"application/json": {"schema": PostedRecord.model_json_schema()}}}
 
     @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
-              openapi_extra={"requestBody": posted}, dependencies=TOKEN, response_model=StoreAnswer,
-              responses={200: {"model": StoreAnswer, "description": "Stored before."},
+              openapi_extra={"requestBody": posted}, dependencies=TOKEN, response_model=StoredRun,
+              responses={200: {"model": StoredRun, "description": "Stored before."},
                          **problem_responses(409, 413, 507)})  # fmt: skip
     async def post_run(request: Request) -> JSONResponse:
         """Store the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
@@ -462,8 +462,8 @@ def _runs(app: FastAPI, state: State) -> None:
             raise ProblemError(400, "incomplete request body") from None
         is_new = await run_in_threadpool(lambda: state.store_run(read_record(body), who))
         log.info("POST /runs by %s: %s", who, "stored" if is_new else "was stored before")
-        status, kept = (201, "now") if is_new else (200, "before")
-        return JSONResponse({"kept": kept}, status, headers={"Location": "/runs", "Cache-Control": "no-store"})
+        headers = {"Location": "/runs", "Cache-Control": "no-store"}
+        return JSONResponse({"created": is_new}, 201 if is_new else 200, headers)
 
 
 def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:

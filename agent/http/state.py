@@ -80,7 +80,7 @@ class State:
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)
             if self.history is not None:
-                view = self.history.seen(view)
+                view = self.history.update(view)
             self._past.add(view.snapshots)
             with self._handing:
                 self.view = view

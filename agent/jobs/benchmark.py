@@ -19,7 +19,7 @@ from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
 from agent.checks import measured
 from agent.checks.findings import ORDER
-from agent.checks.measured import BARS, IS, JUDGED_OPS, SHOULD, bar_words, make_finding
+from agent.checks.measured import BARS, JUDGED_OPS, bar_words, make_finding
 from agent.checks.verdict import GateError
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
@@ -40,7 +40,7 @@ from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
 from topology.expected import Expected, Paths, expected as bandwidth
 from topology.graph import NicNode
-from topology.paths import Bar as BarName, Due, host_links, joined
+from topology.paths import CURRENT, HEALTHY, Bar as BarName, Due, host_links, joined
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> d
     if not node.gpus:
         return {}
     links = {name: host_links(node, range(ranks), name, due) for name in BARS}
-    return {name: asdict(each) for name, each in links.items()} | {"nvlink_domain": links[IS].domain}
+    return {name: asdict(each) for name, each in links.items()} | {"nvlink_domain": links[CURRENT].domain}
 
 
 def expected(found: Sequence[Snapshot]) -> Expect | None:
@@ -334,7 +334,7 @@ def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaW
     for write in result.writes:
         device, port = known[write.port]
         equals = [p for d, p in known.values() if (d.kind, d.model) == (device.kind, device.model)]
-        bars = _of_port(write, device, port, equals, nics.get(device.name))
+        bars = _bars_of_port(write, device, port, equals, nics.get(device.name))
         then = before.get(write.port)
         if then is not None:
             mtu = (f"in packets of {then.mtu_bytes} bytes",) if then.mtu_bytes else ()
@@ -343,17 +343,17 @@ def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaW
     return replace(result, writes=tuple(made))
 
 
-def _of_port(
+def _bars_of_port(
     write: RdmaWrite, device: RdmaDevice, port: RdmaPort, equals: Sequence[RdmaPort], nic: NicNode | None
 ) -> tuple[Bar, ...]:
-    """Return the bars: expected (fastest equal port here, PCIe slot) and "as it is" (own rate, current PCIe link)."""
+    """Return both bars: HEALTHY (rate of the fastest equal port here, PCIe slot) and CURRENT (own rate, PCIe link)."""
     if device.kind == "rxe":
         why = ("Soft-RoCE moves data through the CPU, so its rate is no reference; use --baseline",)
-        return (Bar(name=SHOULD, why=why), Bar(name=IS, why=why))
+        return (Bar(name=HEALTHY, why=why), Bar(name=CURRENT, why=why))
     slot = nic.pcie_bytes_per_second if nic else None
     running = (nic.pcie_running_bytes_per_second or slot) if nic else None
     due = max((max(p.rate_bytes_per_second or 0.0, p.rate_max_bytes_per_second or 0.0) for p in equals), default=0.0)
-    return (_bar(SHOULD, write, port, due, slot), _bar(IS, write, port, port.rate_bytes_per_second, running))
+    return (_bar(HEALTHY, write, port, due, slot), _bar(CURRENT, write, port, port.rate_bytes_per_second, running))
 
 
 def _bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | None, pcie: float | None) -> Bar:
@@ -371,10 +371,10 @@ def _bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | None, pcie: 
 
 def checks_of_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Finding]:
     """Return one check per measured port."""
-    return [_held_write(write, result, before.get(write.port)) for write in result.writes]
+    return [_check_write(write, result, before.get(write.port)) for write in result.writes]
 
 
-def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Finding:
+def _check_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Finding:
     value = write.bytes_per_second
     known = [bar for bar in write.bars if bar.low is not None]
     evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in write.bars) + tuple(
@@ -385,7 +385,7 @@ def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) ->
     status = min((measured.status_of(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
     if status == "unknown":
         message += f": {write.bars[0].why[0]}" if write.bars else ""
-    now = next((bar for bar in known if bar.name == IS), None)
+    now = next((bar for bar in known if bar.name == CURRENT), None)
     if status in ("unknown", "pass"):
         key = f"{LOW_BANDWIDTH} pass"
     elif now is not None and now.low is not None and value >= now.low:

@@ -24,11 +24,11 @@ from agent.advice.advise import Request, advise, in_pods, of_cluster, with_fsdp
 from agent.advice.job_settings import (
     EMBEDDED_MODEL,
     base_request,
+    complete_request,
     job_plan,
     job_request,
     settings,
     transport,
-    whole_request,
 )
 from agent.base import units
 from agent.base.options import InputError, RequestError, snapshots
@@ -331,7 +331,7 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     rate = storage_rate(options["storage_rate"])
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2, "storage_rate": rate}
     networks = parse(options["networks"], here=False)
-    request = whole_request(base_request(options), options["config"], options["overrides"])
+    request = complete_request(base_request(options), options["config"], options["overrides"])
     found = snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
     advice = advise(request, found)
@@ -382,7 +382,7 @@ def over(advice: Recommendation, network: Network, request: Request, found: Sequ
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
         same = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch", "gradient_accumulation", "sharding"}
         named = tuple((name, getattr(chosen.layout, name)) for name in sorted(same))
-        there = advise(replace(on_network, train=replace(request.train, asked=named)), found)
+        there = advise(replace(on_network, train=replace(request.train, fixed_layout=named)), found)
         if there.chosen is None:
             raise JobError(f"--over {network.name},{network.rate}: no forecast: {there.rejected[0].reason}")
         chosen = replace(chosen, forecast=there.chosen.forecast)

@@ -86,7 +86,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     started, clock = time.time(), time.monotonic()
     # first, so that a wrong word or file is rejected before the run
     expected = expectation_of(options["expect"], options["expect_file"])
-    needs = ("statuses", "busbw") if _makes_load(options) else ("statuses",)
+    needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
     before = measured.read_baseline(options["baseline"], needs)
     settings(options["config"], options["overrides"])
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
@@ -95,10 +95,6 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
         report = _Stages(options, progress, found, before, expected, stop).report()
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
-
-
-def _makes_load(options: Mapping[str, Any]) -> bool:
-    return bool(options["measure"] or options["train"])
 
 
 @dataclass(slots=True)
@@ -119,7 +115,7 @@ class _Stages:
         result = self._measure()
         calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
         if result is not None:
-            result = measured.against_baseline(result, self.before.busbw)
+            result = measured.add_baseline_bars(result, self.before.busbw)
         view = measured.with_bench(build_view(found, expected=self.expected), result)
         view = replace(view, checks=gate.for_next_job(view.checks, found))
         extra: list[Finding] = []
@@ -133,7 +129,7 @@ class _Stages:
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
         scanned = view.checks if stopped else measured.must_be_measured(view.checks)
-        found_checks = [*scanned, *extra, *of_run, *measured.gone(self.before, found)]
+        found_checks = [*scanned, *extra, *of_run, *measured.missing_devices(self.before, found)]
         checks = self._against(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
         return Report(
             snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
@@ -150,9 +146,9 @@ class _Stages:
         cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
         unmeasured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
         checks = [check for check in checks if check not in unmeasured]
-        return (*measured.regressions(checks, self.before.statuses), *unmeasured)
+        return (*measured.compare_with_baseline(checks, self.before.statuses), *unmeasured)
 
-    def _stopping(self, view: View, advice: Recommendation) -> str:
+    def _blocking_failures(self, view: View, advice: Recommendation) -> str:
         """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it.
 
         The checks are those of the host with the settings of the run, because a problem that they correct is none.
@@ -160,12 +156,12 @@ class _Stages:
         settings = {setting.name: setting.value for setting in advice.settings}
         hosts = [gate.with_environment(one, settings) for one in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return stopping(gate.for_next_job(scanned.checks, view.snapshots), self.options, self.before)
+        return blocking_failures(gate.for_next_job(scanned.checks, view.snapshots), self.options, self.before)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
         options = self.options
-        if not _makes_load(options):
+        if not (options["measure"] or options["train"]):
             return None
         if options["hosts"]:
             self.notes.append("not measured: recorded hosts cannot be measured")
@@ -215,7 +211,7 @@ class _Stages:
             return None, measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
         if stopped:
             return None, measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
-        if failed := self._stopping(view, advice):
+        if failed := self._blocking_failures(view, advice):
             self.notes.append(f"not trained: {failed}")
             return None, measured.unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
         record, why = self._train(advice)
@@ -244,10 +240,11 @@ class _Stages:
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def stopping(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
+def blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
     """Return the failures that prevent a training run; empty without one, or with --force."""
     checks = select(measured.must_be_measured(found), skip=options["skip"], known=measured.ALL_CODES)
-    failed = sorted({check.code for check in measured.regressions(checks, before.statuses) if check.status == "fail"})
+    checks = measured.compare_with_baseline(checks, before.statuses)
+    failed = sorted({check.code for check in checks if check.status == "fail"})
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
 
 
@@ -264,7 +261,7 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     fleet.read(client)
     found = checks_of(names, fleet, expected=expected)
     checks = select(found, require=options["require"], skip=options["skip"], known=measured.ALL_CODES)
-    checks = measured.regressions(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
+    checks = measured.compare_with_baseline(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(
         started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
         verdict=judge(checks, fail_on=options["fail_on"]),

@@ -210,7 +210,7 @@ def _channels(where: Path, began: float) -> NcclChannels | None:
 # A job by its manifest.
 
 
-def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Add what the manifest's jobs lack on these hosts; return it with notes. Raises InputError."""
     for name in ("monitor", "require"):
         if options[name] and not options["preflight_image"]:
@@ -226,9 +226,9 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
                 notes.append(f"{job.kind}/{job.name}: not changed, as its pods request no GPU: --resource NAME=COUNT")
                 additions.append(None)
                 continue
-            advice, said = advised(job, found, options)
+            advice, lines = advise_job(job, found, options)
             advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
-            notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
+            notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in lines)]
             additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
                 gate_image=options["preflight_image"], log=advice.backend == "nccl", monitor=options["monitor"],
@@ -254,7 +254,7 @@ def _resource(word: str) -> tuple[str, str]:
     return name, count
 
 
-def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
+def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
     """Return the advice for the job's nodes, and what was read from its command or is unknown."""
 
     def file(name: str) -> str | None:
@@ -263,24 +263,26 @@ def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> 
         here = options["config"]
         return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
 
-    said = read_command(job.command, file)
-    nodes, ranks = max(job.nodes or 0, said.nodes or 0) or None, job.ranks_per_node or said.ranks_per_node
+    parsed = read_command(job.command, file)
+    nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, job.ranks_per_node or parsed.ranks_per_node
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
-        said.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say"
+        parsed.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say"
                             + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
-    return forecast_of(said, request, found)
+    return forecast_of(parsed, request, found)
 
 
-def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapshot]) -> tuple[Recommendation, list[str]]:
-    """Add the forecast of the trainer's own layout, if it could be read completely; also return why not."""
-    advice, unknown = None, [f"forecast: unknown: {text}" for text in said.unknown]
-    if not unknown and "model_name_or_path" not in said.settings:
+def forecast_of(
+    command: CommandSettings, request: Request, found: Sequence[Snapshot]
+) -> tuple[Recommendation, list[str]]:
+    """Return the advice with the forecast of the command's own layout, if it is known, and lines about it."""
+    advice, unknown = None, [f"forecast: unknown: {text}" for text in command.unknown]
+    if not unknown and "model_name_or_path" not in command.settings:
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
     if not unknown:
         try:
-            config, settings, _ = parse_config(as_run(said))
+            config, settings, _ = parse_config(as_run(command))
             advice = advise(_question(request, config, settings), found)
             if advice.chosen is None:
                 why = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
@@ -293,7 +295,7 @@ def forecast_of(said: CommandSettings, request: Request, found: Sequence[Snapsho
         raise InputError(str(error)) from None
     words = [f"forecast {line}" for line in forecast(alone).values()]
     words += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
-    return alone, [*unknown, *words, *said.notes]
+    return alone, [*unknown, *words, *command.notes]
 
 
 def _question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:

@@ -1,7 +1,7 @@
 "use strict";
 (() => {
-  const said = document.getElementById("said");
-  const say = (text) => { if (said) { said.textContent = text; } };
+  const announcement = document.getElementById("announcement");
+  const announce = (text) => { if (announcement) { announcement.textContent = text; } };
 
   const put = async (text) => {
     if (navigator.clipboard && window.isSecureContext) { await navigator.clipboard.writeText(text); return; }
@@ -20,24 +20,24 @@
     try {
       await put(document.getElementById(button.dataset.copy).textContent);
       button.classList.add("done");
-      say("Copied.");
-    } catch (error) { say("The browser did not allow copying: select the text instead."); }
+      announce("Copied.");
+    } catch (error) { announce("The browser did not allow copying: select the text instead."); }
   });
 
   const results = document.querySelector("form.ask") !== null; // this form stays while people type
   const parts = results ? ["header", "#results"] : ["header", "main"];
   const renew = async () => {
-    const asked = location.href;
-    const answer = await fetch(asked, { cache: "no-store" });
+    const address = location.href;
+    const answer = await fetch(address, { cache: "no-store" });
     if (!answer.ok) { return; }
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-    if (asked !== location.href) { return; } // another question was asked meanwhile
+    if (address !== location.href) { return; } // the user has changed the search meanwhile
     const open = [...document.querySelectorAll("details[open][id]")].map((one) => one.id);
     const focused = document.activeElement && document.activeElement.id;
     for (const name of parts) { document.querySelector(name).replaceWith(document.adoptNode(fresh.querySelector(name))); }
     for (const id of open) { const one = document.getElementById(id); if (one) { one.open = true; } }
     if (focused) { const one = document.getElementById(focused); if (one) { one.focus({ preventScroll: true }); } }
-    if (document.title !== fresh.title) { say("Updated: " + fresh.title); } // the title begins with the verdict
+    if (document.title !== fresh.title) { announce("Updated: " + fresh.title); } // the title begins with the verdict
     document.title = fresh.title;
   };
 
@@ -50,7 +50,7 @@
         const given = [...new FormData(ask)].filter(([, value]) => value);
         history.replaceState(null, "", "cluster" + (given.length ? "?" + new URLSearchParams(given) : ""));
         await renew();
-        say(document.getElementById("nodes").textContent);
+        announce(document.getElementById("nodes").textContent);
       }, 250);
     });
   }

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import Grid, indented, mark, pairs, point, table_of
+from agent.base.lines import Grid, mark, print_bullet, print_indented, print_properties, table_of
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
@@ -18,31 +18,31 @@ MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (set
 NOTHING_TO_SET = "nothing: NCCL detects what this machine has"
 
 
-def recommendation(out: Console, advice: Recommendation, *, brief: bool = False) -> None:
+def print_recommendation(out: Console, advice: Recommendation, *, brief: bool = False) -> None:
     """Print the layout with its forecast, then the settings; unless `brief`, also reasons and other layouts."""
     if advice.chosen is None and advice.model is not None:
-        _no_layout(out, advice)
+        _print_no_layout(out, advice)
     elif brief:
-        _in_brief(out, advice)
+        _print_brief(out, advice)
     elif advice.chosen is not None:
-        _layout(out, advice, advice.chosen)
+        _print_layout(out, advice, advice.chosen)
     if not brief:
-        _environment(out, advice)
+        _print_environment(out, advice)
 
 
-def _environment(out: Console, advice: Recommendation) -> None:
+def _print_environment(out: Console, advice: Recommendation) -> None:
     """Print the settings with their reasons, and what the pod needs."""
     out.print("\n[bold]Environment[/bold]")
     for setting in advice.settings:
         out.print(f"[bold]{escape(f'{setting.name}={setting.value}')}[/bold]", overflow="fold")
-        indented(out, escape(setting.reason.rule), 4)
-        indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
+        print_indented(out, escape(setting.reason.rule), 4)
+        print_indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
     if not advice.settings:
         out.print(f"set {NOTHING_TO_SET}")
     for note in advice.notes:
-        point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
+        print_bullet(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
-        point(out, "·", f"the pod needs {escape(need_words(need.name, need.value))}: {escape(need.reason.rule)}")
+        print_bullet(out, "·", f"the pod needs {escape(need_words(need.name, need.value))}: {escape(need.reason.rule)}")
 
 
 def need_words(name: str, value: str) -> str:
@@ -54,12 +54,12 @@ def need_words(name: str, value: str) -> str:
     return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
 
 
-def _in_brief(out: Console, advice: Recommendation) -> None:
+def _print_brief(out: Console, advice: Recommendation) -> None:
     """Print layout, speed, hours, cost, memory and the first settings."""
     rows = []
     if advice.chosen is not None:
-        _title(out, advice, advice.chosen)
-        rows = [row for row in summary(advice, advice.chosen) if row[0] in FIRST_ROWS]
+        _print_title(out, advice, advice.chosen)
+        rows = [row for row in layout_properties(advice, advice.chosen) if row[0] in FIRST_ROWS]
     else:
         sentence = f"set {units.count(len(advice.settings), 'variable')}" if advice.settings else "nothing to set"
         out.print(f"Environment: ✓ {sentence} → add --model for a layout, its speed and cost")
@@ -67,26 +67,26 @@ def _in_brief(out: Console, advice: Recommendation) -> None:
     more = len(shown) - FIRST_SETTINGS
     words = " ".join(shown[:FIRST_SETTINGS]) or NOTHING_TO_SET
     rows.append(("set", words + (f" and {more} more (-o env)" if more > 0 else "")))
-    pairs(out, rows)
-    _remarks(out, advice)
+    print_properties(out, rows)
+    _print_remarks(out, advice)
     out.print(f"[dim]{MORE}[/dim]")
 
 
-def _title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
+def _print_title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
     name = advice.model.name if advice.model else "the model"
     if chosen.why:
-        point(out, "!", escape(chosen.why))
+        print_bullet(out, "!", escape(chosen.why))
     glyph = mark("unknown", "?") if chosen.forecast.may_not_fit else mark("pass", "✓")
     out.print(f"[bold]Layout[/bold] for {escape(name)}: {glyph} {layout_title(chosen.layout)}")
 
 
-def _remarks(out: Console, advice: Recommendation) -> None:
-    for line in as_it_is(advice):
-        point(out, "!", escape(line))
+def _print_remarks(out: Console, advice: Recommendation) -> None:
+    for line in cost_of_faults(advice):
+        print_bullet(out, "!", escape(line))
     for help_ in advice.helps_most:
-        point(out, "→", escape(help_))
+        print_bullet(out, "→", escape(help_))
     for unknown in advice.unknowns:
-        point(out, "?", escape(unknown))
+        print_bullet(out, "?", escape(unknown))
 
 
 def parts_grid(shown: Sequence[RankedLayout]) -> Grid:
@@ -105,29 +105,29 @@ def device_of(advice: Recommendation) -> str:
     return "rank" if advice.backend == "gloo" else "GPU"
 
 
-def _no_layout(out: Console, advice: Recommendation) -> None:
+def _print_no_layout(out: Console, advice: Recommendation) -> None:
     """Print why no layout fits or is judged, and what would help."""
     unjudged = advice.backend == "rccl"
     out.print("[bold]? No layout is judged[/bold]" if unjudged else "[bold red]No layout fits[/bold red]")
-    rejected(out, advice)
+    print_rejected(out, advice)
     if advice.backend == "gloo":
-        point(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
+        print_bullet(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
     for help_ in advice.helps_most:
-        point(out, "→", escape(help_))
+        print_bullet(out, "→", escape(help_))
 
 
-def _layout(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
+def _print_layout(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
     """Print the chosen layout, the next best ones, the rejected ones, and the parts of the forecast."""
     out.print()
-    _title(out, advice, chosen)
-    pairs(out, summary(advice, chosen))
+    _print_title(out, advice, chosen)
+    print_properties(out, layout_properties(advice, chosen))
     for ranked in advice.runners_up[:3]:
         out.print(f"  {layout_title(ranked.layout)}")
         memory = units.interval(ranked.forecast.memory_bytes, "B")
         step = units.interval(ranked.forecast.step_seconds, "s")
-        point(out, "   ", f"step {step}, memory {memory} per {device_of(advice)}; {escape(ranked.why)}")
-    rejected(out, advice)
-    _remarks(out, advice)
+        print_bullet(out, "   ", f"step {step}, memory {memory} per {device_of(advice)}; {escape(ranked.why)}")
+    print_rejected(out, advice)
+    _print_remarks(out, advice)
     out.print(table_of(parts_grid([chosen])))
     for line in chosen.forecast.inputs:
         out.print(f"· {escape(line)}")
@@ -135,10 +135,11 @@ def _layout(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
 
 FIRST_ROWS = ("speed", "time", "cost", "memory")
 OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
+Rows = list[tuple[str, str]]
 
 
-def summary(advice: Recommendation, chosen: RankedLayout, options: tuple[str, str] = OPTIONS) -> list[tuple[str, str]]:
-    """Speed, time, cost and memory, then the batch and the bottleneck in words.
+def layout_properties(advice: Recommendation, chosen: RankedLayout, options: tuple[str, str] = OPTIONS) -> Rows:
+    """Return speed, time, cost and memory, then the batch and the bottleneck, each with its name.
 
     `options` name what the user adds to get run time and cost: the length of the run, and the price.
     """
@@ -186,7 +187,7 @@ def batch_words(shape: Layout) -> str:
     return f"{units.count(shape.global_batch, 'sequence')} a step: micro-batch {shape.micro_batch} on {ranks}{often}"
 
 
-def as_it_is(advice: Recommendation) -> tuple[str, ...]:
+def cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
     """Return the time these nodes lose compared with healthy ones, and the findings that cause it; empty if healthy."""
     chosen, healthy = advice.chosen, advice.healthy
     if chosen is None or not advice.slowed:
@@ -195,7 +196,7 @@ def as_it_is(advice: Recommendation) -> tuple[str, ...]:
         text = "The forecast is for these nodes with their faults. `topoflight scan` says what they cost."
         return (text, *advice.slowed)
     times = healthy.forecast.tokens_per_second / chosen.forecast.tokens_per_second
-    words = f"With their faults these nodes are {slower(times)} than healthy nodes"
+    words = f"With their faults these nodes are {slowdown_words(times)} than healthy nodes"
     if advice.total_seconds is not None and times >= _SAME:
         words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
     step = units.seconds(healthy.forecast.step_seconds.mid)
@@ -205,7 +206,7 @@ def as_it_is(advice: Recommendation) -> tuple[str, ...]:
 _SAME = 1.01
 
 
-def slower(times: float) -> str:
+def slowdown_words(times: float) -> str:
     """Describe how much slower it is: "3.0 times slower", "12% slower", "no slower"."""
     if times < _SAME:
         return "no slower"
@@ -227,7 +228,7 @@ def layout_words(shape: Layout) -> str:
     return f"{shape.world_size} ranks, {batch}, {how}"
 
 
-def rejected(out: Console, advice: Recommendation) -> None:
+def print_rejected(out: Console, advice: Recommendation) -> None:
     """Print the families that were rejected, with the rule that rejected them."""
     if advice.rejected:
         rows = tuple((item.what, item.reason) for item in advice.rejected[:12])

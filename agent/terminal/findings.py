@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import SHOWN, indented, mark
+from agent.base.lines import SHOWN, mark, print_indented
 
 if TYPE_CHECKING:  # loaded with checks; a topology read from a file has only findings
     from agent.checks.findings import Group
     from contracts.finding import Finding
 
 
-def findings(out: Console, checks: Iterable[Finding], *, everything: bool = False) -> None:
+def print_findings(out: Console, checks: Iterable[Finding], *, everything: bool = False) -> None:
     """Print findings worst first, equal ones of several subjects once; unknown checks by name, passes as a count."""
     from agent.checks.findings import codes_of, grouped, is_problem
 
@@ -26,16 +26,16 @@ def findings(out: Console, checks: Iterable[Finding], *, everything: bool = Fals
     named = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if everything or group.status == "info" or is_problem(group):
-            finding(out, group, named=named)
+            print_group(out, group, named=named)
         else:
             quiet[group.status].append(group)
-    unknowns(out, quiet["unknown"])
+    print_unknown_checks(out, quiet["unknown"])
     passed = len(codes_of(groups, "pass"))
     if passed and quiet["pass"]:
         out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
 
 
-def unknowns(out: Console, groups: Sequence[Group]) -> None:
+def print_unknown_checks(out: Console, groups: Sequence[Group]) -> None:
     """Print the checks that were not measured, grouped by the reason."""
     if groups:
         number = units.count(len({group.id for group in groups}), "check")
@@ -43,11 +43,11 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
     from agent.checks.findings import reasons
 
     for why, codes in reasons(groups).items():
-        indented(out, escape(why))
-        indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
+        print_indented(out, escape(why))
+        print_indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
-def finding(
+def print_group(
     out: Console, group: Group, *, named: bool = False, brief: bool = False,
     names: Callable[[Sequence[str]], str] = units.some,
 ) -> None:  # fmt: skip
@@ -60,17 +60,17 @@ def finding(
     where = group.place if one and len(group.nodes) <= 1 else group.places
     out.print(f"{mark(group.status)} [bold]{escape(group.title)}[/bold] {escape(where)}".rstrip())
     if nodes or len(group.checks) > 1:
-        _places(out, group, named=bool(nodes), one=one, most=SHOWN if brief else len(group.checks), names=names)
+        _print_places(out, group, named=bool(nodes), one=one, most=SHOWN if brief else len(group.checks), names=names)
     else:
-        indented(out, escape(group.message))
+        print_indented(out, escape(group.message))
     wrong = group.status in ("fail", "warn")
     for line in group.checks[0].evidence[:4] if wrong and not brief else ():  # of the first device
-        indented(out, f"[dim]{escape(line)}[/dim]")
+        print_indented(out, f"[dim]{escape(line)}[/dim]")
     if wrong or group.required:
-        indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
+        print_indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
 
 
-def _places(
+def _print_places(
     out: Console, group: Group, *, named: bool, one: bool, most: int, names: Callable[[Sequence[str]], str]
 ) -> None:
     """Print every place that no message names; equal messages share a line, and so do nodes with the same devices."""
@@ -79,13 +79,13 @@ def _places(
         words = check.message if len(group.checks) <= most else group.message
         by_message.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
     for words, by_node in by_message.items():
-        indented(out, escape(words))
+        print_indented(out, escape(words))
         shared: dict[tuple[str, ...], list[str]] = {}
         for node, subjects in by_node.items():
             shared.setdefault(tuple(filter(None, subjects)), []).append(node)
         for what, nodes in shared.items():
             known = (one and not named) or all(subject in words for subject in what)
             where = (names(nodes) if named else "", "" if known else names(what))
-            indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
+            print_indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
     if len(group.checks) > most and not group.alike:
-        indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")
+        print_indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")

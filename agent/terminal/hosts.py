@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import headline, mark, pairs, point, table
+from agent.base.lines import mark, print_bullet, print_headline, print_properties, table
 from agent.checks.findings import ORDER, Group, codes_of, grouped, is_problem
 from agent.checks.verdict import Verdict, View
-from agent.terminal.findings import finding, findings
-from agent.terminal.topology import links
+from agent.terminal.findings import print_findings, print_group
+from agent.terminal.topology import link_properties
 from contracts.finding import Finding
 from contracts.host_list import list_names
 from probes.api import Absent, Failed, Ok, Snapshot
@@ -26,34 +26,34 @@ from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
 
 
-def scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
+def print_scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
     """Print the verdict of a scan, the hosts and their findings."""
     one = view.snapshots[0].hostname if len(view.snapshots) == 1 else ""
-    opening(out, view.verdict, view.checks, at=one)
+    print_verdict(out, view.verdict, view.checks, at=one)
     if not verbose:
-        hosts_in_brief(out, view.snapshots, view.topologies, view.checks)
-        findings_in_brief(out, view.checks)
+        print_hosts_brief(out, view.snapshots, view.topologies, view.checks)
+        print_findings_brief(out, view.checks)
         return
     for snapshot in view.snapshots:
-        host(out, snapshot)
+        print_host(out, snapshot)
         out.print("\n[bold]Findings[/bold]")
-        findings(out, [check for check in view.checks if check.node == snapshot.hostname], everything=everything)
+        print_findings(out, [check for check in view.checks if check.node == snapshot.hostname], everything=everything)
     if view.verdict.word in ("fail", "warn"):
         out.print("[dim]scan always exits with 0; `topoflight preflight` turns this verdict into an exit code[/dim]")
 
 
-def hosts_in_brief(
+def print_hosts_brief(
     out: Console, snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], checks: Sequence[Finding]
 ) -> None:
     """Print one machine in a few rows; for several hosts, the healthy ones by hardware."""
     found = list(zip(snapshots, topologies, strict=True))
     if len(found) == 1:
-        pairs(out, machine(*found[0]))
+        print_properties(out, hardware_properties(*found[0]))
     else:
-        sound_nodes(out, [(each[0].hostname, kind_of(*each)) for each in found], checks)
+        print_healthy_nodes(out, [(each[0].hostname, hardware_words(*each)) for each in found], checks)
 
 
-def host(out: Console, snapshot: Snapshot) -> None:
+def print_host(out: Console, snapshot: Snapshot) -> None:
     """Print the hardware of one host, one row per probe, including absent and failed probes."""
     out.print(f"\n[bold]{escape(snapshot.hostname)}[/bold]")
     rows = table("probe", "found")
@@ -114,7 +114,7 @@ def _speed(one: Interface) -> str:
 TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measure again."}
 
 
-def opening(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str = "") -> None:
+def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str = "") -> None:
     """Print the verdict, its reason, and the first action."""
     bad = [group for group in by_weight(checks) if group.status in ("fail", "warn")]
     first = next((group for group in bad if group.status == judged.word), None)
@@ -125,7 +125,7 @@ def opening(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str
     elif judged.word == "unknown":
         required = (group for group in grouped(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
-    headline(out, judged.word, f"{at}: {line}" if at else line, todo)
+    print_headline(out, judged.word, f"{at}: {line}" if at else line, todo)
 
 
 def by_weight(checks: Iterable[Finding]) -> list[Group]:
@@ -140,7 +140,7 @@ def _where(group: Group, at: str) -> str:
     return f"{place} of {node}" if place and node else place or (node and f"on {node}")
 
 
-def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
+def print_healthy_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
     """Print the nodes without problems by hardware; `found` are pairs of name and hardware.
 
     A node with a failure, a warning or a required check that could not run is not among them.
@@ -153,17 +153,17 @@ def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence
     for words, names in sorted(kinds.items(), key=lambda item: -len(item[1])):
         word = "pass" if "absent: " not in words.partition(";")[0] else "unknown"
         text = f"{units.count(len(names), 'node')}, {words}: {list_names(names)}"
-        point(out, mark(word), escape(text))
+        print_bullet(out, mark(word), escape(text))
 
 
-def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
+def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
     """Print failures, warnings and required checks that were not measured, each once with its nodes; count the rest."""
     groups = by_weight(checks)
     checks = [check for group in groups for check in group.checks]
     named = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if is_problem(group):
-            finding(out, group, named=named, brief=True, names=list_names)
+            print_group(out, group, named=named, brief=True, names=list_names)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
     if unknown := codes_of(groups, "unknown"):
@@ -173,20 +173,20 @@ def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:
     out.print(f"[dim]{'; '.join([*quiet, '-v shows details'])}[/dim]")
 
 
-def machine(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:
+def hardware_properties(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:
     """Return the hardware of a host: GPUs, links, RDMA, sockets; a probe without a result shows the reason."""
     yield "GPUs", _gpus(snapshot, topology)
-    yield from links(topology)
+    yield from link_properties(topology)
     yield "RDMA", _rdma(snapshot)
     sockets = snapshot.facts(InterfacesFacts)
     chosen = next((i for i in sockets.interfaces if i.name == sockets.nccl_choice), None) if sockets else None
     if chosen is not None:
         yield "sockets", f"NCCL uses {chosen.name}, {_speed(chosen)}"
     else:
-        yield "sockets", _silent(snapshot, "interfaces") or "NCCL's choice unknown"
+        yield "sockets", _why_no_facts(snapshot, "interfaces") or "NCCL's choice unknown"
 
 
-def kind_of(snapshot: Snapshot, topology: NodeTopology) -> str:
+def hardware_words(snapshot: Snapshot, topology: NodeTopology) -> str:
     """Describe the hardware by which nodes are grouped: GPUs and ports."""
     return f"{_gpus(snapshot, topology)}; RDMA {_rdma(snapshot)}"
 
@@ -194,7 +194,7 @@ def kind_of(snapshot: Snapshot, topology: NodeTopology) -> str:
 def _gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
     facts = snapshot.facts(GpuFacts)
     if facts is None:
-        return _silent(snapshot, "gpu")
+        return _why_no_facts(snapshot, "gpu")
     if facts.driver_error:
         return f"{facts.pci_gpus or 'number unknown'} on the PCI bus, none readable: NVML answers {facts.driver_error}"
     models = Counter(gpu.name or "unknown model" for gpu in facts.gpus)
@@ -206,11 +206,11 @@ def _gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
 def _rdma(snapshot: Snapshot) -> str:
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
-        return _silent(snapshot, "rdma")
+        return _why_no_facts(snapshot, "rdma")
     ports = Counter(_port_words(port) for device in facts.devices for port in device.ports)
     return ", ".join(f"{number} x {words}" for words, number in ports.most_common()) or "no port"
 
 
-def _silent(snapshot: Snapshot, probe: str) -> str:
+def _why_no_facts(snapshot: Snapshot, probe: str) -> str:
     outcome = snapshot.outcomes.get(probe)
     return outcome_lines(outcome)[0] if isinstance(outcome, Absent | Failed) else ""

@@ -30,13 +30,13 @@ def results_grid(found: Sequence[Measurement]) -> Grid:
     return Grid(columns=columns, rows=tuple(rows))
 
 
-def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
+def print_benchmark(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     """Print measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     shown = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
     where = ranks_words(result)
     left = len(result.measurements) - len(shown)
-    out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
+    out.print(_benchmark_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(where + (f"; -v shows {left} smaller sizes" if left else "")))
     out.print(table_of(results_grid(shown)))
     for problem in result.problems:
@@ -59,7 +59,7 @@ def transport_words(e: Evidence) -> str:
     )
 
 
-def _verdict(result: BenchResult, wrong: int) -> str:
+def _benchmark_verdict(result: BenchResult, wrong: int) -> str:
     """Return the first line: whether the measurement can be used, and the recommended action."""
     many = units.count(len(result.measurements), "result")
     if wrong:
@@ -73,7 +73,7 @@ def _verdict(result: BenchResult, wrong: int) -> str:
     return f"[green]✓[/green] [bold]Measured[/bold]: every result verified {todo}"
 
 
-def rdma(out: Console, result: RdmaResult) -> None:
+def print_rdma_writes(out: Console, result: RdmaResult) -> None:
     """Print measured RDMA writes, one row per port."""
     bars = [next((bar for bar in write.bars if bar.low is not None), None) for write in result.writes]
     rows = [
@@ -88,7 +88,7 @@ def rdma(out: Console, result: RdmaResult) -> None:
         out.print(f"[red]! {escape(problem)}[/red]")
 
 
-def comparison(out: Console, record: RunRecord) -> None:
+def print_comparison(out: Console, record: RunRecord) -> None:
     """Print the forecast and the measurement of step time and memory."""
     out.print("\n[bold]Forecast against run[/bold]")
     for line in compare(record):
@@ -114,7 +114,7 @@ def run_words(record: RunRecord) -> str:
     return f"{steps}, {loss}, {tokens}{waits}"
 
 
-def run(out: Console, record: RunRecord) -> None:
+def print_run(out: Console, record: RunRecord) -> None:
     """Print the job's own report."""
     out.print(f"\n[bold]Run[/bold] {escape(record.placements)}")
     out.print(run_words(record))

@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import headline, pairs, point
+from agent.base.lines import print_bullet, print_headline, print_properties
 from contracts.finding import Finding
 from topology.check import departures
 from topology.graph import UNKNOWN, NodeTopology, Pairs
 from topology.render import render_matrix
 
 
-def node(out: Console, topology: NodeTopology) -> None:
+def print_node(out: Console, topology: NodeTopology) -> None:
     """Print matrix, islands, nearest NICs, expectations and warnings of one node."""
     out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
     if topology.sku or topology.gpus:
@@ -32,7 +32,7 @@ def node(out: Console, topology: NodeTopology) -> None:
         known = all(labels.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])
         kind = "every pair" if island.all_to_all else "not every pair" if known else "not every pair is known"
         out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
-    nearest_nics(out, topology)
+    print_nearest_nics(out, topology)
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope in ("island", "node"):
             out.print(f"expected all_gather within {expected.scope}: {units.expected_rate(expected)} bus bandwidth")
@@ -40,7 +40,7 @@ def node(out: Console, topology: NodeTopology) -> None:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
 
 
-def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
+def print_brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
     """Print the verdict on a node's links and a summary in a few rows; `-v` prints the matrix."""
     bad = [*departures(topology), *(f.code for f in found if f.status in ("fail", "warn"))]
     is_open = topology.lacking or any(f.status == "unknown" for f in found)
@@ -51,17 +51,17 @@ def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> Non
         word, todo = "unknown", "Run this on a node with GPUs."
     what = topology.sku or ("unknown machine type, no reference" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
-    headline(out, word, f"{topology.hostname}: {what}; {counted}", todo)
-    pairs(out, links(topology))
+    print_headline(out, word, f"{topology.hostname}: {what}; {counted}", todo)
+    print_properties(out, link_properties(topology))
     for departure in departures(topology):
-        point(out, "[yellow]![/yellow]", escape(f"differs from the reference: {departure}"))
+        print_bullet(out, "[yellow]![/yellow]", escape(f"differs from the reference: {departure}"))
     for warning in topology.warnings:
-        point(out, "[yellow]![/yellow]", escape(warning))
+        print_bullet(out, "[yellow]![/yellow]", escape(warning))
     if judged:
         out.print("[dim]full matrix: -v, or -o svg, json, yaml[/dim]")
 
 
-def nearest_nics(out: Console, topology: NodeTopology) -> None:
+def print_nearest_nics(out: Console, topology: NodeTopology) -> None:
     """Print each GPU's nearest NIC; GPUs with the same NIC share a line."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for nearest in topology.nearest_nic:
@@ -72,7 +72,7 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
         out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))
 
 
-def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
+def link_properties(topology: NodeTopology) -> Iterator[tuple[str, str]]:
     """Return the links between GPUs and to their nearest NICs, and the rate that they should reach."""
     gpus = {gpu.name for gpu in topology.gpus}
     labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)

@@ -23,7 +23,7 @@ MOST_RESULT_BYTES = 16 << 20
 class Bar:
     """The reference value of a measurement: the bus bandwidth of a healthy run, in bytes per second."""
 
-    name: str  # "as it should be", "as it is"
+    name: str  # "when healthy", "with current links"
     low: float | None = None  # None: unknown, `why` has the reason
     typical: float | None = None
     high: float | None = None

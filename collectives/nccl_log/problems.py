@@ -146,7 +146,7 @@ class _Findings:
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
         proof = proof or (*self.variable_proof(*meaning.variables), *self.proof(*meaning.proof))
         writers = self.ledger.writers_of(code) if not hosts else ()
-        hosts = hosts or self._named(writer.host for writer in writers) or self._named(row.host for row in proof)
+        hosts = hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof)
         if writers:
             ranks = self.ledger.ranks_of(writers)
         else:

@@ -316,4 +316,4 @@ class TrainSpec:
     attention: str = "sdpa"  # "eager", "sdpa", "flash"
     dtype: str = "auto"  # type in which TRL's trainer loads the model; auto: type of computation
     fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine supports
-    asked: tuple[tuple[str, Any], ...] = ()  # fields of contracts.layout.Layout set by the job's settings
+    fixed_layout: tuple[tuple[str, Any], ...] = ()  # fields of contracts.layout.Layout that the job's settings fix

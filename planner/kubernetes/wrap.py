@@ -111,6 +111,7 @@ class Job:
     parts: tuple[Part, ...]
     nodes: int | None
     ranks_per_node: int | None
+    command: list[str]  # of the first part that has one, such as the launcher
     files: dict[str, str] = field(default_factory=dict)  # path in the container -> text
 
     @property
@@ -121,11 +122,6 @@ class Job:
         if self.kind == "TrainJob" and not self.parts[0].resources:
             return False
         return all(part.without_gpus for part in self.parts)
-
-    @property
-    def command(self) -> list[str]:
-        """Command of the first part that has one."""
-        return next((part.command for part in self.parts if part.command), [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +212,7 @@ class _Wrapper:
         ranks, is_runtime = self._job.ranks_per_node or 0, self._job.kind.endswith("Runtime")
         if part.gpus and ranks > part.gpus and not is_runtime:  # a TrainJob may replace the GPUs of its runtime
             self._note("too_many_ranks", ranks=ranks, gpus=part.gpus)
-        if wanted.settings and re.search(r"\bmpi(?:run|exec)\b", " ".join(part.command)):
+        if wanted.settings and re.search(r"\bmpi(?:run|exec)\b", " ".join(self._job.command)):
             self._note("mpirun")
         self._add_resources()
         if part.pod is None:
@@ -249,15 +245,15 @@ class _Wrapper:
         if self._part.pod is None:  # the volumes, and so the log and the monitor, are those of the runtime
             return
         folder, job = self._find_lasting_folder(), self._job
+        written = str((self._container.get("env"), self._part.command))
         if self._wanted.log:
             log = f"{folder}/nccl-{job.name}."
-            if folder is None:
+            if folder is None and "NCCL_DEBUG_FILE" not in written:
                 self._note("log")
-            else:
+            elif folder is not None:
                 self._add_variable("NCCL_DEBUG_FILE", f"{log}%h.%p.log", f"read by: topoflight evidence {log}*")
         if not self._wanted.monitor:
             return
-        written = str((self._container.get("env"), self._part.command))
         if folder is None:
             self._note("monitor_claim")
         elif "TOPOFLIGHT_RUN" not in written and "PYTHONPATH" in written:
@@ -500,11 +496,11 @@ def _get_name(document: Document) -> str:
     return str(metadata.get("name") or str(metadata.get("generateName", "")).rstrip("-"))
 
 
-def _member(mapping: Document, key: str) -> Any:
-    """Return a member that the API requires. Raises KeyError where it is missing or empty."""
-    if mapping.get(key) in (None, {}, []):
-        raise KeyError(key)
-    return mapping[key]
+def _member(spec: Document, *path: str) -> Any:
+    """Return a member of the spec that the API requires. Raises KeyError with its path if it is missing or empty."""
+    if not (found := _get(spec, *path)):
+        raise KeyError(".".join(("spec", *path)))
+    return found
 
 
 def _parse_number(value: Any) -> int | None:
@@ -520,11 +516,12 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
     try:
         parts = tuple(_parse_parts(kind, name, spec))
     except KeyError as error:
-        raise WrapError(f"{kind}/{name}: {error.args[0]} is missing or empty, so there is no pod to wrap") from None
+        raise WrapError(f"{kind}/{name}: {error.args[0]} is missing or empty, so its pods are unknown") from None
     except (AttributeError, TypeError) as error:
         raise WrapError(f"{kind}/{name}: is not built as a {kind} is: {error}") from None
     if not parts:
         raise WrapError(f"{kind}/{name}: no container, or several without GPUs, so the one that trains is unknown")
+    command = next((part.command for part in parts if part.command), [])
     parts = tuple(part for part in parts if part.gpus) or parts  # a launcher pod without GPUs has no rank
     counted = [part.replicas for part in parts]
     nodes = sum(n or 0 for n in counted) if None not in counted else None
@@ -534,14 +531,14 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
         nodes = _parse_number(policy.get("numNodes", 1))
         ranks = (_get(policy, "torch") or _get(policy, "mpi")).get("numProcPerNode")
     return Job(
-        name=name, kind=kind, document=document, parts=parts, nodes=nodes or None,
+        name=name, kind=kind, document=document, parts=parts, nodes=nodes or None, command=command,
         ranks_per_node=_parse_number(ranks) or parts[0].gpus, files=_list_files(parts, configs),
     )  # fmt: skip
 
 
 def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
-        _member(_member(spec, "runtimeRef"), "name")
+        _member(spec, "runtimeRef", "name")
         trainer = spec.setdefault("trainer", {})
         yield Part(f"{kind}/{name}", None, trainer, _parse_number(trainer.get("numNodes")))
         return
@@ -562,8 +559,8 @@ def _list_templates(kind: str, spec: Document) -> Iterator[tuple[str, Document, 
     elif kind == "Job":
         yield "", _member(spec, "template"), _parse_number(spec.get("parallelism", 1)), None
     else:
-        jobs = _member(_member(spec, "template"), "spec") if kind.endswith("Runtime") else spec
-        for each in _member(jobs, "replicatedJobs"):
+        of_jobs = ("template", "spec", "replicatedJobs") if kind.endswith("Runtime") else ("replicatedJobs",)
+        for each in _member(spec, *of_jobs):
             labels = _get(each["template"], "metadata", "labels")
             if str(labels.get(_STEP, "trainer")) != "trainer":  # a step that downloads the dataset or the model
                 continue

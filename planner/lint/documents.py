@@ -45,27 +45,24 @@ _INSTRUCTIONS = words()["documents"]["instructions"]
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
-def parse(text: str, kind: str) -> list[list[Any]]:
-    """Parse YAML, JSON or TOML. Returns one list of documents for each branch of a template's conditions.
-
-    Raises EnvironmentTextError.
-    """
+def _parse(text: str, kind: str) -> list[Any]:
+    """Return the documents of YAML, JSON or TOML. Raises EnvironmentTextError."""
     try:
         if kind == "toml":
-            return [[tomllib.loads(text)]]
+            return [tomllib.loads(text)]
         if kind == "json":
-            return [[json.loads(text)]]
-        texts = _without_templates(text) if "{{" in text or "{%" in text else [text]
-        filled = [pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, each)) for each in texts]
-        return [list(load_all(each, most_aliases=_LIMIT_ALIASES, texts=True)) for each in filled]
+            return [json.loads(text)]
+        filled = pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, text))
+        return load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True)
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise EnvironmentTextError(str(error)) from None
 
 
-def _without_templates(text: str) -> list[str]:
+def _without_templates(text: str) -> tuple[list[str], list[Unread]]:
     """Remove Helm and Jinja templates: lines with only a template are dropped, values become unknown (OPEN).
 
-    Returns a text with the first branch of each condition, and more until each branch is in one of them.
+    Returns a text with the first branch of each condition, and more until each branch is in one of them; and the
+    lines with variables that are in none.
     """
     plain = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
     last: list[int] = []  # the last branch of each block
@@ -84,22 +81,25 @@ def _without_templates(text: str) -> list[str]:
         row = "" if drops else pattern("template").sub(OPEN, row)
         rows.append((row, {block: last[block] for block in inside}))
     texts: list[str] = []
-    left = rows
+    left = [(at, *row) for at, row in enumerate(rows, start=1)]
     while left and len(texts) < _MOST_BRANCHES:
         # Take the branches that have the first line that is in no text yet. Each other condition takes its next branch.
-        taken = [left[0][1].get(block, min(len(texts), most)) for block, most in enumerate(last)]
+        taken = [left[0][2].get(block, min(len(texts), most)) for block, most in enumerate(last)]
         shown = [all(taken[block] == branch for block, branch in own.items()) for _, own in rows]
         texts.append("\n".join(row if shows else "" for (row, _), shows in zip(rows, shown, strict=True)))
-        left = [each for each in left if each[0].strip() and any(taken[at] != own for at, own in each[1].items())]
-    return texts or [""]
+        left = [each for each in left if each[1].strip() and any(taken[at] != own for at, own in each[2].items())]
+    why = f"only {_MOST_BRANCHES} branches of the template are read"
+    return texts or [""], [Unread(line=at, why=why) for at, row, _ in left if NAMED.search(row)]
 
 
-def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
-    """Return the variables of each place in the documents, by the place's name.
+def read_documents(text: str, kind: str) -> tuple[str, dict[str, Script]]:
+    """Return the name of the format, and the variables of each place in the documents, by the place's name.
 
-    Settings that only a later branch of a template has are conditional. Raises EnvironmentTextError for a document that
-    is too large or too deep.
+    Settings that only a later branch of a template has are conditional. Raises EnvironmentTextError.
     """
+    is_template = kind == "yaml" and re.search(r"\{[{%]", text) is not None
+    texts, unread = _without_templates(text) if is_template else ([text], [])
+    branches = [_parse(each, kind) for each in texts]
     first: dict[str, Script] = {}
     for number, documents in enumerate(branches):
         walk = _Walk(documents)
@@ -116,7 +116,9 @@ def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
                 for part in ("ways", "inner", "findings", "unread", "files"):
                     known = getattr(before, part)
                     known.extend(each for each in getattr(script, part) if each not in known)
-    return first
+    if unread:
+        first.setdefault("document", Script()).unread += unread
+    return _form(branches[0], kind), first
 
 
 def _compare_replicas(found: Mapping[str, Script]) -> None:
@@ -138,7 +140,7 @@ def _compare_replicas(found: Mapping[str, Script]) -> None:
                 script.findings.append(finding("env.pair.differs", name, value, other=other, theirs=theirs))
 
 
-def form(documents: list[Any], kind: str) -> str:
+def _form(documents: list[Any], kind: str) -> str:
     """Return the name of the format, such as "Kubernetes manifest"."""
     tops = [each for each in documents if isinstance(each, dict)]
     if any("apiVersion" in each or ("kind" in each and "metadata" in each) for each in tops):
@@ -156,9 +158,8 @@ class _Walk:
         self.config_of: dict[str, str] = {}  # source -> name, if the source is a ConfigMap
         self.taken: dict[str, set[str]] = {}  # source -> ConfigMaps that it includes with envFrom
         self._configs = dict(_configs(documents))
-        self._seen: set[int] = set()  # ids of visited nodes; with anchors a node can occur many times
         self._left = _LIMIT_NODES
-        self._compose = form(documents, "") == "Compose file"
+        self._compose = _form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
         for document in documents:
             self._visit(document, title(document), 0)
@@ -169,14 +170,11 @@ class _Walk:
         if isinstance(node, str):
             self._text(node, source, key)
             return
-        if not isinstance(node, dict | list) or id(node) in self._seen:
-            return
         if self._left < 0 or depth > _LIMIT_DEPTH:
             raise EnvironmentTextError(f"more than {_LIMIT_NODES} nodes or {_LIMIT_DEPTH} levels are not read")
-        self._seen.add(id(node))
         if isinstance(node, list):
             self._list(node, source, depth, key)
-        else:
+        elif isinstance(node, dict):
             self._mapping(node, source, depth, key)
 
     def _mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
@@ -184,6 +182,9 @@ class _Walk:
             self.config_of[source] = str(node["metadata"].get("name"))
         if self._kubernetes and key in _CONTAINERS:
             self._container(node, source)
+        if pattern("own").match(str(node.get("name"))) and "value" in node:  # an item that a patch adds
+            self._entry(node, node["name"], source)
+            return
         here = bool(pattern("place").fullmatch(key))
         for name, value in node.items():
             if (key == "environment" and self._compose) or (key == "data" and source in self.config_of):
@@ -200,7 +201,8 @@ class _Walk:
             else:
                 if name == "envFrom":
                     self._env_from(value, source)
-                if self._compose and name in ("env_file", "extends"):
+                of_files = {"configMapGenerator": ("env", "envs")}.get(key, ("env_file", "extends") * self._compose)
+                if name in of_files:
                     files = [each.get("path", each.get("file")) if isinstance(each, dict) else each
                              for each in (value if isinstance(value, list) else [value])]  # fmt: skip
                     self._at(source).files += [str(each) for each in files if each]

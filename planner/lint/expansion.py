@@ -30,6 +30,8 @@ _MOST_WORK = 1 << 25  # characters read, loop iterations included; takes a few s
 
 # A comment in backticks between two options: `# the ranks`. The grammar ends it only at the end of the line.
 _COMMENT = re.compile(rb"(?<!\S)`[ \t]*#[^`\n]*`")
+# An unknown part of a text in `$(( ))`, where the grammar takes only names and numbers
+_OPEN_NUMBER = re.compile(rb"\$\(\((?:(?!\)\)|\n).){0,200}\)\)")
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"(?!\".*\*)\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")  # "${NAME[*]}" is one word
 NEXT_ITEM = "\0"  # ends each item in the value of an array
@@ -69,6 +71,7 @@ def parse(source: bytes) -> Node | None:
     if source.count(b"|") > _MOST_PIPES:
         return None
     source = _COMMENT.sub(lambda match: b" " * len(match[0]), source)
+    source = _OPEN_NUMBER.sub(lambda match: match[0].replace(OPEN.encode(), b"000"), source)
 
     def stop(_offset: int, _has_error: bool) -> bool:
         return time.process_time() - start > left[0]

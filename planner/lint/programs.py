@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 from contracts.tables import read_table
 from planner.lint.script import CHECKED, NAMED, Word, pattern, words
 
+IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")
+"""Prefix of variables that Apptainer's container gets without it."""
 MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
 _NAMES = words()["shell"]
 
@@ -58,7 +60,8 @@ def removed_names(words: Sequence[Word], names: Iterable[str]) -> list[str]:
     command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
     removed = read_table(__file__, "data/forms.toml")["removed"]
     named, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
-    return [name for name in names if name in named or (everything and name not in command)]
+    kept = IN_CONTAINER if re.search(r"\b(?:apptainer|singularity) ", command) else re.compile(r"\Z\A")
+    return [n for n in names if n in named or (everything and n not in command and not kept.match(n))]
 
 
 class Part(NamedTuple):
@@ -107,8 +110,8 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
         yield Part("run", f"env {text}", line)
     elif runs := _runner_of(words, at):
         yield Part("python" if runs == "python" else "run", text, line)
-    elif dotted := pattern("dotted").match(text):
-        yield Part("set", text[dotted.end() :].strip("\"'"), line, dotted[1], words[at].raw)
+    elif pattern("dotted").match(text) or pattern("item_value").search(text):
+        yield from _key_paths(words, at)
     elif before[:1] == "-" and CHECKED.match(text):
         name, _, value = text.partition("=")
         yield Part("set", value, line, name, words[at].raw.partition("=")[2])
@@ -120,6 +123,18 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
             yield Part("option.json", text, line)
         elif pattern("commands").search(text):
             yield Part("prose", text, line)
+
+
+def _key_paths(words: Sequence[Word], at: int) -> Iterator[Part]:
+    """Yield the variables of `env.NAME=VALUE,env.NAME=VALUE` and of `env[0].name=NAME,env[0].value=VALUE`."""
+    command = ",".join(each.text for each in words)[:MOST_OPTIONS]
+    for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", words[at].text):
+        if match := pattern("dotted").match(part) or pattern("item_value").match(part):
+            value, name = part[match.end() :].strip("\"'").replace("\\,", ","), match[1]
+            if "[" in name:  # the path of an item
+                names = re.findall(rf"(?:^|[,=]){re.escape(name)}\.name=(\w+)", command)
+                name = names[-1] if names else ""
+            yield Part("set", value, words[at].line, name, words[at].raw)
 
 
 def _runner_of(words: Sequence[Word], at: int) -> str:

@@ -18,6 +18,7 @@ from tree_sitter import Node
 
 from planner.lint.expansion import MOST_LEVELS, NEXT_ITEM, WORK_OF_WORD, Expander, Function, Shell, parse, walk
 from planner.lint.programs import (
+    IN_CONTAINER,
     MOST_OPTIONS,
     is_idle,
     is_launcher,
@@ -53,7 +54,6 @@ _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
 # The end of the line behind `A=1 B=2`; the grammar joins the next line with such assignments
 _ENDS_LINE = re.compile(rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n")
-_IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")  # Apptainer's container gets the name without it
 _NAMES = words()["shell"]
 # Node types of a list of variables, and of a script that only defines functions
 _LIST = {"comment", "variable_assignment", "variable_assignments"}
@@ -122,6 +122,8 @@ class _Reader(Expander):
         self._launches: dict[object, _Launch] = {}
         self._started = 0  # number of program starts, repetitions included
         self._exported: set[str] = set()  # variables that are exported anywhere
+        self._called: set[str] = set()  # functions
+        self._calls_any = False  # an unknown command may call each function: `"$@"`, eval, `export -f`
         self._roots: dict[str, Node | None] = {}
         self._commands = self._blocks = 0
         self._active: tuple[str, ...] = ()  # functions on the call stack
@@ -138,9 +140,11 @@ class _Reader(Expander):
         types = {each.type for each in root.named_children} if root is not None else set()
         self._follow_each_way(partial(self.follow_text, text, line), exports_all=types <= _LIST)
         end = self.scope
-        for name in end.functions if types <= _LIBRARY else ():  # other scripts call the functions of a library
-            self.scope = end.copy()
-            self._follow_each_way(partial(self._call, [Word(name, name)], 0))
+        # Other scripts call the functions of a library
+        for name in end.functions if types <= _LIBRARY or self._calls_any else ():
+            if name not in self._called:
+                self.scope = end.copy()
+                self._follow_each_way(partial(self._call, [Word(name, name)], 0))
         self._store_launches()
         self.script.inner = list(dict.fromkeys(self.script.inner))
 
@@ -480,7 +484,7 @@ class _Reader(Expander):
             exported = self.scope.exports_all or (before is not None and before.exported)
         self.scope.variables[given.name] = given = given._replace(exported=exported)
         if exported:
-            self._exported.add(_IN_CONTAINER.sub("", given.name))
+            self._exported.add(IN_CONTAINER.sub("", given.name))
         elif not given.unset and NEXT_ITEM not in given.value:
             self.script.loose[given.name] = given
 
@@ -508,6 +512,7 @@ class _Reader(Expander):
         exports = keyword == "export" or re.search(r"-\w*x", options) is not None
         if keyword != "unset" and re.search(r"-\w*n|\+\w*x", options):  # `export -n` and name references
             self._report(line, keyword + options)
+        self._calls_any = self._calls_any or (exports and "-f" in options)
         is_local = keyword in ("local", "declare", "typeset") and "g" not in options
         for each in given if "-f" not in options else ():
             if is_local:
@@ -571,6 +576,7 @@ class _Reader(Expander):
         elif of_shell and program in self.scope.functions and program not in self._active:
             self._call(words[at:], line)
         elif program:
+            self._calls_any = self._calls_any or (of_shell and OPEN in program)
             with self.during(scope=self.scope.copy()):
                 self._start(words, at, line)
             self._left = "exit" if "exec" in wrappers else self._left
@@ -581,6 +587,7 @@ class _Reader(Expander):
             with self.during(scope=self.scope.copy()):
                 self._start([Word("env", "env"), *words[1:]], 0, line)
         body, source, first = self.scope.functions[words[0].text]
+        self._called.add(words[0].text)
         active = (*self._active, words[0].text)
         with self.during(source=source, first=first, loops=0, _active=active, _hidden={}):
             self._follow([body])
@@ -617,7 +624,7 @@ class _Reader(Expander):
         self._started += 1
         settings: Settings = {}
         for each in self.scope.variables.values():
-            name = _IN_CONTAINER.sub("", each.name)
+            name = IN_CONTAINER.sub("", each.name)
             is_passed_on = each.exported and not each.unset and NEXT_ITEM not in each.value  # arrays are not
             if is_passed_on and (is_judged(name) or name in JOB_SIZE):
                 settings[name] = each._replace(name=name)
@@ -651,6 +658,7 @@ class _Reader(Expander):
         if len(text) > MOST_OPTIONS or NAMED.search(text):
             self._report(line, f"the commands of {program}")
         if program == "eval":
+            self._calls_any = True
             self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
             if starts_ranks(text[:MOST_OPTIONS].split()):
                 self.script.starts.append(line)

@@ -175,11 +175,11 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
     """Return the name of the format, and the result for each place. `first` is the first line's number; 0: unknown."""
     title = FORMS[kind]
     if kind in _DOCUMENTS:
-        from planner.lint.documents import form, parse, read_documents
+        from planner.lint.documents import read_documents
 
-        branches = parse(text, kind)
-        title, parts = form(branches[0], kind), []
-        for place, script in read_documents(branches).items():
+        title, found = read_documents("\n" * (first - 1) + text, kind)
+        parts: _Parts = []
+        for place, script in found.items():
             parts += [(place, script), *_inner(script, place, depth)]
         return title, parts
     script = _script(text, kind, first)

@@ -119,9 +119,10 @@ def plugin_of(name: str) -> PluginName | None:
 
 def is_read(name: str) -> bool:
     """Whether NCCL, PyTorch or a plugin reads the variable, and not only scripts."""
-    entry = names().get(name)
-    plugin = plugin_of(name)
-    read = name in torch_names() or (plugin is not None and plugin.plugin not in ("build", "nccl-tests"))
+    entry, plugin = names().get(name), plugin_of(name)
+    of_build = re.search(r"_(?:VERSION|HOME|PREFIX|REPO|BRANCH|TAG|URL|COMMIT)\Z", name)
+    read = plugin is not None and plugin.plugin not in ("build", "nccl-tests") and not (plugin.prefix and of_build)
+    read = read or name in torch_names()
     return entry.status == "current" if entry else read
 
 

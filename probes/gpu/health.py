@@ -197,7 +197,7 @@ def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
         for p in (gpu.processes or ())[:8]
     )
     yield finding(
-        "gpu.memory.held", gpu, status, used=used / 2**30, size=size / 2**30, share=used / size,
+        "gpu.memory.in_use", gpu, status, used=used / 2**30, size=size / 2**30, share=used / size,
         idle=" although the GPU is idle" if gpu.utilization_ratio == 0 else "", whose=whose or "none visible from here",
         remedy="" if status is Status.INFO else FREE_MEMORY,
     )  # fmt: skip

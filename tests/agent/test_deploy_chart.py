@@ -90,7 +90,14 @@ def test_the_chart_takes_the_expectations_that_the_agent_takes(tmp_path: Path) -
     """Each value is put to the chart's schema and, as the release's ConfigMap has it, to the agent."""
     schema = jsonschema.Draft202012Validator(json.loads((CHART / "values.schema.json").read_text()))
     known = yaml.safe_load((ROOT / "tests/agent/expectations.yaml").read_text(encoding="utf-8"))["values"]
-    assert set(schema.schema["properties"]["expect"]["properties"]) == set(known) == set(KEYS)
+    page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    places = {
+        "deploy/chart/values.schema.json": schema.schema["properties"]["expect"]["properties"],
+        "tests/agent/expectations.yaml, values": known,
+        "docs/reference/configuration.md": re.findall(r"^\| `([a-z]+)` \| `", page, re.MULTILINE),
+    }
+    wrong = [f"{where}: {key}" for where, keys in places.items() for key in sorted(KEYS.keys() ^ {*keys})]
+    assert not wrong, f"not the keys of agent/checks/expect.py: {wrong}"
     rows = [({key: value}, column == "taken") for key, columns in known.items() for column in columns
             for value in columns[column]]  # fmt: skip
     rows += [({key: [one] * many}, many == 64) for key, one in (("hcas", 1), ("interface", "a")) for many in (64, 65)]

@@ -15,7 +15,7 @@ from rigs.fleet import record_of
 from rigs.recorded import H100, path_of
 from rigs.tables import each_row, rows_of
 
-from agent.checks.measured import regressions
+from agent.checks.measured import compare_with_baseline
 from agent.cluster.nodes import Fleet, NodeRecord, checks_of, to_resource
 from contracts.finding import Finding, Status
 from probes.scanner import dumps
@@ -30,7 +30,7 @@ NODES = "/apis/topoflight.io/v1alpha1/nodetopologies"
 def test_the_table_of_regressions(before: Status | None, now: Status, judged: Status) -> None:
     """What got worse fails, what stood there already is told, what cannot be measured any more fails."""
     baseline = {("a.b.c", "n", ""): before} if before else {}
-    (made,) = regressions([Finding(code="a.b.c", status=now, node="n")], baseline)
+    (made,) = compare_with_baseline([Finding(code="a.b.c", status=now, node="n")], baseline)
     assert made.status == judged
 
 

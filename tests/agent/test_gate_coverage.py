@@ -206,7 +206,7 @@ def off_the_bus(name: str, gone: int, **pci: object) -> Snapshot:
 
 
 def departures(found: Snapshot) -> list[str]:
-    return [check.status for check in of_code(build_view((found,)), "topology.reference.departs")]
+    return [check.status for check in of_code(build_view((found,)), "topology.reference.mismatch")]
 
 
 def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> None:

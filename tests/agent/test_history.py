@@ -51,7 +51,7 @@ def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without
     views = {"s": build_view((tray,)), "d": build_view((port_down(tray),)),
              "b": build_view((with_outcomes(tray, rdma=Absent(why="not read")),))}  # fmt: skip
     kept = History()
-    shown = [kept.seen(at(views[scan], STEP * i)) for i, scan in enumerate(scans)]
+    shown = [kept.update(at(views[scan], STEP * i)) for i, scan in enumerate(scans)]
     assert "".join(view.verdict.word[0] for view in shown) == words
     assert ["rdma.port.down" in raised(view) for view in shown] == [word == "f" for word in words]
     told = [event.kind for event in shown[-1].events if event.code == "rdma.port.down"]
@@ -74,10 +74,10 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     for name, found, wanted, stays in rows:
         first = build_view((tray,), expected=both)
         kept = History()
-        shown = [kept.seen(at(first, STEP * i)) for i in range(2)]
+        shown = [kept.update(at(first, STEP * i)) for i in range(2)]
         assert "expect.node.unmet" in raised(shown[-1])
         later = build_view((found,), expected=wanted)
-        after = [kept.seen(at(later, STEP * (2 + i))) for i in range(history.SCANS_TO_CLEAR)]
+        after = [kept.update(at(later, STEP * (2 + i))) for i in range(history.SCANS_TO_CLEAR)]
         held = ["expect.node.unmet" in raised(view) for view in after]
         if held != [True, True, stays]:
             wrong.append((name, held))
@@ -90,9 +90,9 @@ def test_since_when_and_after_what(tray: Snapshot) -> None:
     newer = build_view((changed(port_down(tray), GpuFacts, driver_version="580.65.06"),))
     kept = History()
     for i, view in enumerate([sound, sound, sick, sick, sound, sound, sound, sound, sick, sick, *[sound] * 3]):
-        kept.seen(at(view, STEP * i))
+        kept.update(at(view, STEP * i))
     late = STEP * 13
-    shown = [kept.seen(at(newer, late + STEP * i)) for i in range(14)]
+    shown = [kept.update(at(newer, late + STEP * i)) for i in range(14)]
     assert "rdma.port.down" in raised(shown[-1]) and "rdma.port.down" not in raised(shown[2])
     began = history.clock(START + late)
     words = f"rdma.port.down on mlx5_2:1: since {began}, after driver 570.124.06 -> 580.65.06 ({began})"
@@ -121,7 +121,7 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
     four = changed(three, GpuFacts, driver_version="580.65.06")
     five = changed(four, GpuFacts, driver_version="580.82.07")
     steps = [tray, tray, port_down(tray), port_down(tray), one, two, three, three, four, five]
-    seen = [kept.seen(at(build_view((each,)), STEP * i)) for i, each in enumerate(steps)]
+    seen = [kept.update(at(build_view((each,)), STEP * i)) for i, each in enumerate(steps)]
     shown = [changes_of(view) for view in seen]
     assert "mlx5_0 missing" in [event.text for event in seen[-1].events]
     when = [float(int(START + STEP * i)) for i in range(len(steps))]
@@ -137,13 +137,13 @@ def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None
     """An agent that starts before the driver does sees GPUs later: nobody put them in."""
     mute = with_outcomes(tray, **{silent: Absent(why="no driver")})
     kept = History()
-    shown = [kept.seen(at(build_view((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
+    shown = [kept.update(at(build_view((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
     assert any(event.text.startswith(f"probe {silent}") for event in shown[-1].events)
     assert "hardware" not in changes_of(shown[-1])
     kept, lost = History(), changed(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
     for start, found in ((0.0, build_view((tray,))), (100.0, build_view((lost,))), (200.0, build_view((tray,)))):
         for i in range(20):
-            view = kept.seen(at(found, STEP * (start + i)))
+            view = kept.update(at(found, STEP * (start + i)))
     assert changes_of(view) == {}, "a driver that stops and answers again: no GPU has gone or come"
 
 
@@ -188,11 +188,11 @@ def test_a_reboot_raises_nothing_and_a_fault_after_it_is_named_within_two_scans(
         times = list(scans(rack))
         before, after, clock = History(), times[4:], [times[4][1]]
         booted = History(lambda clock=clock, began=clock[0] - 60.0: clock[0] - began)  # the agent starts with the host
-        assert not any(raised(before.seen(at(views[phase], when))) for phase, when in times[:4])
+        assert not any(raised(before.update(at(views[phase], when))) for phase, when in times[:4])
         last = times[-1][1]
         for phase, when in [*after, ("fault", last + STEP), ("fault", last + 2 * STEP)]:
             clock[0] = when
-            shown = raised(booted.seen(at(views[phase], when)))
+            shown = raised(booted.update(at(views[phase], when)))
             assert phase == "fault" or not shown, (phase, when)
         assert "rdma.port.down" in shown
 
@@ -203,7 +203,7 @@ def test_a_fault_of_boot_that_stays_is_named_when_the_host_has_settled(tray: Sna
     first = None
     for i in range(20):
         uptime[0] = 60.0 + STEP * i
-        if "gpu.fabric.incomplete" in raised(kept.seen(at(views["training"], STEP * i))):
+        if "gpu.fabric.incomplete" in raised(kept.update(at(views["training"], STEP * i))):
             first = uptime[0]
             break
     assert first == history.SETTLING_SECONDS

@@ -62,7 +62,7 @@ def stored_runs(folder: Path) -> list[Path]:
 def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, folder: Path) -> None:
     """Though the next scan is an hour away; a poster's own word for who posted is not taken."""
     answer = posted(http, posted_by="admin", more=[1])
-    assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
+    assert (answer.status_code, answer.json()) == (201, {"created": True})
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
     page = http.get("/").text
@@ -72,7 +72,7 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
 
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
     """A job that got no answer sends again; another record of the same start replaces nothing."""
-    assert [posted(http).status_code for _ in range(3)] == [201, 200, 200]
+    assert [posted(http).json() for _ in range(3)] == [{"created": True}, {"created": False}, {"created": False}]
     other = posted(http, loss={"last": 0.0})
     assert other.status_code == 409 and "sft-0, started at 2026-11-01T10:00:00Z" in other.json()["detail"]
     (shown,) = http.get("/runs").json()

@@ -12,7 +12,7 @@ from rigs.tables import each_row, rows_of
 from agent.base import EXIT_FAILED, result_store
 from agent.checks.measured import (
     BUSBW,
-    against_baseline,
+    add_baseline_bars,
     checks_of_bars,
     checks_of_bench,
     expected_words,
@@ -80,7 +80,9 @@ def test_small_results_are_unknown_and_never_a_pass() -> None:
 
 def test_links_that_are_not_known_make_no_verdict() -> None:
     made = result(HGX, {"all_gather": 5})
-    dark = replace(made, measurements=(replace(made.measurements[0], bars=(Bar(name="as it is", why=("dark",)),)),))
+    dark = replace(
+        made, measurements=(replace(made.measurements[0], bars=(Bar(name="with current links", why=("dark",)),)),)
+    )
     assert checks(dark)[BUSBW, "all_gather"].status == "unknown"
     plain = replace(made, backend="gloo", measurements=(replace(made.measurements[0], bars=()),))
     assert checks(plain)[BUSBW, ""].status == "unknown"
@@ -127,10 +129,10 @@ def test_a_baseline_is_the_first_bar(tmp_path):
         now = replace(before, measurements=tuple(
             replace(m, busbw_bytes_per_second=share * m.busbw_bytes_per_second) for m in before.measurements
         ))  # fmt: skip
-        judged = against_baseline(now, read_baseline(path).busbw)
+        judged = add_baseline_bars(now, read_baseline(path).busbw)
         check = checks(judged)[BUSBW, "all_gather"]
         assert check.status == status, share
-        assert "as in the baseline" in check.message
+        assert "in the baseline" in check.message
         assert "300 MB/s (240 MB/s to 375 MB/s)" in expected_words(judged.measurements[0])
     saved = tmp_path / "saved.json"
     saved.write_text(json.dumps(plain.write(before)))  # what `bench --save` writes
@@ -185,7 +187,7 @@ def test_a_port_that_could_carry_more_puts_the_fault_on_the_link() -> None:
 
 
 def test_a_port_at_half_its_equals_rate_is_named_as_what_limits() -> None:
-    """As it should be is what the equals have; as it is, its own rate."""
+    """When healthy, the port has the rate of its equals; with current links, its own rate."""
     check = judged_write(written(0.97 * NDR / 2), with_device(rate_bytes_per_second=NDR / 2))
     assert check.status == "warn"
     assert "the port is what limits it: the port carries 200 Gb/s" in check.message
@@ -200,11 +202,11 @@ def test_small_packets_lower_what_a_wire_carries() -> None:
 
 
 def test_a_port_that_is_slower_than_in_the_baseline_is_the_cause() -> None:
-    """The bar "as it is" has the rate and the packets of now."""
+    """The bar "with current links" has the rate and the packets of now."""
     before = {"mlx5_0:1": with_bars(written(0.97 * NDR), snapshot(), {}).writes[0]}
     check = judged_write(written(0.97 * NDR / 4), with_device(rate_bytes_per_second=NDR / 4), before)
     assert "the port is what limits it: the port carries 100 Gb/s" in check.message
-    assert "as in the baseline" in check.message
+    assert "in the baseline" in check.message
     ethernet = with_device(link_layer="Ethernet")
     before = {"mlx5_0:1": with_bars(written(0.97 * NDR), ethernet, {}).writes[0]}
     check = judged_write(written(0.7 * NDR, mtu=256), ethernet, before)

@@ -19,7 +19,7 @@ from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
 from agent.http.server import read_record
 from agent.jobs.launch import Launched, record_of
-from agent.jobs.preflight import stopping
+from agent.jobs.preflight import blocking_failures
 from contracts import run_record
 from contracts.job_config import read_config
 from contracts.job_plan import dumps, read
@@ -57,11 +57,11 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
     checks, options = view(SICK).checks, {"skip": (), "force": False}
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
-    assert all(code in stopping(checks, options, Baseline()) for code in failed)
-    assert stopping(checks, {**options, "force": True}, Baseline()) == ""
-    assert stopping(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
+    assert all(code in blocking_failures(checks, options, Baseline()) for code in failed)
+    assert blocking_failures(checks, {**options, "force": True}, Baseline()) == ""
+    assert blocking_failures(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
     everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
-    assert stopping(checks, options, Baseline(statuses=everywhere_the_same)) == ""
+    assert blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
 
 
 def launched(folder: Path, code: int, log: str = "") -> Launched:

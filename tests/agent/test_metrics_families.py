@@ -46,7 +46,7 @@ def series_bound(metric: Metric) -> tuple[str, ...]:
 
 def bench() -> BenchResult:
     """A result as a two-node run leaves it: RDMA with part of the channels in GPUDirect, one slow rank."""
-    bar = Bar(name="as it should be", low=3e10, typical=4e10, high=5e10)
+    bar = Bar(name="when healthy", low=3e10, typical=4e10, high=5e10)
     made = [
         measurement(op, 1e10, backend="nccl", bytes=1 << size, expected_busbw_bytes_per_second=4e10, bars=(bar,))
         for op in ("all_gather", "reduce_scatter") for size in range(20, 31)

@@ -16,7 +16,7 @@ from agent.http import pages
 from agent.http.worker import read_form
 from agent.jobs.preflight import Report
 from agent.pages import environment, picture as picture_of, report_page
-from agent.terminal.findings import findings
+from agent.terminal.findings import print_findings
 from agent.terminal.measured import transports_of
 from contracts.finding import Interval
 from contracts.run_record import record_of
@@ -145,7 +145,7 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     assert f"<summary>{number['unknown']} checks could not run" in html
     for node in ("l40s-01", "l40s-sick-x4"):
         assert f"<li>{node}: GPU2 has no NIC on its own NUMA node" in html
-    text = " ".join(drawn(findings, view.checks, width=200).split())
+    text = " ".join(drawn(print_findings, view.checks, width=200).split())
     assert f"{number['pass']} checks passed" in text
     assert "GPU2 has no NIC on its own NUMA node: the path to mlx5_0 is SYS. l40s-01, l40s-sick-x4" in text
 

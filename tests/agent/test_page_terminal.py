@@ -20,7 +20,7 @@ from agent.checks.findings import grouped
 from agent.cli.bench import show_networks
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal import advice as advice_view, findings as findings_view, hosts, topology
-from agent.terminal.measured import bench
+from agent.terminal.measured import print_benchmark
 from contracts.finding import Finding, Status
 
 
@@ -29,8 +29,8 @@ def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
     seen = view(name)
     advice = advise.for_view(seen, Request.of(model="Llama-3.1-8B"))
-    text = drawn(hosts.host, seen.snapshots[0]) + drawn(topology.brief, seen.topologies[0], ())
-    text += drawn(findings_view.findings, seen.checks) + drawn(advice_view.recommendation, advice)
+    text = drawn(hosts.print_host, seen.snapshots[0]) + drawn(topology.print_brief, seen.topologies[0], ())
+    text += drawn(findings_view.print_findings, seen.checks) + drawn(advice_view.print_recommendation, advice)
     assert max(len(line) for line in text.splitlines() if not line.startswith("  topoflight ")) <= 80
     assert "\x1b" not in text
     if not seen.topologies[0].gpus:
@@ -44,13 +44,13 @@ def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones
         Finding(code="a.c", node="n3", status=Status.UNKNOWN, message="not measured"),
         Finding(code="a.b", node="n4", status=Status.FAIL, message="lost"),
     ]
-    text = drawn(hosts.sound_nodes, [(f"n{n}", "8 x H100; RDMA 8/8 active") for n in range(1, 5)], checks)
+    text = drawn(hosts.print_healthy_nodes, [(f"n{n}", "8 x H100; RDMA 8/8 active") for n in range(1, 5)], checks)
     assert "2 nodes, 8 x H100; RDMA 8/8 active: n1, n3" in text
 
 
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
     """One expectation for each scope, not one for each rail and operation."""
-    text = drawn(topology.node, view("sick-h100-rdma-off").topologies[0])
+    text = drawn(topology.print_node, view("sick-h100-rdma-off").topologies[0])
     for words in ("recognised as: HGX H100/H200", "! differs from the reference: This node has no RDMA device",
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
@@ -76,7 +76,7 @@ def test_findings_that_say_different_things_stay_apart() -> None:
         Finding(code="a.b", status=Status.WARN, node="n", subject=subject, message=message, remedy=remedy)
         for subject, message, remedy in (("x", "one", "fix"), ("y", "two", "fix"), ("z", "three", "replace"))
     ]
-    text = " ".join(drawn(findings_view.findings, made).split())
+    text = " ".join(drawn(findings_view.print_findings, made).split())
     assert all(words in text for words in ("a.b for x, y one x two y → fix", "a.b for z three → replace"))
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
@@ -206,7 +206,7 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     found = NetworkBars(title="One fine-tune of a tiny Llama, by network", where="two namespaces of this host", nodes=2,
                         steps=10, node_hour_price=None, bars=bars)  # fmt: skip
     for draw, what, first in (
-        (bench, result, "✓ Measured: every result verified → save a baseline with --save FILE"),
+        (print_benchmark, result, "✓ Measured: every result verified → save a baseline with --save FILE"),
         (show_networks, found, "✓ net1 is the fastest (eth0 2 x as long) → "),
     ):
         lines = drawn(draw, what).rstrip("\n").splitlines()

@@ -13,7 +13,7 @@ from agent.advice.job_settings import EMBEDDED_MODEL
 from agent.base import units
 from agent.http import pages, worker
 from agent.http.worker import Answer
-from agent.terminal.advice import recommendation
+from agent.terminal.advice import print_recommendation
 from contracts import question
 
 
@@ -85,7 +85,7 @@ def test_a_small_run_that_is_not_the_fastest_says_so_before_its_layout() -> None
     assert advice.chosen is not None and advice.chosen.layout.family == "FSDP"
     fastest = min(advice.runners_up, key=lambda one: one.forecast.step_seconds.mid)
     times = [units.seconds(one.forecast.step_seconds.mid) for one in (advice.chosen, fastest)]
-    terminal = drawn(recommendation, advice, width=200, brief=True)
+    terminal = drawn(print_recommendation, advice, width=200, brief=True)
     for text in (terminal, pages.what_if_page(view(), {}, advice, "")):
         first = text.index("This small test run uses FSDP to show sharded traffic")
         assert all(time in text[first : first + 250] for time in times), times

@@ -122,7 +122,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
 
 ONE = measurement(
     "reduce_scatter", 1.784e11, 8, backend="nccl", bytes=268435456, median_seconds=0.00123, spread_ratio=0.123,
-    bars=(Bar(name="as it should be", low=2.78e11, typical=3.32e11, high=4.24e11),),
+    bars=(Bar(name="when healthy", low=2.78e11, typical=3.32e11, high=4.24e11),),
     expected_busbw_bytes_per_second=3.32e11,
 )  # fmt: skip
 RESULT = benchmark(ONE)
@@ -131,7 +131,7 @@ RESULT = benchmark(ONE)
 def test_no_value_is_parted_from_its_unit_or_cut() -> None:
     """From 80 columns on; in a narrower terminal a value may be broken, and no character of it is lost."""
     values = ("256.0 MiB", "1.23 ms", "12.3 %", "178 GB/s")
-    shown = {width: drawn(measured.bench, RESULT, width=width, verbose=True) for width in range(40, 161)}
+    shown = {width: drawn(measured.print_benchmark, RESULT, width=width, verbose=True) for width in range(40, 161)}
     assert not [
         (width, value) for width, text in shown.items() for value in values if width >= 80 and value not in text
     ]
@@ -146,7 +146,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
             (None, 3, "✗ FAIL Measured: the run ended early; 1 result verified")]  # fmt: skip
     for stopped, code, first in rows:
         cut = replace(RESULT, complete=False, stopped_by=stopped, problems=("ended",))
-        assert drawn(measured.bench, cut, width=120, verbose=True).startswith(first)
+        assert drawn(measured.print_benchmark, cut, width=120, verbose=True).startswith(first)
         assert _bench_exit(cut, well=True) == code
 
 

@@ -184,7 +184,7 @@ def test_copy_gives_exactly_the_text(chromium: Tabs, machines: dict[str, str]) -
             tab.run("document.getElementById('said').textContent = ''")
             tab.run(f"document.querySelector('button[data-copy={block}]').click()")
             tab.until("document.getElementById('said').textContent !== ''")
-            assert tab.text("#said") == "Copied."
+            assert tab.text("#announcement") == "Copied."
             copied = tab.run("navigator.clipboard.readText()")
             assert copied == tab.run(f"document.getElementById('{block}').textContent")
             assert begins in copied

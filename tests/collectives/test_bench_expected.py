@@ -64,9 +64,11 @@ def test_several_hosts_are_judged_by_the_weakest_of_them() -> None:
     rows = [*hello("hgx-h100-8xH100-8hca", 8, ("a",)), *hello("sick-h100-nvlink-missing", 8, ("b",))]
     found = held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, rows)
     alike = held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, hello("hgx-h100-8xH100-8hca", 8, ("a", "b")))
-    assert found["as it should be"] == alike["as it should be"]
-    assert (found["as it is"].low or 0) < (alike["as it is"].low or 0)
-    assert 250 * GB < (alike["as it is"].low or 0) < 338.6 * GB  # two p5 reach 338.57 (cluster-readiness-engine)
+    assert found["when healthy"] == alike["when healthy"]
+    assert (found["with current links"].low or 0) < (alike["with current links"].low or 0)
+    assert (
+        250 * GB < (alike["with current links"].low or 0) < 338.6 * GB
+    )  # two p5 reach 338.57 (cluster-readiness-engine)
 
 
 def test_hosts_of_unknown_links_and_gloo_have_no_expected_rate() -> None:
@@ -81,7 +83,7 @@ def test_hosts_of_unknown_links_and_gloo_have_no_expected_rate() -> None:
 @each_row(("environment", "version", "algorithm"), rows("algorithm"))
 def test_the_algorithm_is_that_of_version_and_environment(environment, version, algorithm):
     rows = hello("hgx-h100-8xH100-8hca", 8, environment=environment, versions={"nccl": version})
-    found = held("hgx-h100-8xH100-8hca", "all_reduce", 1 << 30, rows)["as it is"]
+    found = held("hgx-h100-8xH100-8hca", "all_reduce", 1 << 30, rows)["with current links"]
     assert found.algorithm == algorithm
     assert any("by a setting" in why for why in found.why) is bool(environment and algorithm == "ring")
 
@@ -91,9 +93,9 @@ def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
     due = due_of(expectation(("nvlink=NV9,hcas=4,rate=400G",), None))
     found = host("hgx-h100-8xH100-8hca")
     links = preflight_spec(found, 8, 20, force=False, backend="nccl", due=due).links
-    assert links["as it should be"]["link"]["low"] == pytest.approx(9 * 20.6 * GB)
-    assert links["as it should be"]["wire"]["low"] == pytest.approx(4 * 50 * GB)
-    assert links["as it is"] == benchmark.links_of(found, 8)["as it is"]
+    assert links["when healthy"]["link"]["low"] == pytest.approx(9 * 20.6 * GB)
+    assert links["when healthy"]["wire"]["low"] == pytest.approx(4 * 50 * GB)
+    assert links["with current links"] == benchmark.links_of(found, 8)["with current links"]
     assert due_of(()) is None
 
 

@@ -100,5 +100,5 @@ def test_a_link_at_a_third_is_named_as_the_fault_between_the_hosts(tmp_path):
             assert code == (3 if "fail: bench" in said else 0), said  # half of the least lies near a third of all
             for op in ("all_gather", "all_reduce"):
                 assert re.search(rf"(warn|fail): bench\.busbw\.low {op}", said), said
-            assert "as in the baseline" in said and "between the 2 hosts" in said
+            assert "in the baseline" in said and "between the 2 hosts" in said
             assert "topoflight search" in said

@@ -22,7 +22,7 @@ def bar_of(op, size_bytes, hello):
     value = moved / (1e-3 + moved / 1e9)
     told = {row["links"]["told"] for row in hello}
     why = (f"{len(hello)} ranks, {', '.join(told)}",)
-    return (Bar(name="as it is", low=value / 2, typical=value, high=value * 2, why=why),)
+    return (Bar(name="with current links", low=value / 2, typical=value, high=value * 2, why=why),)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rigs.logs import read
 from rigs.tables import each_row
 
-from agent.cli.evidence import show
+from agent.cli.evidence import print_evidence
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import ChannelCount
 
@@ -52,7 +52,7 @@ def test_versions(text: str, version: str) -> None:
     assert verdict.nccl_version == version
     assert verdict.library == ("rccl" if "RCCL" in version else "nccl")
     with (out := Console()).capture() as printed:
-        show(out, verdict)
+        print_evidence(out, verdict)
     assert f"library        {verdict.library} {version.removeprefix('RCCL ')}" in printed.get()
 
 

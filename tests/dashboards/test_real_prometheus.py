@@ -51,7 +51,7 @@ def bench(machine: str) -> BenchResult:
     measured = measurement(
         busbw=busbw, ranks=16, backend="nccl", hosts=("a",) * 8 + ("b",) * 8, bytes=1 << 30,
         algbw_bytes_per_second=busbw * 16 / 15, expected_busbw_bytes_per_second=4.8e11,
-        bars=(Bar(name="as it should be", low=3.6e11, typical=4.4e11, high=4.8e11),),
+        bars=(Bar(name="when healthy", low=3.6e11, typical=4.4e11, high=4.8e11),),
     )  # fmt: skip
     channels = ChannelCount(total=32, gdrdma=0 if staged else 32)
     problem = LogProblem(code="ib_without_gdrdma", message="", action="", severity="fail", count=64)

@@ -27,7 +27,7 @@ def test_a_raised_finding_has_its_start_in_the_record() -> None:
     """It is raised by the second scan and keeps the time of the first; one that no history has raised has no time."""
     down, history = with_ports(snapshot("gb200-nvl72-tray"), "mlx5_2", state="DOWN"), History()
     for scan in range(3):
-        view = history.seen(build_view((replace(down, taken_at_seconds=START + 30 * scan),)))
+        view = history.update(build_view((replace(down, taken_at_seconds=START + 30 * scan),)))
         found = [one.get("since") for one in record_of_view(view, name="n1").findings if one["code"] == CODE]
         assert found == ([] if scan == 0 else [_time(START)])
     alone = [one for one in record_of_view(build_view((down,)), name="n1").findings if one["code"] == CODE]

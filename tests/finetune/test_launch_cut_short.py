@@ -127,7 +127,7 @@ def test_the_time_to_save_here_is_that_of_the_checkpoint(rate):
     """Of a full fine-tune of 8B twice its checkpoint at the storage's rate, as in the pods; the built-in job 20 s."""
     run = {"method": "full", "sequence_length": 2048, "global_batch": 64}
     advice = advise(Request.of(machine="p5.48xlarge", nodes=2, model="Llama-3.1-8B", **run), ())
-    saved, step = job_settings.to_save(advice)
+    saved, step = job_settings.checkpoint_to_save(advice)
     assert saved > 8e9 * (4 + 2 * 4)  # fp32 weights, and Adam's two moments
     given = storage_rate(rate)
     assert job_settings.grace(advice, given) == math.ceil(step + 2 * saved / given) > 60

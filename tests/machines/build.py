@@ -173,7 +173,8 @@ def main(check: bool) -> int:
             stale.append(path.name)
             if not check:
                 path.write_text(content, encoding="utf-8")
-    print(f"{'stale' if check else 'written'}: {', '.join(stale) or 'none'}")
+    words = "stale (run python tests/machines/build.py)" if check else "written"
+    print(f"{words}: {', '.join(stale) or 'none'}")
     return int(check and bool(stale))
 
 

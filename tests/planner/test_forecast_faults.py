@@ -163,7 +163,7 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
     }
     unbounded = {
         "gpu.fabric.unhealthy", "gpu.fabric.degraded", "gpu.mig.enabled", "gpu.counters.rising",
-        "rdma.counters.rising", "topology.reference.departs", "evidence.log.problem", "rdma.mtu.small",
+        "rdma.counters.rising", "topology.reference.mismatch", "evidence.log.problem", "rdma.mtu.small",
     }  # fmt: skip
     probes = {code for code in failing if code.endswith(".probe.failed")}
     assert failing - runs - probes - unbounded == {*RULES, *ENDS} & failing

@@ -162,7 +162,7 @@ def test_a_network_of_ones_own_joins_the_nodes() -> None:
 def test_what_the_built_in_trainer_lacks_is_named(
     model: str, length: int, requested: tuple[str, Any], reason: str | None
 ) -> None:
-    train = TrainSpec(sequence_length=length, asked=(requested,))
+    train = TrainSpec(sequence_length=length, fixed_layout=(requested,))
     answer = recommend(machines.cluster("p5.48xlarge"), (), model_named(model), train)
     assert reason in answer.rejected[0].reason if reason else answer.chosen is not None
 
@@ -186,7 +186,8 @@ def test_memory_is_judged_by_its_interval() -> None:
     asked = (("dp_shard", 8), ("sharding", "zero3"), ("checkpointing", "none"), ("gradient_accumulation", 1))
     words = {}
     for micro in range(1, 17):
-        train = TrainSpec(method="full", sequence_length=4096, packing=True, asked=(*asked, ("micro_batch", micro)))
+        fixed = (*asked, ("micro_batch", micro))
+        train = TrainSpec(method="full", sequence_length=4096, packing=True, fixed_layout=fixed)
         answer = recommend(cluster, (), model, train)
         said = " ".join(answer.unknowns)
         if answer.chosen is None:

@@ -21,8 +21,9 @@ def read_environment(text: str, kind: str | None = None) -> tuple[NamedEnvironme
 
 
 def one(text: str, kind: str | None = None) -> NamedEnvironment:
-    """The only environment of a text."""
-    (found,) = read_environment(text, kind)
+    """The environment of a text; each other place, such as an alias, has the same."""
+    found, *others = read_environment(text, kind)
+    assert all(each.environment == found.environment for each in others)
     return found
 
 
@@ -76,9 +77,11 @@ def test_errors_name_what_is_wrong() -> None:
 
 
 def test_yaml_bombs_end() -> None:
-    """Anchors that multiply are walked once; nesting without end is refused."""
-    levels = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))
-    assert read_environment(f"kind: Pod\na0: &a0 [x]\n{levels}\n", "yaml") == ()
+    """Anchors that multiply and nesting without end are refused."""
+    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    assert read_environment("\n".join(["kind: Pod", "a0: &a0 [x]", *levels[:4]]), "yaml") == ()
+    with pytest.raises(EnvironmentTextError, match="more than 200000 nodes"):
+        read_environment("\n".join(["kind: Pod", "a0: &a0 [x]", *levels]), "yaml")
     with pytest.raises(EnvironmentTextError):
         read_environment("[" * 3000 + "]" * 3000, "yaml")
 

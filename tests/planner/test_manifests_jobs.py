@@ -12,6 +12,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import Request, advise, in_pods
 from agent.advice.job_settings import job_plan
+from agent.base.options import _rows
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
 from finetune import pod
@@ -31,9 +32,10 @@ APIS = sorted(manifests.APIS)
 
 
 def test_launch_offers_every_api() -> None:
-    """The names in verbs/cluster.toml are those of the templates of Kubernetes, and Slurm."""
+    """The names in verbs/cluster.toml and verbs/launch.toml are those of the templates of Kubernetes, and Slurm."""
     (api,) = (param for param in launch.params if param.name == "api")
     assert tuple(api.type.choices) == ("local", *manifests.APIS, "slurm")
+    assert _rows("launch")["--output"]["excludes"] == [f"--api={'|'.join(manifests.APIS)}"]
 
 
 def container_of(documents: tuple[dict, ...]) -> dict:

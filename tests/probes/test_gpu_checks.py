@@ -172,7 +172,7 @@ def test_full_memory_fails_the_next_job_whoever_holds_it(share: float, busy: flo
     gpus = (*facts.gpus[:2], gpu_with(facts.gpus[2], held), *facts.gpus[3:])
     now = with_facts(snapshot, gpu=dataclasses.replace(facts, gpus=gpus))
     checks = build_view((now,)).checks
-    found = [{c.status for c in each if c.code == "gpu.memory.held" and c.subject == "GPU2"}
+    found = [{c.status for c in each if c.code == "gpu.memory.in_use" and c.subject == "GPU2"}
              for each in (checks, for_next_job(checks, (now,)))]  # fmt: skip
     assert found == [{scanned}, {gate}]
 

@@ -1,4 +1,4 @@
-"""From a node's links to the paths of the ranks that run on it: as it is, and as it should be."""
+"""From a node's links to the paths of the ranks that run on it: with current links, and when healthy."""
 
 from dataclasses import replace
 
@@ -21,13 +21,13 @@ def node(name: str) -> NodeTopology:
     return with_expectations(build(snapshot(name)))
 
 
-def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> Paths:
+def links(machine: NodeTopology, ranks: int, bar: Bar = "with current links") -> Paths:
     return host_links(machine, range(ranks), bar)
 
 
 @each_row(("machine", "ranks", "inside", "gigabytes"), rows("links"))
 def test_the_links_are_those_of_the_ranks_that_run(machine: str, ranks: int, inside: str, gigabytes: float) -> None:
-    for bar in ("as it is", "as it should be"):
+    for bar in ("with current links", "when healthy"):
         found = links(node(machine), ranks, bar)  # type: ignore[arg-type]
         assert (found.inside, found.link.low / GB) == (inside, pytest.approx(gigabytes)), bar
 
@@ -41,7 +41,7 @@ def test_800g_nics_behind_gpus_of_their_own_switch_are_not_halved_by_the_hosts_l
     )
     for capability, each in (((10, 3), 100.0), ((10, 0), 48.0)):
         gpus = tuple(replace(gpu, compute_capability=capability) for gpu in tray.gpus)
-        for bar in ("as it is", "as it should be"):
+        for bar in ("with current links", "when healthy"):
             found = links(replace(tray, nics=nics, gpus=gpus), 4, bar)  # type: ignore[arg-type]
             count = round(found.wire.low / GB / each)
             assert found.wire.low / GB == pytest.approx(each * count) and count in (4, len(nics)), (capability, bar)
@@ -51,17 +51,17 @@ def test_800g_nics_behind_gpus_of_their_own_switch_are_not_halved_by_the_hosts_l
 def test_a_missing_link_lowers_what_is_and_not_what_should_be(machine: str, ranks: int, field: str) -> None:
     """The sick node must not pass its own bar."""
     sick = node(machine)
-    now, due = getattr(links(sick, ranks), field), getattr(links(sick, ranks, "as it should be"), field)
+    now, due = getattr(links(sick, ranks), field), getattr(links(sick, ranks, "when healthy"), field)
     assert now.high < due.low
     healthy = node("l40s-4x-pcie" if "l40s" in machine else "hgx-h100-8xH100-8hca")
-    assert getattr(links(healthy, ranks, "as it should be"), field) == due
+    assert getattr(links(healthy, ranks, "when healthy"), field) == due
 
 
 def test_a_host_without_its_rdma_devices_is_held_to_no_socket() -> None:
-    """As it is: 25 Gb/s of Ethernet. As it should be: not known, as no device shows its rate."""
+    """With current links: 25 Gb/s of Ethernet. When healthy: not known, as no device shows its rate."""
     sick = node("sick-h100-rdma-off")
     assert links(sick, 8).between == "sockets"
-    due = links(sick, 8, "as it should be")
+    due = links(sick, 8, "when healthy")
     assert due.between is None
     assert any("RDMA" in word for word in due.words)
 
