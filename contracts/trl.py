@@ -176,8 +176,8 @@ def _split_fsdp_words(name: str, value: Any) -> list[str]:
         value = dict(enumerate((word for word in table if "sharding" in table[word]), 1)).get(value, value)
     words = (value or "").split() if isinstance(value, str | None) else value
     if not isinstance(words, list) or not all(isinstance(word, str) and word.lower() in table for word in words):
-        allowed = ", ".join(word for word in table if word != "true")
-        raise ConfigError(f"{name}={value!r}: must be true, false, or words of {allowed}")
+        allowed = ", ".join(word for word in table if name == "fsdp" or word != "true")
+        raise ConfigError(f"{name}={value!r}: allowed are {allowed}")
     return [word.lower() for word in words]
 
 

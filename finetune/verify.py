@@ -52,8 +52,8 @@ def observe_modules(
     """Return what wrappers and placements show, as members of EffectiveLayout; `cp` ranks share a sequence."""
     degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
     placements: Counter[str] = Counter()
-    whole_bytes = local_bytes = unsharded = 0
-    for p in named.values():
+    whole_bytes = local_bytes = unsharded = projections = split = 0
+    for name, p in named.items():
         local = p.to_local() if isinstance(p, DTensor) else p
         whole_bytes += p.numel() * p.element_size()
         local_bytes += local.numel() * local.element_size()
@@ -68,6 +68,8 @@ def observe_modules(
             if placed.is_shard() or "Shard" in type(placed).__name__ or axis == "dp_replicate":
                 degrees[axis] = max(degrees[axis], size)
         unsharded += not any("Shard" in type(axes.get(axis)).__name__ for axis in ("dp_shard", "dp_shard_cp"))
+        if re.search(rf"\.({'|'.join(COLUMN + ROW)})(\.base_layer)?\.weight$", name):
+            projections, split = projections + 1, split + ("tp" in axes)
     replicas = [root for root in roots if isinstance(root, DistributedDataParallel)]
     if replicas:
         degrees["dp_replicate"] = dist.get_world_size(replicas[0].process_group)
@@ -77,7 +79,7 @@ def observe_modules(
         **degrees, "cp": cp, "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "wrapper": "+".join(sorted(kinds)), "device": str(device), "backend": backend,
         "reshard_after_forward": _reshards(roots), "placements": dict(placements), "unsharded_parameters": unsharded,
-        "split_projections": _count_split_projections(named), "parameter_bytes": whole_bytes,
+        "split_projections": [split, projections], "parameter_bytes": whole_bytes,
         "local_parameter_bytes": local_bytes,
     }  # fmt: skip
 
@@ -99,13 +101,6 @@ def _reshards(roots: Sequence[nn.Module]) -> bool | None:
     # of one module several groups from torch 2.13 on, one or none before
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)]) if g]
     return all(group._reshard_after_forward for group in groups) if groups else None
-
-
-def _count_split_projections(named: Mapping[str, torch.Tensor]) -> list[int]:
-    """Return how many projection weights are split over tp, and how many there are."""
-    weights = [p for n, p in named.items() if re.search(rf"\.({'|'.join(COLUMN + ROW)})(\.base_layer)?\.weight$", n)]
-    split = [p for p in weights if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())]
-    return [len(split), len(weights)]
 
 
 def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> list[str]:
