@@ -35,8 +35,8 @@ from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
 from collectives.traces import rank_files, ras, watchdog
-from contracts import job_plan as plans, plain, run_record as records
-from contracts.job_config import ConfigError, parse_layout_text, read_config
+from contracts import plain, run_record as records
+from contracts.job_config import ConfigError, parse_layout_text, read_config, read_plan
 from contracts.layout import Layout, LayoutError
 from planner import why
 from planner.forecast.calibration import CalibrationError, load_calibration
@@ -307,7 +307,7 @@ def job_config(data: bytes) -> object:
 @reads(seed("plan.json"), errors=(ConfigError,), stepped=True)
 def job_plan(data: bytes) -> object:
     """The plan of the fine-tune job (plan.json)."""
-    return plans.read(_file("plan.json", _json(lambda: document_of("plan"), data)))
+    return read_plan(_file("plan.json", _json(lambda: document_of("plan"), data)))
 
 
 @reads(

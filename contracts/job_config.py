@@ -1,25 +1,32 @@
-"""Settings of the fine-tune job: one YAML file, which the launcher and the job read into the same dataclass.
+"""Settings of the fine-tune job, one YAML file, and its plan: the launcher and the job read both into the same types.
 
 Surface: the YAML of TRL's `sft.py` scripts (TrlParser((ScriptArguments, SFTConfig, ModelConfig))) with current and
 older option names (`contracts.trl`), plus a `layout:` mapping with the fields of `contracts.layout`. Batch, precision,
 sharding, recomputation and offloading options are stored only as fields of the layout.
+
+plan.json, which the launcher writes and every rank reads, holds the settings, as given by a file or by the planner, the
+layout, its forecast, the environment, and the transport that NCCL should use between hosts. The ConfigMap and `plan` in
+run.json hold the same document.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from contracts import bounded, trl
+from contracts import bounded, plain, trl
+from contracts.finding import Interval
 from contracts.layout import Layout, LayoutError
 from contracts.trl import ConfigError as ConfigError, EndedError as EndedError
 
+PLAN_VERSION = 1
 MAX_FILE_BYTES = 1 << 20  # settings are written by hand, so a larger file is the wrong file
 MOST_COUNT = 10**7  # of a degree or a batch in the layout
 MAX_ALIASES = 16  # YAML aliases; nested aliases grow exponentially
@@ -106,7 +113,7 @@ class JobConfig:
             raise ConfigError("; ".join(wrong))
 
 
-def read_config(path: Path | None, overrides: typing.Sequence[str] = ()) -> tuple[JobConfig, dict[str, Any], list[str]]:
+def read_config(path: Path | None, overrides: Sequence[str] = ()) -> tuple[JobConfig, dict[str, Any], list[str]]:
     """Read the YAML and apply `key=value` overrides. Returns the config, the settings that were set, and notes."""
     return parse_config(with_overrides(read_file(path or DEFAULT_CONFIG), overrides))
 
@@ -311,11 +318,11 @@ def parse_layout(settings: Any, where: str) -> Layout:
 
 def parse_layout_text(text: str) -> dict[str, Any]:
     """Parse "dp_shard=4,tp=2,micro_batch=2" into layout fields. Raises ConfigError, which names the wrong item."""
-    fields = _parse_layout(with_overrides({}, filter(None, text.split(","))), "layout")
-    for name, value in fields.items():
+    made = _parse_layout(with_overrides({}, filter(None, text.split(","))), "layout")
+    for name, value in made.items():
         if name == "world_size" or value == trl.NODE:
             raise ConfigError(f"layout.{name}={value!r}: must follow from the nodes and the other degrees")
-    return fields
+    return made
 
 
 def _parse_member(member: str, value: Any, name: str) -> Any:
@@ -324,7 +331,7 @@ def _parse_member(member: str, value: Any, name: str) -> Any:
         raise ConfigError(f"unknown setting {name!r}{trl.hint(member, kinds)}")
     if member == "dp_shard" and value == trl.NODE:
         return value
-    limits = {"ge": 1, "lt": MOST_COUNT} if kinds[member] is int else {}
+    limits: dict[str, Any] = {"ge": 1, "lt": MOST_COUNT} if kinds[member] is int else {}
     return _convert(name, value, kinds[member], **limits)
 
 
@@ -390,3 +397,78 @@ def _validator(kind: Any, **limits: float) -> Any:
     from pydantic import ConfigDict, Field, TypeAdapter
 
     return TypeAdapter(typing.Annotated[kind, Field(**limits)], config=ConfigDict(allow_inf_nan=False))
+
+
+# The plan.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunForecast:
+    """Forecast of the run. None means not forecast."""
+
+    step_seconds: Interval | None = None
+    memory_bytes: Interval | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """The content of plan.json. If the layout is None, the settings and the number of started ranks determine it."""
+
+    schema_version: int = PLAN_VERSION
+    config: JobConfig | None = None  # None: settings of the built-in job
+    trl: dict[str, Any] | None = None  # settings for TRL's parser, if TRL's SFTTrainer runs the job (finetune.sft_trl)
+    layout: Layout | None = None
+    forecast: RunForecast = field(default_factory=RunForecast)
+    environment: dict[str, str] = field(default_factory=dict)
+    transport: dict[str, str] = field(default_factory=dict)  # network, evidence, gdrdma: transport that NCCL should use
+    notes: tuple[str, ...] = ()  # about the settings: older option names, options without effect
+
+
+def dump_plan(plan: JobPlan) -> str:
+    """Serialize the plan. Raises ConfigError if a job would reject it."""
+    text = json.dumps(plain.write(plan), indent=1) + "\n"
+    try:
+        plain.loads(text.encode())
+    except ValueError as error:
+        raise ConfigError(f"the plan: {error}") from None
+    return text
+
+
+def read_plan(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
+    """Read plan.json and apply `key=value` overrides to its settings. Raises ConfigError, which names the file."""
+    members = [one.name for one in fields(JobPlan)]
+    try:
+        data = plain.loads(bounded.read(path, MAX_FILE_BYTES))
+        if not isinstance(data, dict) or not members & data.keys():
+            raise ConfigError(f"must hold a mapping of {', '.join(members)}")
+        if unknown := data.keys() - members:
+            raise ConfigError(f"unknown {min(unknown)!r}{trl.hint(min(unknown), members)}")
+        settings, of_trl, layout = (data.pop(name, None) for name in ("config", "trl", "layout"))
+        for name, value in (("config", settings), ("trl", of_trl)):
+            if not isinstance(value, dict | None):
+                raise ConfigError(f"{name}: must be a mapping")
+        plan = plain.read({name: value for name, value in data.items() if value is not None}, JobPlan)
+        if plan.schema_version != PLAN_VERSION:
+            raise ConfigError(f"schema_version={plan.schema_version!r}: this release reads {PLAN_VERSION}")
+        raw = with_overrides(read_mapping(DEFAULT_CONFIG) if settings is None else settings, overrides)
+        config, _, notes = parse_config(raw, None if of_trl is None else {})
+        return replace(
+            plan,
+            config=config,
+            trl=None if of_trl is None else trl.trl_settings(with_overrides(of_trl, overrides), {}),
+            layout=None if layout is None else parse_layout(layout, "layout"),
+            notes=tuple(dict.fromkeys([*plan.notes, *notes])),
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"plan {path}: {error}") from None
+
+
+def choose_plan(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()) -> tuple[JobPlan, JobConfig]:
+    """Return the plan and its settings, read from plan.json or created from a settings file. Raises ConfigError."""
+    if plan is None:
+        made, _, notes = read_config(config, overrides)
+        return JobPlan(config=made, notes=tuple(notes)), made
+    if config is not None:
+        raise ConfigError(f"--config {config}: the plan holds the settings; use only one of --plan and --config")
+    found = read_plan(plan, overrides)
+    return found, found.config or JobConfig()

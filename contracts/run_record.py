@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from contracts import bounded, plain
 from contracts.finding import Interval
-from contracts.job_plan import JobPlan, RunForecast
+from contracts.job_config import JobPlan, RunForecast
 from contracts.redaction import redact, without_secrets
 
 RECORD_VERSION = 1

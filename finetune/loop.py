@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import get_scheduler
 
-from contracts.job_config import ConfigError, EndedError, JobConfig
-from contracts.job_plan import JobPlan
+from contracts.job_config import ConfigError, EndedError, JobConfig, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
 from finetune import checkpoint, model, parallel, recorder as runs, rows, verify, weights

@@ -32,8 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from contracts import trl
-from contracts.job_config import ConfigError, parse_layout, resolve_layout
-from contracts.job_plan import JobPlan
+from contracts.job_config import ConfigError, JobPlan, parse_layout, resolve_layout
 from contracts.layout import EIGHT_BITS, Layout
 from finetune.model import Chunk, causal_lm, cut
 from finetune.rows import Batch

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerAction
 
 from contracts import run_record
-from contracts.job_config import EndedError
-from contracts.job_plan import JobPlan
+from contracts.job_config import EndedError, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import Communication, Loss, Measured, RunLayout, RunRecord, timestamp
 from hardware.gpus import gpu_named

@@ -29,8 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from contracts import trl as names
-from contracts.job_config import ConfigError, JobConfig
-from contracts.job_plan import JobPlan
+from contracts.job_config import ConfigError, JobConfig, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
 from finetune import checkpoint, hub, loop, recorder, rows, verify

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from contracts import job_plan
-from contracts.job_config import ConfigError, EndedError
+from contracts.job_config import ConfigError, EndedError, choose_plan
 from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import Trainer
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(argv)
     try:
-        plan, config = job_plan.choose(options.plan, options.config, options.overrides)
+        plan, config = choose_plan(options.plan, options.config, options.overrides)
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     except ConfigError as error:
         return _report(error)

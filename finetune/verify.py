@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from contracts.job_config import EndedError
-from contracts.job_plan import JobPlan
+from contracts.job_config import EndedError, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, RunRecord
 from finetune import channels

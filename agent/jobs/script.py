@@ -31,8 +31,7 @@ from agent.jobs.script_rank import REPORT
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
-from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
-from contracts.job_plan import JobPlan
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, JobPlan, parse_config
 from contracts.plain import loads as plain
 from contracts.redaction import redact
 from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord

@@ -20,8 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from contracts import run_record
-from contracts.job_config import ConfigError, JobConfig
-from contracts.job_plan import JobPlan, parse_layout, read
+from contracts.job_config import ConfigError, JobConfig, JobPlan, parse_layout, read_plan
 from finetune.rows import Loader
 
 HERE = Path(__file__).parent
@@ -73,7 +72,7 @@ def planned(folder: Path, settings: dict, *words: str) -> tuple:
     if done.exit_code:
         return None, f"exit code {done.exit_code}: {' '.join(done.output.split())}"
     (folder / "plan.json").write_text(done.stdout)
-    return read(folder / "plan.json"), done.stderr
+    return read_plan(folder / "plan.json"), done.stderr
 
 
 def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[int]:
@@ -83,7 +82,7 @@ def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[in
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         ports = [one.getsockname()[1] for one in sockets]
-    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read(plan).environment}
+    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read_plan(plan).environment}
              for (plan, stop), port in zip(plans, ports, strict=True)]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "no_proxy": "*"}
