@@ -18,7 +18,7 @@ from agent.advice import advise
 from agent.advice.advise import Request
 from agent.checks.findings import grouped
 from agent.cli.bench import show_networks
-from agent.jobs.networks import Bar, NetworkBars
+from agent.jobs.networks import NetworkBar, NetworkBars
 from agent.terminal import advice as advice_view, findings as findings_view, hosts, topology
 from agent.terminal.measured import print_benchmark
 from contracts.finding import Finding, Status
@@ -200,7 +200,9 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     sizes = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1 << 16, 1 << 20)]
     result = benchmark(*(measurement(op, bytes=size) for op, size in sizes))
     bars = tuple(
-        Bar(network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), carries="shaped")
+        NetworkBar(
+            network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), carries="shaped"
+        )
         for name, step in (("eth0", 0.5), ("net1", 0.25))
     )
     found = NetworkBars(title="One fine-tune of a tiny Llama, by network", where="two namespaces of this host", nodes=2,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from rigs.hub import Hub, parquet, silent
+from rigs.hub import Hub, parquet
 from rigs.tables import ROOT, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -380,7 +380,8 @@ def test_no_token_is_written_anywhere(online, home):
 
 def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(online, driver, hub, tmp_path):
     """What the cache holds is trained; what it does not hold is refused, naming the hub; nothing waits without end."""
-    listening, mute = silent()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)  # takes connections and never says a word
+    mute = f"http://127.0.0.1:{listening.getsockname()[1]}"
     new = ({"model_name_or_path": "meta/unseen", **GSM}, {})
     hub.failing = 503
     with ThreadPoolExecutor(1) as beside, Driver(tmp_path, mute, HF_HUB_ETAG_TIMEOUT="1") as alone:

@@ -32,7 +32,8 @@ def test_the_environment_of_a_text(text: str, kind: str | None, environment: dic
     """What is set, and what the linter says of it."""
     found = one(text, kind)
     assert found.environment == environment
-    assert sorted(f.code for f in lint(found.environment, source=found.source)) == sorted(said)
+    judged = lint(found.environment, source=found.source, unexported=found.unexported)
+    assert sorted(f.code for f in judged) == sorted(said)
 
 
 def test_where_an_environment_stands() -> None:
