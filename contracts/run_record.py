@@ -60,7 +60,6 @@ class EffectiveLayout:
     split_projections: list[int] = field(default_factory=list)  # projections split over tp, and the total
     parameter_bytes: int | None = None
     local_parameter_bytes: int | None = None
-    transports: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -133,8 +133,6 @@ def check(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str
     """Compare on every rank; raises on every rank where one differs. Returns what this rank observed."""
     found = _gather(compare(requested, got, environment))
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
-    if got.backend == "gloo":  # the ranks have just exchanged a message, so their connections are up
-        got.transports = channels.gloo_transports(_gather(channels.read_gloo_connections()))
     require_equal(wrong)
     return got
 
@@ -161,9 +159,10 @@ def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
     channels of each algorithm at the first one that takes it, and a mesh has a communicator per axis. A collective at
     the start would connect the world's alone.
     """
-    effective = record.layout.effective
-    record.transports = list(effective.transports) if effective else []
-    if effective is None or effective.backend != "nccl":
+    backend = record.layout.effective.backend if record.layout.effective else None
+    if backend == "gloo":
+        record.transports = channels.gloo_transports(_gather(channels.read_gloo_connections()))
+    if backend != "nccl":
         return []
     host = os.environ.get("NCCL_HOSTID") or os.uname().nodename  # as NCCL's getHostHash, without the boot id
     hosts = len(set(_gather(host)))
@@ -171,5 +170,5 @@ def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
     path = channels.log_path(os.environ.get("NCCL_DEBUG_FILE"), os.uname().nodename, os.getpid())
     ranks = _gather(channels.read_log(path, planned, hosts=hosts))
     record.nccl = channels.record(ranks, planned, hosts=hosts)
-    record.transports += record.nccl.channels
+    record.transports = list(record.nccl.channels)
     return [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]
