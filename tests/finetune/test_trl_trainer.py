@@ -132,7 +132,7 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
 
 
 def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of an unknown kind or with a broken line. Neither is a traceback."""
+    """Rows of an unknown kind or with a broken line, and a mixture without data sets. None is a traceback."""
     from finetune import sft_trl
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -144,6 +144,9 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=word):
             sft_trl.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
+    for mixture in (3, {}, {"datasets": []}, {"datasets": [{"path": "own/sums"}]}):
+        with pytest.raises(ConfigError, match="mappings with id"):
+            sft_trl.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
 
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:
