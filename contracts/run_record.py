@@ -88,7 +88,6 @@ class Measured:
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None  # peak of the rank with the highest use
-    memory_counts: str | None = None  # what memory_bytes counts
     rss_peak_bytes: int | None = None
 
 

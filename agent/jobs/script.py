@@ -189,7 +189,6 @@ def _add_reports(record: RunRecord, reports: Mapping[int, Mapping[str, Any]]) ->
     record.measured = Measured(
         step_seconds=statistics.median(counted) if counted else None, counted_steps=len(counted) or None,
         memory_bytes=max(float(one.get("memory_bytes") or 0) for one in reports.values()) or None,
-        memory_counts=next(iter(reports.values())).get("memory_counts"),
         rss_peak_bytes=max(int(one.get("rss_peak_bytes") or 0) for one in reports.values()) or None,
     )  # fmt: skip
     measured = f"the median between the ends of the optimizer's steps on the ranks, without the first {_WARM_UP}"
