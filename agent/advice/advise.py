@@ -360,7 +360,7 @@ def of_cluster(
         multi_node=multi_node, findings=findings, measured_step=request.measured_layout(),
     )  # fmt: skip
     if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
-        advice = replace(advice, helps_most=nearest(request, snapshots))
+        advice = replace(advice, helps_most=suggest_changes(request, snapshots))
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
 
 
@@ -371,7 +371,7 @@ _TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increa
 _WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 
 
-def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
+def suggest_changes(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     """Return, per setting, the smallest change that makes a layout fit; if none does, changes of two settings.
 
     The settings are adapters, sequence length, 8-bit optimizer states, precision of products, nodes and engine.
@@ -392,15 +392,15 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
         several,
         [{"engine": engine} for engine in stacks.ENGINES if engine != train.engine],
     ]
-    found = [line for kind in kinds if (line := _first(request, kind, snapshots))]
+    found = [line for kind in kinds if (line := _first_that_fits(request, kind, snapshots))]
     if not found:
         both = [{**method, **more} for method in kinds[1][-1:] for more in several]
         both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[2]]
-        found = [line for line in (_first(request, both, snapshots),) if line]
+        found = [line for line in (_first_that_fits(request, both, snapshots),) if line]
     return tuple(found)
 
 
-def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
+def _first_that_fits(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
     """Return the first change that makes a layout fit, with its step time; "" if none does."""
     for changed in changes:
         other = request.changed(**changed)

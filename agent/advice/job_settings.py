@@ -373,9 +373,8 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
     values = {name: getattr(config, name) for name in made if name in {**explicit, **planned}}
     wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(made[name])]
     if wrong:
-        raise RequestError(
-            f"{' and '.join(wrong)}: only the built-in trainer generates it; TRL's trainer reads files and hub ids"
-        )
+        why = "only the built-in trainer generates it; TRL's trainer reads files and hub ids"
+        raise RequestError(f"{' and '.join(wrong)}: {why}")
     return {name: value for name, value in planned.items() if not isinstance(value, tuple)}
 
 

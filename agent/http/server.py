@@ -202,7 +202,7 @@ async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
         yield answer.body[first : first + PIECE_BYTES]
 
 
-def complaints(error: ValidationError | RequestValidationError, most: int | None = None) -> tuple[list[Any], str]:
+def describe_errors(error: ValidationError | RequestValidationError, most: int | None = None) -> tuple[list[Any], str]:
     """Return the invalid parts of a body or query with reasons, at most `most`; and the same in one line."""
     found = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:most]]
     return found, "; ".join(f"{each['where'][:64]}: {each['message']}" for each in found)
@@ -222,7 +222,7 @@ def convert_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        errors, detail = complaints(error)
+        errors, detail = describe_errors(error)
         return problem(request, 422, detail, errors=errors)
 
     def openapi() -> dict[str, Any]:
@@ -283,7 +283,7 @@ def read_record(body: bytes) -> RunRecord:
     try:
         PostedRecord.model_validate(record)
     except ValidationError as error:
-        found, detail = complaints(error, 16)
+        found, detail = describe_errors(error, 16)
         raise ProblemError(422, detail, errors=found) from None
     try:
         made = record_of(record)

@@ -109,13 +109,13 @@ class NodeView:
         """Return the number of EFA devices."""
         facts = self.facts(RdmaFacts)
         if facts is not None:
-            return sum(device.kind == "efa" for device in facts.devices)
+            return sum(device.kind == "efa" for device in facts.in_reach)
         return sum(nic.kind == "efa" for nic in self.nics)
 
     def verbs_ports(self) -> tuple[PortView, ...]:
         """Return every port of a device that NCCL's IB transport could use, up or down."""
         facts = self.facts(RdmaFacts)
-        devices = [device for device in facts.devices if device.kind in VERBS_KINDS] if facts else []
+        devices = [device for device in facts.in_reach if device.kind in VERBS_KINDS] if facts else []
         return tuple(PortView(device=device, port=port) for device in devices for port in device.ports)
 
     def default_ports(self) -> tuple[PortView, ...]:

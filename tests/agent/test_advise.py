@@ -29,7 +29,6 @@ def ask(**more) -> Recommendation:
 
 def chosen_of(advice: Recommendation) -> RankedLayout:
     """The layout that was chosen, with its forecast."""
-    assert advice.chosen is not None
     return advice.chosen
 
 
@@ -97,7 +96,7 @@ def test_an_8bit_optimizer_needs_less_memory() -> None:
 def test_a_budget_gives_the_length_of_the_whole_run() -> None:
     """In steps; in tokens, which are as many steps as they need; in hours: as many whole steps as have room."""
     by_steps = ask(steps=1000)
-    assert by_steps.total_steps == 1000 and by_steps.total_seconds is not None
+    assert by_steps.total_steps == 1000
     step_seconds = chosen_of(by_steps).forecast.step_seconds.mid
     assert by_steps.total_seconds.mid == pytest.approx(1000 * step_seconds)
     assert [ask(tokens=64 * 2048 * steps).total_steps for steps in (3, 7, 10)] == [3, 7, 10]
@@ -197,7 +196,6 @@ def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Pa
     assert forecast.total_steps == blind.total_steps == 2 * math.ceil(5000 / 64)
     assumed = [any("Each row is assumed to have 2048 tokens" in one for one in of.unknowns) for of in (forecast, blind)]
     assert assumed == [False, True]
-    assert forecast.total_seconds is not None and blind.total_seconds is not None
     assert forecast.total_seconds.mid < 0.3 * blind.total_seconds.mid
     mean = mean_length(request.train.length_histogram, 2048)
     chosen = chosen_of(forecast).forecast
@@ -243,7 +241,6 @@ def test_tokens_beyond_a_models_positions_are_said() -> None:
 
 def test_money_is_node_hours_times_the_users_price(tmp_path: Path) -> None:
     advice = ask(nodes=2, steps=1000, price="90")
-    assert advice.total_cost is not None and advice.total_seconds is not None
     for end in ("low", "mid", "high"):
         assert getattr(advice.total_cost, end) == pytest.approx(getattr(advice.total_seconds, end) / 3600 * 2 * 90)
     file = tmp_path / "prices.yaml"

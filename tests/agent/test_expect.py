@@ -17,7 +17,7 @@ from rigs.tables import ROOT, each_row
 from agent.checks.expect import KEYS, expectation, parse, read_file
 from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, build_view, judge
-from agent.cluster.nodes import NodeRecord, checks_of as gate_of_nodes, record_of_view
+from agent.cluster.nodes import NodeRecord, checks_of_nodes as gate_of_nodes, record_of_view
 from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State
@@ -152,7 +152,6 @@ def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
     for words, status in (("hcas=8", "fail"), ("hcas=9", "info"), ("hcas=10", "fail")):
         assert statuses(build_view((dead,), expected=parse([words])), "rdma.port.down") == {status}
     gpus = facts(GpuFacts, dead)
-    assert gpus.bus is not None
     bus = replace(gpus.bus, container="kubernetes", all_requested=True)
     pod = changed(dead, GpuFacts, gpus=gpus.gpus[:2], pairs=(), bus=bus)
     for words, status, required in (("gpus=2", "info", False), ("gpus=3", "unknown", True)):

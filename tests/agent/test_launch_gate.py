@@ -115,10 +115,8 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, ())
     config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
-    assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
-    assert advice.model is not None
     made_up = replace(advice, model=replace(advice.model, name="house-model"))
     assert untrainable(advice, {}).startswith("dataset_name: no data set is named")
     assert untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: where its weights are")

@@ -5,11 +5,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from rigs.tables import ROOT
 
-ROOT = Path(__file__).parents[2]
 CODE = """
 import json, sys, torch
 from filled import filled_model

@@ -20,7 +20,6 @@ from topology.graph import ClusterTopology, GpuNode, NodeTopology
 rows = rows_of(__file__)
 
 GB300 = gpu_named("NVIDIA GB300")
-assert GB300 is not None
 RATES = gpu_rates(GB300, TrainSpec(), engine_named("trl"), "bf16")
 
 
@@ -104,7 +103,6 @@ def test_nodes_of_different_networks_are_forecast_over_sockets() -> None:
     network = links_of(cluster).network
     assert network is not None and (network.link, network.how) == ("TCP", "assumed")
     answer = recommend(cluster, (), model_named("Llama-3.1-8B"), TrainSpec())
-    assert answer.chosen is not None
     words = " ".join(answer.unknowns)
     for part in ("some nodes have EFA and others RDMA", "different GPUs", "topoflight bench"):
         assert part in words, part

@@ -43,7 +43,6 @@ def job(
 def test_each_rule_forbids_what_it_names(rule, engine, settings, layout, says):
     """The named rule is the one that answers, with the number in question."""
     reason = dict(list_broken(job(engine, **settings), Layout(**layout))).get(rule)
-    assert reason is not None
     assert says in reason
 
 

@@ -15,7 +15,7 @@ from rigs.recorded import H100, NAMES, snapshot
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice.advise import Request, of_cluster
-from agent.checks.host_checks import checks_of_snapshot, covered
+from agent.checks.host_checks import checks_of_snapshot, mark_required
 from agent.checks.verdict import judge
 from contracts.tables import read_table
 from planner.advice import Recommendation
@@ -163,7 +163,6 @@ def published(recipe: Recipe) -> dict:
 
 def compared(row: Platform) -> list[tuple[str, str, str, str]]:
     """(variable, published, ours, reason) of one platform: its recipe first, then what ours adds."""
-    assert row.machine is not None
     found = advice(row.machine)
     ours = transport(found)
     lines = []
@@ -257,7 +256,7 @@ def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> Non
     snapshot = built.snapshot("oci-mi300x")
     (said,) = [one for one in checks_of_snapshot(snapshot) if one.code == "pci.gpu.unjudged" and one.status != "pass"]
     assert "AMD GPUs were found" in said.message
-    checks = covered(snapshot, checks_of_snapshot(snapshot))
+    checks = mark_required(snapshot, checks_of_snapshot(snapshot))
     assert judge([one for one in checks if one.code.startswith("gpu.")]).word == "unknown"
     found = of_cluster(Request.of(model="tiny-llama"), Request().cluster([snapshot]), [snapshot])
     assert found.backend == "rccl"
