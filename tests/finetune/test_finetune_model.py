@@ -33,10 +33,7 @@ from planner.stacks import TOPOFLIGHT
 
 pytestmark = pytest.mark.long
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
-SMALL = {
-    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16, "tie_word_embeddings": False,
-}  # fmt: skip
+SMALL = ROWS["small"]
 FAMILIES = {
     "llama": None,
     "mistral": MistralConfig(**SMALL),

@@ -14,6 +14,7 @@ import yaml
 from click.testing import CliRunner
 from rigs.command import ROOT, interpreter
 from rigs.hub import Hub, parquet
+from rigs.tables import rows_of
 from test_finetune_hub import model_at
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -24,15 +25,10 @@ from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import JobPlan, parse_layout, read
 from finetune.data import Loader
 
+rows = rows_of(__file__)
 HERE = Path(__file__).parent
 RECIPES = yaml.safe_load((HERE / "jobs" / "recipes.yaml").read_text())
-# architectures that the built-in trainer does not have, with what their configurations call otherwise
-OTHERS: dict[str, dict[str, int]] = {
-    "falcon": {},
-    "gpt_neox": {},
-    "phi": {},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-}
+OTHERS: dict[str, dict[str, int]] = rows("others")()
 SIZES = {**OTHERS, "gemma": {"head_dim": 8}, "smollm3": {"pad_token_id": 1}}
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -120,12 +116,7 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
     """All refusals of a file in one answer; a layout that TRL's trainer lacks; what only the built-in one makes."""
     whole = {"model_name_or_path": "own/llama", "dataset_name": "own/sums", "use_peft": True}
     wrong = []
-    for settings, words, told in (
-        ({"dataset_mixer": {"a": 1.0}, "lora_rr": 1, "max_steps": "x"}, (), ["dataset_mixer", "'lora_rr'", "='x'"]),
-        ({"lr_scheduler_type": "polynomial", "layout": {"pp": 2}}, (), ["PP", "polynomial"]),
-        ({"report_to": "wandb", "fp16": True}, ("--trainer", "topoflight"), ["wandb", "fp16=true"]),
-        ({"model_name_or_path": "random:tiny-llama"}, ("--trainer", "trl"), ["random:tiny-llama: only the built-in"]),
-    ):  # fmt: skip
+    for settings, words, told in rows("refused")():
         plan, said = planned(tmp_path, {**whole, **settings}, "--ranks", "2", *words)
         if plan is not None or any(word not in said for word in told):
             wrong.append((settings, said[-600:]))
