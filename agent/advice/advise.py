@@ -485,9 +485,8 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
             wrong = f"it is an index into the GID table of {where}, and a pod sees another table"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
-            notes.append(
-                f"{setting.name}={setting.value} is a file of the node's image; the pod's image must have it too"
-            )
+            needed = "is a file of the node's image; the pod's image must have it too"
+            notes.append(f"{setting.name}={setting.value} {needed}")
         if wrong:
             more = "a capture in a pod on the job's networks shows it"
             notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")

@@ -266,8 +266,8 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
-        parsed.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say"
-                            + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
+        parsed.unknown.append("number of ranks: not in replicas, nprocPerNode, GPUs or the launcher's options"
+                              + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
     return forecast_of(parsed, request, found)
 
 

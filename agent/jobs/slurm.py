@@ -30,7 +30,7 @@ from planner.slurm import ScriptError, batch_script, check_options, check_word, 
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
-_LIKE_THIS_HOST = "the nodes are taken to be like this host; give a recording of a node: --host FILE"
+_LIKE_THIS_HOST = "this host was read in place of the nodes; give a recording of a node with --host FILE"
 _AGAIN = read_table(__file__, "slurm.toml")["again"]
 _LIST_BYTES = 1 << 20  # of a file with host names
 
@@ -120,7 +120,7 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     from agent.jobs.script import AUTOSTART
 
     if options["resources"] or options["preflight_image"]:
-        raise InputError("--resource and --preflight-image are for manifests; a batch script asks with #SBATCH")
+        raise InputError("--resource and --preflight-image are for manifests; in a batch script use #SBATCH")
     select((), require=options["require"], known=ALL_CODES)
     try:
         check_options(text)
@@ -137,7 +137,7 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:
-        notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for several")
+        notes.append("the script has no #SBATCH --nodes, so the environment is that of several nodes")
     return made, notes
 
 
