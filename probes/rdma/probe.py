@@ -140,7 +140,8 @@ def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterato
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
         layers = {p.link_layer for _, p in kin if p.state == "ACTIVE" and p.link_layer}
         other = port.state == "DOWN" and bool(layers and port.link_layer) and port.link_layer not in layers
-        key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING) + " layer" * other
+        case = " efa" if device.kind == "efa" else f" {port.state}" * (port.state in _WAITING) + " layer" * other
+        key = "rdma.port.down" + case
         others, listed = f", while {counted} ACTIVE" * bool(sisters), " and ".join(sorted(layers))
         yield _report_port(key, device, port, status, state=state, others=others, layers=listed)
 

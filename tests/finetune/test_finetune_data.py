@@ -13,8 +13,7 @@ from rigs.tables import each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import rows as row_reader
-from finetune.data import Loader, collate, pack, prepare
-from finetune.rows import IGNORED, encode, load_tokenizer
+from finetune.rows import IGNORED, Loader, collate, encode, load_tokenizer, pack, prepare
 
 rows = rows_of(__file__)
 
@@ -279,11 +278,7 @@ def test_the_card_says_which_files_a_split_has(tmp_path):
         ("main", "test"): ["main/a.parquet", "main/b.jsonl"],
         ("socratic", "train"): ["socratic/one.parquet"],
     }
-    for settings, split, word in (
-        ({}, "train", "must be one of main, socratic"),
-        ({"dataset_config": "mian"}, "train", "'mian': must be one of main, socratic"),
-        ({"dataset_config": "socratic"}, "test", "socratic has train"),
-    ):
+    for settings, split, word in rows("card")():
         with pytest.raises(ConfigError, match=word):
             load_rows(job(tmp_path, **settings), split)
     split = "configs: [{config_name: a, data_files: [{split: x}]}]"  # without its path

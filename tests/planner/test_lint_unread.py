@@ -47,10 +47,7 @@ def test_each_way_has_the_line_of_its_own_assignment() -> None:
 
 
 def test_branches_of_a_template_do_not_shadow_each_other() -> None:
-    for begin, other, end in (
-        ("{{- if .a }}", "{{- else }}", "{{- end }}"),
-        ("{% if a %}", "{% else %}", "{% endif %}"),
-    ):
+    for begin, other, end in rows("branches")():
         text = f"{POD}    {begin}\n    - name: NCCL_IB_TC\n      value: '106'\n    {other}\n    - name: NCCL_IB_TC\n"
         found = read_text(f"{text}      value: '300'\n    {end}\n", None, "a.yaml")
         assert not [finding for each in found.environments for finding in each.findings]
