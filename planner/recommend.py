@@ -484,7 +484,7 @@ def _explain_refusal(planned: Planned, found: Found) -> Rejected:
     length = f"at max_length: {longest}" if longest == train.sequence_length else f"with rows of up to {longest} tokens"
     at = f"{settings} {length}" if settings else "the layout"
     words = "does not fit" if row.rule == "memory-fits" else "cannot run"
-    budget = f" the {planned.budget / GIB:.1f} GiB that a rank may fill" if short and planned.budget else ""
+    budget = f": a rank may fill {planned.budget / GIB:.1f} GiB" if short and planned.budget else ""
     return Rejected(what=AS_REQUESTED, rule=row.rule, reason=f"{at} {words}: {row.reason}{budget}")
 
 

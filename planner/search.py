@@ -606,7 +606,7 @@ def fitting(
         memory = memory_of(job, layout)
         if budget is None or memory.total <= budget:
             return layout, memory
-        if layout.offload == "none":
+        if layout.offload == named.get("offload", "none"):
             least = min(least, memory.total - budget)
     return least
 
@@ -617,9 +617,10 @@ def _list_lighter(job: Job, base: Layout, named: Mapping[str, object], after: La
     for choice in () if offloaded else _CHOICES[_CHOICES.index(after.checkpointing) if after else 0 :]:
         if choice in job.engine.checkpointing and named.get("checkpointing", choice) == choice:
             yield base if choice == "none" else replace(base, checkpointing=choice)
-    if named.get("checkpointing", "full") != "full":
+    recompute: Any = named.get("checkpointing", "full")
+    if recompute != "full" and not offloaded:
         return
     for where in job.engine.offloads:
-        layout = replace(base, checkpointing="full", offload=where)
+        layout = replace(base, checkpointing=recompute, offload=where)
         if named.get("offload", where) == where and first_broken(job, layout) is None:
             yield layout

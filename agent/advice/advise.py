@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agent.base import units
 from agent.base.options import RequestError, parse_version
 from contracts.finding import Finding
-from contracts.job_config import ConfigError, read_mapping
-from contracts.layout import values_of
+from contracts.job_config import ConfigError, parse_layout_text, read_mapping
 from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, FrontierPoint, RankedLayout, Recommendation, request_of
@@ -141,11 +140,11 @@ class Request:
             raise RequestError(f"--bench {self.bench_file}: {error}") from None
 
     def measured_layout(self) -> MeasuredStep | None:
-        """Return the measured step given in the request. Raises LayoutError if its layout is invalid."""
+        """Return the measured step given in the request. Raises ConfigError if its layout is invalid."""
         if self.measured_step is None:
             return None
         text, seconds = self.measured_step
-        return values_of(text), seconds
+        return parse_layout_text(text), seconds
 
     def spans_nodes(self, cluster: ClusterTopology) -> bool | None:
         """Return whether the job spans nodes; None for one node without a requested number: more can be added later."""

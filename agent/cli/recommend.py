@@ -137,7 +137,7 @@ def _sweep(request: Request, text: str, form: str) -> None:
 def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from agent.base.lines import table
     from agent.terminal.advice import layout_title
-    from contracts.layout import values_of
+    from contracts.job_config import parse_layout_text
     from planner.forecast.calibration import load_calibration
     from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled
     from probes.registry import ALL
@@ -151,7 +151,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
             planned = scaled(planned, step)
-        first, second = (forecast_named(planned, values_of(text)) for text in texts)
+        first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)
     except ValueError as error:
         raise RequestError(str(error)) from None
     rows = compare(first, second)

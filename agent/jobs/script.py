@@ -31,8 +31,7 @@ from agent.jobs.script_rank import REPORT
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
-from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
-from contracts.job_plan import JobPlan
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, JobPlan, parse_config
 from contracts.plain import loads as plain
 from contracts.redaction import redact
 from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord
@@ -190,7 +189,6 @@ def _add_reports(record: RunRecord, reports: Mapping[int, Mapping[str, Any]]) ->
     record.measured = Measured(
         step_seconds=statistics.median(counted) if counted else None, counted_steps=len(counted) or None,
         memory_bytes=max(float(one.get("memory_bytes") or 0) for one in reports.values()) or None,
-        memory_counts=next(iter(reports.values())).get("memory_counts"),
         rss_peak_bytes=max(int(one.get("rss_peak_bytes") or 0) for one in reports.values()) or None,
     )  # fmt: skip
     measured = f"the median between the ends of the optimizer's steps on the ranks, without the first {_WARM_UP}"

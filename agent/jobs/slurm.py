@@ -22,7 +22,7 @@ from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from contracts.host_list import compress_host_list, expand_host_list
-from contracts.job_plan import RunForecast, dumps
+from contracts.job_config import RunForecast, dump_plan
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.kubernetes.manifests import RESTARTS, SAVE_SECONDS
@@ -88,7 +88,7 @@ def script_of(
         check_word("--partition", options["partition"])
         more["partition"] = options["partition"]
     script = batch_script(
-        name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dumps(plan), output=folder,
+        name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dump_plan(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
         exclude=compress_host_list(expand_host_list(exclude)), time_limit=options["time_limit"], more=more,
         gate=not options["no_preflight"], require=options["require"], measure=options["measure"],

@@ -165,7 +165,7 @@ import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 from contracts import plain
-from contracts.job_plan import JobPlan
+from contracts.job_config import JobPlan
 from contracts.run_record import EffectiveLayout, RunLayout, RunRecord
 from finetune import verify
 dist.init_process_group("gloo")

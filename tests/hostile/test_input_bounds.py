@@ -24,8 +24,7 @@ from collectives.traces.ras import RasError, read as read_ras
 from contracts import bounded, run_record
 from contracts.bounded import ArchiveError, TooLargeError, open_regular, zip_files
 from contracts.host_list import HostListError, expand_host_list
-from contracts.job_config import ConfigError, read_mapping
-from contracts.job_plan import read as read_plan
+from contracts.job_config import ConfigError, read_mapping, read_plan
 from contracts.plain import PlainError, loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
