@@ -25,7 +25,7 @@ from agent import metrics
 from agent.advice.advise import Request, RequestError, advise, histogram_of
 from agent.base.options import parse_version
 from agent.base.output import document
-from agent.checks.measured import read_baseline, regressions, with_bench
+from agent.checks.measured import compare_with_baseline, read_baseline, with_bench
 from agent.checks.verdict import GateError, build_view
 from agent.cluster.nodes import Fleet, pack_facts, row
 from agent.http import pages
@@ -359,7 +359,7 @@ def network_status(data: bytes) -> object:
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
     found = read_baseline(_file("report.json", _json(_report, data)))
-    return regressions((), found.statuses)
+    return compare_with_baseline((), found.statuses)
 
 
 @reads(b"{}", errors=(ValueError,), stepped=True)

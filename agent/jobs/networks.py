@@ -68,7 +68,7 @@ _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
 _TABLE = read_table(__file__, "networks.toml")
 DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
-STEPS = 8  # three count, besides warm-up and profiled ones (agent.terminal.measured.LEAST_STEPS)
+STEPS = 8  # enough for a median without the first and the profiled ones (finetune/recorder.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
