@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agent.base import units
 from agent.base.options import RequestError, parse_version
 from contracts.finding import Finding
-from contracts.job_config import ConfigError, read_mapping
-from contracts.layout import values_of
+from contracts.job_config import ConfigError, parse_layout_text, read_mapping
 from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, FrontierPoint, RankedLayout, Recommendation, request_of
@@ -23,7 +22,7 @@ from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES
 from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram, mean_length
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.situation import situation
+from planner.nccl_env.situation import situation, with_plugin
 from planner.recommend import MeasuredStep, best_layout, frontier, plan, recommend
 from planner.stacks import exports
 from probes.api import Snapshot
@@ -141,11 +140,11 @@ class Request:
             raise RequestError(f"--bench {self.bench_file}: {error}") from None
 
     def measured_layout(self) -> MeasuredStep | None:
-        """Return the measured step given in the request. Raises LayoutError if its layout is invalid."""
+        """Return the measured step given in the request. Raises ConfigError if its layout is invalid."""
         if self.measured_step is None:
             return None
         text, seconds = self.measured_step
-        return values_of(text), seconds
+        return parse_layout_text(text), seconds
 
     def spans_nodes(self, cluster: ClusterTopology) -> bool | None:
         """Return whether the job spans nodes; None for one node without a requested number: more can be added later."""
@@ -180,7 +179,7 @@ class Request:
             if len(nodes) != 1:
                 raise RequestError(f"--nodes {self.nodes} with {len(nodes)} hosts: give one host, or as many as nodes")
             nodes = [replace(nodes[0], hostname=f"{nodes[0].hostname}-{i}") for i in range(self.nodes)]
-        return join(nodes)
+        return with_plugin(join(nodes), snapshots)
 
 
 _OF_RUN = {one.name: one.default for one in fields(TrainSpec)}
@@ -486,9 +485,8 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
             wrong = f"it is an index into the GID table of {where}, and a pod sees another table"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
-            notes.append(
-                f"{setting.name}={setting.value} is a file of the node's image; the pod's image must have it too"
-            )
+            needed = "is a file of the node's image; the pod's image must have it too"
+            notes.append(f"{setting.name}={setting.value} {needed}")
         if wrong:
             more = "a capture in a pod on the job's networks shows it"
             notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")

@@ -22,7 +22,7 @@ from contracts import plain
 if TYPE_CHECKING:
     from agent.jobs.launch import Launched
     from contracts.finding import Finding
-    from contracts.job_plan import JobPlan
+    from contracts.job_config import JobPlan
     from contracts.layout import Layout
     from contracts.run_record import RunRecord
     from planner.advice import Recommendation

@@ -192,9 +192,8 @@ def respond(answer: Answer) -> Response:
     headers = {"Cache-Control": "no-store", **answer.headers}
     if size <= PIECE_BYTES:
         return Response(answer.body, answer.status, headers, answer.media_type)
-    return StreamingResponse(
-        _pieces(answer), answer.status, {**headers, "Content-Length": str(size)}, answer.media_type
-    )
+    headers["Content-Length"] = str(size)
+    return StreamingResponse(_pieces(answer), answer.status, headers, answer.media_type)
 
 
 async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
@@ -406,9 +405,8 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
     async def what_if(request: Request, query: Annotated[WhatIf, Query()]) -> Response:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
-        return await rendered.ask_worker(
-            request, worker, state.current(), "what_if", fields=tuple(query.model_dump().items())
-        )
+        fields = tuple(query.model_dump().items())
+        return await rendered.ask_worker(request, worker, state.current(), "what_if", fields=fields)
 
 
 def _recommended(view: View) -> tuple[Recommendation | None, str]:

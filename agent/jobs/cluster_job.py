@@ -16,7 +16,7 @@ from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import ApiError, Client, json_object, path_of
-from contracts.job_plan import JobPlan, dumps
+from contracts.job_config import JobPlan, dump_plan
 from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
@@ -109,7 +109,7 @@ def without_compute_domain(advice: Recommendation) -> Recommendation:
 
 def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
     """Return the ConfigMap with the job's plan, then the job for the chosen API."""
-    config_map = manifests.from_template("config_map", spec=spec, files={"plan.json": dumps(plan)})
+    config_map = manifests.from_template("config_map", spec=spec, files={"plan.json": dump_plan(plan)})
     return config_map + manifests.APIS[api](spec)
 
 

@@ -43,7 +43,7 @@ from collectives.bench.results import BenchResult, Measurement
 from collectives.bench.run import assemble
 from contracts import run_record
 from contracts.finding import Interval
-from contracts.job_plan import RunForecast, dumps
+from contracts.job_config import RunForecast, dump_plan
 from contracts.layout import Layout
 from contracts.redaction import redact
 from contracts.tables import read_table
@@ -68,7 +68,7 @@ _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
 _TABLE = read_table(__file__, "networks.toml")
 DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
-STEPS = 8  # three count, besides warm-up and profiled ones (agent.terminal.measured.LEAST_STEPS)
+STEPS = 8  # enough for a median without the first and the profiled ones (finetune/recorder.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class _Local:
         output.mkdir(parents=True, exist_ok=True)
         made = job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
         environment = {"GLOO_SOCKET_IFNAME": network.name}
-        write_atomic(output / "plan.json", dumps(replace(made, environment=environment)))
+        write_atomic(output / "plan.json", dump_plan(replace(made, environment=environment)))
         codes = rig.run(
             network.name, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
             seconds=self.options["timeout"],

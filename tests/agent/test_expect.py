@@ -26,7 +26,6 @@ from probes.api import Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 
 ROWS = yaml.safe_load(Path(__file__).with_name("expectations.yaml").read_text(encoding="utf-8"))
-ALL_OF_IT = "gpus=8,gpu=H100,nvlink=NV18,hcas=8,rate=200,gdr=on,interface=eno1,driver=550"
 
 
 def preflight(name: str, *options: str) -> Result:
@@ -41,10 +40,10 @@ def judged(found: Snapshot, words: str) -> dict[str, str]:
 
 def test_a_node_that_has_it_all_passes_and_says_each() -> None:
     """One check for each key."""
-    found = judged(snapshot(), ALL_OF_IT)
+    found = judged(snapshot(), ROWS["all"])
     assert len(found) == len(KEYS)
     assert set(found.values()) == {"pass"}
-    assert preflight(H100, "--expect", ALL_OF_IT).exit_code == 0
+    assert preflight(H100, "--expect", ROWS["all"]).exit_code == 0
 
 
 @each_row(("machine", "words", "told"), ROWS["less"])

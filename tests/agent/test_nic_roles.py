@@ -7,7 +7,7 @@ import platform_machines
 import pytest
 from build import BESIDE_RAILS, MACHINES
 from rigs import recorded
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from agent.checks.verdict import build_view
@@ -19,17 +19,9 @@ from probes.interfaces.facts import InterfacesFacts, nccl_choice
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 
-PLATFORMS = (
-    "aws-p5", "aws-p6-b200", "aws-p6-b300", "aws-p6e-gb200", "gcp-a3-ultra", "gcp-a4", "gcp-a4x", "oci-a100",
-    "oci-h100", "oci-h200", "oci-gb200-v3", "coreweave-h100", "vlan-on-bond", "spectrum-x", "twin-storage",
-    "azure-nd-a100", "azure-nd-h200", "dgx-h200",
-)  # fmt: skip
-WITHOUT_RDMA = ("gcp-a3-mega", "slingshot-gh200", "slingshot-a100")
-RECORDED = ("hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "polaris-4xA100-nv4")
-HELD_TRUE = {  # warnings of a healthy node that are right
-    "pci.tree.virtual", "topology.virtual",  # of a guest
-    "topology.reference.mismatch",  # dgx-h200 is built without storage ports
-}  # fmt: skip
+tables = rows_of(__file__)
+PLATFORMS, WITHOUT_RDMA, RECORDED = (tables(name)() for name in ("platforms", "without_rdma", "recorded"))
+HELD_TRUE = tables("held_true")()
 
 
 @cache
@@ -109,10 +101,7 @@ def test_functions_of_the_host_that_a_pod_cannot_open_are_not_its_own() -> None:
 
 def test_what_serves_storage_costs_no_step() -> None:
     """A fault of a port that is no GPU's nearest is a warning, where something needs the port, else a note."""
-    for name, device, fault, worst in (
-        ("one-cable", "mlx5_8", "down", "warn"), ("same-cards", "mlx5_8", "slow", "warn"),
-        ("lom", "mlx5_8", "slow", ""), ("same-cards", "mlx5_8", "down", "warn"),
-    ):  # fmt: skip
+    for name, device, fault, worst in tables("of_storage")():
         statuses = {check.status for check in bad(with_fault(snapshot(name), device, fault))}
         assert statuses == ({worst} if worst else set()), (name, device, fault)
 

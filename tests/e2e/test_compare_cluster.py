@@ -15,7 +15,7 @@ from rigs.tables import each_row, rows_of
 from agent.cli.bench import compare_networks
 from agent.jobs import networks
 from contracts.finding import Interval
-from contracts.job_plan import RunForecast
+from contracts.job_config import RunForecast
 
 rows = rows_of(__file__)
 

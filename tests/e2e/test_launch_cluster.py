@@ -11,7 +11,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
-from contracts.job_plan import JobPlan, read
+from contracts.job_config import JobPlan, read_plan
 
 rows = rows_of(__file__)
 
@@ -43,7 +43,7 @@ def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig):
 def planned(made: dict[str, dict], folder: Path) -> JobPlan:
     """What the job's own reader makes of the ConfigMap."""
     (folder / "plan.json").write_text(made["ConfigMap"]["data"]["plan.json"])
-    return read(folder / "plan.json")
+    return read_plan(folder / "plan.json")
 
 
 def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_path: Path) -> None:

@@ -108,12 +108,8 @@ def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
     """The names are those of ever; the numbers are the ranks' together."""
     plan = planned_channels({}, {})
     path = tmp_path / "log"
-    more = (
-        "Channel 02/0 : 0[0] -> 2[0] [send] via NET/IB/1(3)",
-        "Channel 02 : 0[0] -> 1[1] via SHM/direct/direct",
-        "CollNet 00/0 : 3 [send] via COLLNET/SHARP/0/GDRDMA",
-    )
-    path.write_text(log(*(line.format(net="IB", tag="/GDRDMA") for line in FORMS["2.21"]), *LOCAL, *more))
+    between = (line.format(net="IB", tag="/GDRDMA") for line in FORMS["2.21"])
+    path.write_text(log(*between, *LOCAL, *ROWS["more_channels"]))
     seen = read_log(path, plan, hosts=2)
     told = record([seen, seen], plan, hosts=2)
     assert told.channels == {
@@ -165,7 +161,7 @@ import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 from contracts import plain
-from contracts.job_plan import JobPlan
+from contracts.job_config import JobPlan
 from contracts.run_record import EffectiveLayout, RunLayout, RunRecord
 from finetune import verify
 dist.init_process_group("gloo")

@@ -14,13 +14,15 @@ from contracts import trl
 from contracts.job_config import (
     ConfigError,
     JobConfig,
+    JobPlan,
+    dump_plan,
     known_settings,
     parse_config,
     parse_layout,
     read_config,
+    read_plan,
     resolve_layout,
 )
-from contracts.job_plan import JobPlan, dumps, read as read_plan
 from contracts.layout import Layout
 from finetune.parallel import settle_layout
 
@@ -112,7 +114,7 @@ def test_the_plan_is_one_document(tmp_path):
     plan = JobPlan(config=config, layout=layout, notes=tuple(notes),
                    environment={"NCCL_DEBUG": "INFO"}, transport={"network": "IB"})  # fmt: skip
     path = tmp_path / "plan.json"
-    path.write_text(dumps(plan))
+    path.write_text(dump_plan(plan))
     assert read_plan(path) == plan
     other = read_plan(path, ["max_length=512", "layout.micro_batch=4"])
     assert (other.config.max_length, other.config.layout["micro_batch"]) == (512, 4)
@@ -120,7 +122,7 @@ def test_the_plan_is_one_document(tmp_path):
         settle_layout(other, 2, has_gpu=True)
     for odd, words in (({"job": {}}, "unknown 'job'"), ({"config": {"maximum": 7}}, "unknown setting 'maximum'"),
                        ({"config": 3}, "config: must be a mapping"), ({"schema_version": 9}, "reads 1")):  # fmt: skip
-        path.write_text(json.dumps({**json.loads(dumps(plan)), **odd}))
+        path.write_text(json.dumps({**json.loads(dump_plan(plan)), **odd}))
         with pytest.raises(ConfigError, match=words):
             read_plan(path)
     path.write_text("[1]")
@@ -174,7 +176,7 @@ def test_all_wrong_settings_of_a_file_are_named_at_once():
         parse_config(several)
     text = str(caught.value)
     assert [name for name in several if f"{name}=" in text] == [name for name in several if name != "fp16"]
-    with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr'; close: lora_r.*report_to='wandb'.*fp16=true"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr' \(close: lora_r.*report_to='wandb'.*fp16=true"):
         parse_config({"lora_rr": 8, "fp16": True, "report_to": "wandb"})
     assert "org/name-0" in text and "org/name-9" not in text
 

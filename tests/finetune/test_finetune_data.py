@@ -13,8 +13,7 @@ from rigs.tables import each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import rows as row_reader
-from finetune.data import Loader, collate, pack, prepare
-from finetune.rows import IGNORED, encode, load_tokenizer
+from finetune.rows import IGNORED, Loader, collate, encode, load_tokenizer, pack, prepare
 
 rows = rows_of(__file__)
 

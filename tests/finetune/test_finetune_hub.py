@@ -90,11 +90,15 @@ def tokenizer_of(folder, unused=0):
 
 
 def model_at(folder, shape, **more):
-    """A random model with tokenizer, in shards."""
+    """A random model with tokenizer, in shards that only the index names."""
     size = tokenizer_of(folder)
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(shape(vocab_size=size, **SMALL, **more))
     made.save_pretrained(folder, max_shard_size="40KB")
+    index = folder / "model.safetensors.index.json"
+    for shard in folder.glob("model-*.safetensors"):
+        shard.rename(folder / shard.name.replace("model-", "part-"))
+    index.write_text(index.read_text().replace('"model-', '"part-'))
     return folder
 
 

@@ -14,7 +14,7 @@ import json, sys, torch
 from filled import filled_model
 
 from contracts.job_config import JobConfig
-from finetune.data import collate, prepare
+from finetune.rows import collate, prepare
 from finetune.model import cut
 from finetune.rows import load_tokenizer
 

@@ -21,9 +21,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from contracts import run_record
-from contracts.job_config import ConfigError, JobConfig
-from contracts.job_plan import JobPlan, parse_layout, read
-from finetune.data import Loader
+from contracts.job_config import ConfigError, JobConfig, JobPlan, parse_layout, read_plan
+from finetune.rows import Loader
 
 rows = rows_of(__file__)
 HERE = Path(__file__).parent
@@ -69,7 +68,7 @@ def planned(folder: Path, settings: dict, *words: str) -> tuple:
     if done.exit_code:
         return None, f"exit code {done.exit_code}: {' '.join(done.output.split())}"
     (folder / "plan.json").write_text(done.stdout)
-    return read(folder / "plan.json"), done.stderr
+    return read_plan(folder / "plan.json"), done.stderr
 
 
 def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[int]:
@@ -79,7 +78,7 @@ def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[in
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         ports = [one.getsockname()[1] for one in sockets]
-    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read(plan).environment}
+    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read_plan(plan).environment}
              for (plan, stop), port in zip(plans, ports, strict=True)]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "no_proxy": "*"}
@@ -124,7 +123,7 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
 
 
 def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of an unknown kind or with a broken line. Neither is a traceback."""
+    """Rows of an unknown kind or with a broken line, and a mixture without data sets. None is a traceback."""
     from finetune import sft_trl
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -136,6 +135,9 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=word):
             sft_trl.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
+    for mixture in (3, {}, {"datasets": []}, {"datasets": [{"path": "own/sums"}]}):
+        with pytest.raises(ConfigError, match="mappings with id"):
+            sft_trl.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
 
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from rigs.tables import each_row, rows_of
 
-from contracts.job_config import parse_config
-from contracts.job_plan import JobPlan
+from contracts.job_config import JobPlan, parse_config
 from contracts.layout import EIGHT_BITS, Layout
 from contracts.tables import read_table
 from finetune.parallel import settle_layout

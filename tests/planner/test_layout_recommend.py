@@ -299,3 +299,16 @@ def test_offloading_needs_a_gain_beyond_the_error() -> None:
     planned = plan(machines.cluster("8xrtx3090"), (), model_named("Llama-3.1-70B"), train)
     assert search(planned).best[0].layout.offload == "none"
     assert search(planned, {"offload": "all", "dp_shard": 8}).best[0].layout.micro_batch == 8
+
+
+def test_offloading_without_recomputation_is_planned_where_the_settings_ask_for_both() -> None:
+    """What such a layout needs too much is a number of bytes."""
+    train = TrainSpec(
+        method="full", sequence_length=1024, packing=True, fixed_layout=(("offload", "all"), ("checkpointing", "none"))
+    )
+    answer = recommend(machines.cluster("p4d.24xlarge"), (), model_named("Llama-3.1-8B"), train)
+    assert (answer.chosen.layout.offload, answer.chosen.layout.checkpointing) == ("all", "none")
+    answer = recommend(
+        machines.cluster("p4d.24xlarge"), (), model_named("Llama-3.1-8B"), replace(train, sequence_length=131_072)
+    )
+    assert answer.chosen is None and not any("inf" in row.reason for row in answer.rejected)

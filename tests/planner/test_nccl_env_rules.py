@@ -85,7 +85,7 @@ def host_of(row: dict) -> Snapshot:
 
 rows = rows_of(__file__)
 TABLES = ("hcas", "virtual_functions", "interfaces", "other_fabrics", "gids", "flow_control", "crossed_rails",
-          "files_and_levels", "one_node")  # fmt: skip
+          "files", "one_node")  # fmt: skip
 
 
 def cases() -> Iterator[tuple]:
