@@ -160,10 +160,7 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
     runs = {
         code for code in failing if code.split(".")[0] in ("bench", "run", "forecast", "expect", "cluster", "search")
     }
-    unbounded = {
-        "gpu.fabric.unhealthy", "gpu.fabric.degraded", "gpu.mig.enabled", "gpu.counters.rising",
-        "rdma.counters.rising", "topology.reference.mismatch", "evidence.log.problem", "rdma.mtu.small",
-    }  # fmt: skip
+    unbounded = set(rows("unbounded")())
     probes = {code for code in failing if code.endswith(".probe.failed")}
     assert failing - runs - probes - unbounded == {*RULES, *ENDS} & failing
     assert not set(RULES) & (ENDS | unbounded)
