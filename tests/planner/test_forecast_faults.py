@@ -170,15 +170,8 @@ def test_what_the_advised_environment_repairs_or_leaves_out_costs_nothing() -> N
     """The interface that a setting names, the path that a level allows, a port that is not in the list."""
     from planner.forecast.faults import pick_costly
 
-    found = {
-        "a": tuple(
-            Finding(code=code, status=Status.FAIL, subject=subject, message="")
-            for code, subject in (
-                ("interfaces.choice.wrong", "eth0"), ("topology.gdr.path", "GPU0"), ("rdma.port.down", "mlx5_0:1"),
-                ("rdma.port.down", "mlx5_1:1"),
-            )
-        )
-    }  # fmt: skip
+    pairs = rows("repaired")()
+    found = {"a": tuple(Finding(code=code, status=Status.FAIL, subject=subject, message="") for code, subject in pairs)}
 
     def left(**settings: str) -> list[str]:
         return [one.subject for one in pick_costly(found, settings)["a"]]

@@ -16,7 +16,7 @@ from probes.api import Snapshot
 from probes.gpu.facts import Gpu
 from probes.gpu.probe import IDENTITY, PROBE, codes_of_question as codes_of
 from probes.gpu.read import LOST
-from probes.host.nvml import ERROR_CODES, HANDLE, INIT, XIDS
+from probes.host.nvml import ERROR_CODES, HANDLE, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
 from probes.host.recording import RecordedHost
 from topology.build import build
@@ -224,11 +224,7 @@ def test_a_count_that_fails_is_taken_from_the_bus() -> None:
     assert found[0].evidence == ("nvmlDeviceGetCount = TIMEOUT",)
 
 
-@pytest.mark.parametrize(
-    ("function", "kind", "severity"),
-    [(INIT, "driver_not_loaded", "fail"), (INIT, "no_permission", "unknown"), (INIT, "unknown", "unknown"),
-     ("nvmlDeviceGetHandleByIndex", "no_permission", "unknown")],
-)  # fmt: skip
+@pytest.mark.parametrize(("function", "kind", "severity"), rows("named")())
 def test_the_evidence_names_the_function_that_failed(function, kind, severity, scanner_of):
     """Through the driver library: nvmlInit, or the look-up of a handle, on the way to another function."""
     with scanner_of(H100, inject=f"{function}={kind}") as scanner:
