@@ -18,11 +18,12 @@ from typing import Any
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.units import GIB, GIGA
 from planner.advice import Rejected
-from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, memory_interval, widths
+from planner.forecast.calibration import SIGMAS, bytes_that_fit, memory_interval, widths
+from planner.forecast.compute import Job
 from planner.forecast.engine import NF4_BYTES, Engine, uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
-from planner.forecast.step_time import Job, StepParts, step_parts
+from planner.forecast.step_time import StepParts, step_parts
 
 # -- rules
 
@@ -588,7 +589,7 @@ def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:
         return widths().pair_same
     assumed = job.links.network is not None and job.links.network.how == "assumed"
     shares = [c.parts.communication / c.parts.total for c in (one, other)]
-    return math.hypot(widths().pair, SIGMA_LINK_ASSUMED * abs(shares[0] - shares[1]) if assumed else 0.0)
+    return math.hypot(widths().pair, SIGMAS["link_assumed"] * abs(shares[0] - shares[1]) if assumed else 0.0)
 
 
 _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")

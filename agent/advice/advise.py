@@ -22,7 +22,7 @@ from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES
 from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram, mean_length
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.situation import situation
+from planner.nccl_env.situation import situation, with_plugin
 from planner.recommend import MeasuredStep, best_layout, frontier, plan, recommend
 from planner.stacks import exports
 from probes.api import Snapshot
@@ -179,7 +179,7 @@ class Request:
             if len(nodes) != 1:
                 raise RequestError(f"--nodes {self.nodes} with {len(nodes)} hosts: give one host, or as many as nodes")
             nodes = [replace(nodes[0], hostname=f"{nodes[0].hostname}-{i}") for i in range(self.nodes)]
-        return join(nodes)
+        return with_plugin(join(nodes), snapshots)
 
 
 _OF_RUN = {one.name: one.default for one in fields(TrainSpec)}

@@ -216,7 +216,7 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     found = (*of_probes, *environment_checks(snapshot, node))
     if not node.gpus:
         unread = why_no_gpu_read(snapshot)
-        why = f"no link is judged: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
+        why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
         return (*found, *_unknown(snapshot.hostname, dict.fromkeys(topology_check.CODES, why)))
     host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
     of_topology = topology_check.check(

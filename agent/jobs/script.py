@@ -268,13 +268,17 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
     if nodes is None or ranks is None:
         parsed.unknown.append("number of ranks: not in replicas, nprocPerNode, GPUs or the launcher's options"
                               + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
-    return forecast_of(parsed, request, found)
+    gpus = None if job.kind.endswith("Runtime") else job.parts[0].gpus  # a TrainJob may replace those of its runtime
+    return forecast_of(parsed, request, found, gpus)
 
 
 def forecast_of(
-    command: CommandSettings, request: Request, found: Sequence[Snapshot]
+    command: CommandSettings, request: Request, found: Sequence[Snapshot], gpus: int | None = None
 ) -> tuple[Recommendation, list[str]]:
-    """Return the advice with the forecast of the command's own layout, if it is known, and lines about it."""
+    """Return the advice with the forecast of the command's own layout, if it is known, and lines about it.
+
+    `gpus` are those of a pod, which gets the devices next to them, however many ranks it starts.
+    """
     advice, unknown = None, [f"forecast: unknown: {text}" for text in command.unknown]
     if not unknown and "model_name_or_path" not in command.settings:
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
@@ -289,6 +293,10 @@ def forecast_of(
             unknown = [f"forecast: unknown: {error}"]
     try:
         alone = advice or advise(request, found)
+        if gpus and gpus != request.ranks_per_node:
+            other = advise(request.changed(ranks_per_node=gpus), found)
+            devices = (need for need in other.needs if need.name == "resource")
+            alone = replace(alone, needs=(*(need for need in alone.needs if need.name != "resource"), *devices))
     except RequestError as error:
         raise InputError(str(error)) from None
     words = [f"forecast {line}" for line in forecast(alone).values()]

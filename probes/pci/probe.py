@@ -102,7 +102,7 @@ def check(facts: PciFacts) -> Iterator[Finding]:
             f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
             for d in found[:EVIDENCE_MAX]
         )
-        yield finding(TEXTS, "pci.gpu.unjudged", Status.UNKNOWN, "", seen, count=len(found))
+        yield finding(TEXTS, "pci.gpu.unsupported", Status.UNKNOWN, "", seen, count=len(found))
     yield from _check_rdma(facts)
     yield from _check_peermem(facts)
     yield from _check_virtual_tree(facts)

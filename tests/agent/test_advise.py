@@ -314,8 +314,9 @@ def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:
 def test_gpus_that_are_not_judged_are_no_misfit() -> None:
     """Nothing was forecast of them, so nothing did not fit."""
     result = topoflight("recommend", "--machine", "mi300x", "--model", "Llama-3.1-8B")
-    assert result.exit_code == 3 and result.stdout.startswith("? No layout is judged\n")
-    assert "every layout   MI300X" in result.stdout and "is judged" in result.stderr and "fits" not in result.output
+    assert result.exit_code == 3 and result.stdout.startswith("? No layout: AMD GPUs are not supported\n")
+    assert "every layout   MI300X" in result.stdout and "is forecast for AMD GPUs" in result.stderr
+    assert "fits" not in result.output
 
 
 def test_no_network_is_offered_that_nobody_sells() -> None:

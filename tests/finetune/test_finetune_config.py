@@ -244,6 +244,7 @@ def test_every_row_of_the_option_tables_is_sound():
     for name, member in (
         *names["in_layout"].items(),
         *((option, member) for member, option in names["spelled"].items()),
+        *((option, member) for member, row in names["switch"].items() for option in row["options"]),
         *names["deepspeed"]["members"].items(),
         *((word, member) for word, sets in names["fsdp"].items() for member in sets),
     ):

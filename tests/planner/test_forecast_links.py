@@ -7,11 +7,11 @@ from rigs.tables import each_row, rows_of
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from planner.forecast import machines
-from planner.forecast.compute import gpu_rates
+from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.links import GRACE, HOST, links_of
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.forecast.step_time import Job, step_parts
+from planner.forecast.step_time import step_parts
 from planner.recommend import forecast_layout, plan, recommend
 from planner.stacks import engine_named
 from topology.cluster import join

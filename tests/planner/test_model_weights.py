@@ -11,7 +11,9 @@ from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout
 from planner.advice import ExportError, ExportRequest
-from planner.forecast.compute import cpu_rates, layer_cost
+from planner.forecast import machines
+from planner.forecast.compute import Job, cpu_rates
+from planner.forecast.links import links_of
 from planner.forecast.models import ModelError, model_from_config, model_from_file, model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.stacks import TOPOFLIGHT
@@ -124,7 +126,10 @@ def test_a_layer_without_experts_and_a_shared_expert_take_time() -> None:
 
     def seconds(**change: int) -> float:
         model = replace(base, ffn=12288, **change)
-        return layer_cost(model, 8192.0, 4096.0, 1, False, cpu_rates(4.0, None), TOPOFLIGHT).gemm
+        train = TrainSpec(method="full", sequence_length=4096)
+        links = links_of(machines.cluster("dgx-h100"))
+        job = Job(model=model, train=train, links=links, engine=TOPOFLIGHT, rates=cpu_rates(4.0, None))
+        return job.layer(Layout(world_size=1), 8192.0).gemm
 
     assert seconds(shared_expert_ffn=1536) > 1.1 * seconds()
     dense, sparse = seconds(experts=0), seconds()
