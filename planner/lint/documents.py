@@ -191,13 +191,9 @@ class _Walk:
                 self._check_type(source, str(name), value)
             word = name if isinstance(name, str) else ""
             own = pattern("own").match(word) is not None
-            if own and isinstance(value, dict):
-                self._add(source, word, value.get("value", value.get("default", OPEN)))
-            elif (own or (here and NAME.match(word))) and not isinstance(value, dict | list):
+            if (own or (here and NAME.match(word))) and not isinstance(value, dict | list):
                 is_inherited = self._compose and isinstance(value, Plain) and value in ("", "~", "null")
                 self._add(source, word, f"${{{word}}}" if is_inherited else value, _line(value))
-            elif value is None and pattern("own_setting").match(word):  # a list item without its dash
-                self._add_pair(source, word, _line(word))
             else:
                 if name == "envFrom":
                     self._env_from(value, source)

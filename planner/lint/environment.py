@@ -23,7 +23,6 @@ from planner.lint.values import (
     check_quotes,
     check_value,
     finding,
-    first_provider,
     fits,
     is_quoted,
     other_net,
@@ -124,7 +123,7 @@ def lint(
     if "one_gpu" in case.places:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
     found += _apply_rules(environment, {*environment, *(unresolved or {}), *also_set}, case.places)
-    found += _transports_and_sockets(environment)
+    found += _sockets(environment)
     found += machine.check(environment, case.version) if machine is not None else ()
     found += _harmful_anywhere(environment, nodes) if "unknown" in case.places else ()
     general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
@@ -270,35 +269,26 @@ def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Sequen
             continue
         for name in filter(environment.__contains__, row["names"]):
             value, fields = environment[name], dict(row.get("fields", {}))
-            applies = _matches(row.get("value", "(?s).*"), value)
+            number, known = strtoll(value.strip())
+            applies = re.fullmatch(row.get("value", "(?s).*"), value) is not None
+            if "number" in row:
+                applies = known and re.fullmatch(row["number"], str(number)) is not None
             if "above" in row:
-                (number, known), (most, whole) = strtoll(value), strtoll(environment.get(row["above"], ""))
+                most, whole = strtoll(environment.get(row["above"], ""))
                 applies = known and whole and number > most > 0
                 fields |= {"other": row["above"], "most": most}
             for other, condition in row.get("with", {}).items():
                 given = environment.get(other, "")
-                applies = applies and _matches(condition, given)
+                applies = applies and re.fullmatch(condition, given) is not None
                 fields |= {"other": other, "cause": f"{other}={given}"}
             if applies:
                 yield finding(row["finding"], name, value, status=row.get("status") and Status(row["status"]), **fields)
 
 
-def _matches(condition: str | Sequence[float], value: str) -> bool:
-    """Whether the value matches a regular expression, or its number is in a range."""
-    if isinstance(condition, str):
-        return re.fullmatch(condition, value) is not None
-    return condition[0] <= strtoll(value)[0] <= condition[1]
-
-
-def _transports_and_sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report transports that leave only the network (src/transport.cc), and more than 64 sockets (env.rst)."""
-    numbers = {name: strtoll(value)[0] for name, value in environment.items()}
-    if numbers.get("NCCL_SHM_DISABLE") == numbers.get("NCCL_P2P_DISABLE") == 1:
-        tcp = numbers.get("NCCL_IB_DISABLE") == 1 and not other_net(environment)
-        network = "TCP sockets" if tcp else "the NIC, or through TCP sockets where there is no RDMA"
-        other = f"NCCL_P2P_DISABLE={environment['NCCL_P2P_DISABLE']}"
-        yield finding("env.pair.network", "NCCL_SHM_DISABLE", environment["NCCL_SHM_DISABLE"], other, network=network)
-    threads, sockets = (numbers.get(name, 0) for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"))
+def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Report more than 64 sockets (env.rst)."""
+    names = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
+    threads, sockets = (strtoll(environment.get(name, ""))[0] for name in names)
     if (product := threads * sockets) > 64:
         yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
 
@@ -330,9 +320,3 @@ def _harmful_anywhere(environment: Mapping[str, str], nodes: int | None) -> Iter
         elif (whole_number(size) or 0) > 1:
             status, known = Status.WARN, f"the job has {size} ranks"
         yield finding("env.interface.unfit/local", name, value, status=status, names=", ".join(local), size=known)
-    devices = environment.get("NCCL_IB_HCA", "")
-    if devices.startswith("^") and not NameList.parse(devices).takes("mlx5_N") and not other_net(environment):
-        yield finding("env.rdma.tcp/excluded", "NCCL_IB_HCA", devices)
-    provider = first_provider(environment)
-    if provider in values()["words"]["tcp"]:
-        yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", environment["FI_PROVIDER"], provider=provider)

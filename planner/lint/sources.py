@@ -173,7 +173,6 @@ _Parts = list[tuple[str, Script]]
 
 def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts]:
     """Return the name of the format, and the result for each place. `first` is the first line's number; 0: unknown."""
-    title = FORMS[kind]
     if kind in _DOCUMENTS:
         from planner.lint.documents import read_documents
 
@@ -182,39 +181,24 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
         for place, script in found.items():
             parts += [(place, script), *_inner(script, place, depth)]
         return title, parts
-    script = _script(text, kind, first)
-    if kind == "shell" and re.search(r"^#SBATCH\s", text, re.MULTILINE):
-        title = "Slurm batch script"
-    source = {"process": "process", "log": "log"}.get(kind, title)
-    return title, [(source, script), *_inner(script, title, depth)]
-
-
-def _script(text: str, kind: str, first: int) -> Script:
-    if kind == "process":
-        return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) uses the first duplicate
-    if kind == "log":
-        return _plain((0, f"{match[1]}={match[2]}") for match in pattern("logged").finditer(text))
+    title, script = FORMS[kind], Script()
     if kind == "dockerfile":
         from planner.lint.documents import read_dockerfile
 
-        return read_dockerfile(text)
-    if kind == "other":
-        return Script()
-    if kind in ("env", "conf"):
-        return _lines(text, kind, first)
-    from planner.lint.shell import read_shell
+        script = read_dockerfile(text)
+    elif kind == "shell":
+        from planner.lint.shell import read_shell
 
-    return read_shell(text, line=first)
-
-
-def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
-    """Return the result for pairs of line number and NAME=VALUE; the last duplicate counts."""
-    found: dict[str, Assigned] = {}
-    for line, entry in pairs:
-        name, equals, value = entry.partition("=")
-        if equals and name:
-            found[name] = Assigned(name=name, value=value, raw=value, line=line)
-    return Script(always=found)
+        script = read_shell(text, line=first)
+        title = "Slurm batch script" if re.search(r"^#SBATCH\s", text, re.MULTILINE) else title
+    elif kind in ("env", "conf"):
+        script = _lines(text, kind, first)
+    elif kind != "other":
+        entries = re.findall(r"(?:^|\0)([^=\0]+)=([^\0]*)", text)[::-1]  # getenv(3) uses the first duplicate
+        pairs = entries if kind == "process" else pattern("logged").findall(text)
+        script.always = {name: Assigned(name, value, value) for name, value in pairs}
+    source = {"log": "log"}.get(kind, title)
+    return title, [(source, script), *_inner(script, title, depth)]
 
 
 def _lines(text: str, kind: str, first: int) -> Script:

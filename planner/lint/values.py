@@ -19,7 +19,6 @@ _ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5
-_OLDEST_TIMEOUT = 14  # default up to 2.13, 67 ms per try (env.rst); later defaults are longer
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 
@@ -231,22 +230,11 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 
 
 def _whole_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
-    if name == "NCCL_P2P_DISABLE" and number not in (0, 1):
-        yield finding("env.value.ignored/one", name, value)
     if re.match(r"\s*[+-]?0[0-9]", value):
         right = value.strip().lstrip("+-0") or "0"
         yield finding("env.value.ignored/octal", name, value, number=number, right=right)
-    if name in values()["choice"] and number not in values()["choice"][name]:
-        yield finding("env.value.range/choice", name, value, choices=", ".join(map(str, values()["choice"][name])))
     if name in members("flags") and number not in (0, 1) and str(number) != entry.default:
         yield finding("env.value.range/flag", name, value)
-    # One try of RDMA lasts 4.096 µs times 2 to the power of the timeout (env.rst).
-    if name == "NCCL_IB_TIMEOUT" and number == 0:
-        yield finding("env.value.range/timeout_zero", name, value)
-    elif name == "NCCL_IB_TIMEOUT" and 0 < number < _OLDEST_TIMEOUT:
-        yield finding("env.value.range/timeout_short", name, value, milliseconds=4.096e-3 * 2**number)
-    elif name == "NCCL_IB_RETRY_CNT" and number == 0:
-        yield finding("env.value.range/retries", name, value)
     low, high = values()["range"].get(name, (number, number))
     if not low <= number <= high and str(number) != entry.default and not (number == -1 and entry.default == "auto"):
         effect, default = values()["out_of_range"], _default(name, entry)

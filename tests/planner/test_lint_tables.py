@@ -19,7 +19,7 @@ OTHERS = {
 def test_every_name_is_one_that_something_reads() -> None:
     table, more = values(), settings()
     used = {
-        *(name for part in ("text", "range", "choice", "zero", "kind") for name in table[part]),
+        *(name for part in ("text", "range", "zero", "kind") for name in table[part]),
         *(name for members in table["names"].values() for name in members), *table["level"]["names"],
         *(name for name in (*table["quoted"], *table["words"]) if name.isupper()),
         *(name for part in ("plugin_values", "effect") for name in more[part]),
@@ -38,7 +38,7 @@ def test_every_row_is_whole() -> None:
     for row in table["text"].values():
         assert bool(row.get("words")) != (bool(re.compile(row.get("pattern", "")).pattern) and bool(row.get("wanted")))
         assert bool(row.get("effect")) != (len(row.get("separator", "")) == 1)
-    known = {"finding", "status", "names", "value", "above", "with", "without", "where", "fields"}
+    known = {"finding", "status", "names", "value", "number", "above", "with", "without", "where", "fields"}
     for row in more["rule"]:
         assert {"finding", "names"} <= {*row} <= known and row.get("where", "efa") in ("efa", "unknown")
         conditions = [row.get("value", ""), row.get("without", ""), *row.get("with", {}).values()]
