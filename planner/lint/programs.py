@@ -60,8 +60,7 @@ def removed_names(words: Sequence[Word], names: Iterable[str]) -> list[str]:
     command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
     removed = read_table(__file__, "data/forms.toml")["removed"]
     named, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
-    kept = IN_CONTAINER if re.search(r"\b(?:apptainer|singularity) ", command) else re.compile(r"\Z\A")
-    return [n for n in names if n in named or (everything and n not in command and not kept.match(n))]
+    return [n for n in names if n in named or (everything and n not in command and not IN_CONTAINER.match(n))]
 
 
 Part = tuple[Literal["set", "run", "prose", "python", "option.json", "file"], Assigned]

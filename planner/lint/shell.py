@@ -103,10 +103,8 @@ def read_assignment(text: str, before: Iterable[Assigned], line: int) -> list[As
 
 def expand(text: str) -> str:
     """Expand a value with references such as `${NAME:-default}` (Compose, envsubst); unknown parts become OPEN."""
-    reader = _Reader()
-    reader.source = ('"' + text.replace('"', '\\"') + '"').encode("utf-8", "replace")
-    name = next(walk(parse(reader.source), "string"), None)
-    return OPEN if name is None or name.end_byte != len(reader.source) else reader.value(name)
+    found = read_assignment('A="' + text.replace('"', '\\"') + '"', (), 0)
+    return found[0].value if [each.name for each in found] == ["A"] else OPEN
 
 
 class _Reader(Expander):

@@ -52,12 +52,9 @@ class Reading(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """Return the names of all variables found, sorted."""
         found = {
-            name
-            for each in self.environments
-            for name in (*each.environment, *each.unresolved, *each.unexported)
-            if name not in JOB_SIZE
+            name for each in self.environments for name in {**each.environment, **each.unresolved, **each.unexported}
         }
-        return tuple(sorted(found))
+        return tuple(sorted(found - {*JOB_SIZE}))
 
 
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
@@ -92,7 +89,7 @@ def _reading(text: str, kind: str) -> Reading:
 
         limit_parsing()
     title, parts = _read(text, kind, 0)
-    own = _own(text) if kind not in _LIMITS else frozenset[str]()
+    own = frozenset(pattern("used").findall(pattern("own_name").sub("", text)) if kind not in _LIMITS else ())
     environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
     found = {name for _, script in parts for settings in script.settings() for name in settings}
@@ -116,16 +113,6 @@ def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, fir
             name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
             if name and name[0] not in found:
                 yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
-
-
-def _own(text: str) -> frozenset[str]:
-    """Return the names that the text itself reads, except for assignments of the own value (`A=${A:-1}`)."""
-    found = set()
-    for match in pattern("used").finditer(text):
-        before = text[max(0, match.start() - len(match[1]) - 2) : match.start()].rstrip("\"'")
-        if not before.endswith(f"{match[1]}="):
-            found.add(match[1])
-    return frozenset(found)
 
 
 def _nodes(text: str) -> int | None:

@@ -14,6 +14,7 @@ OTHERS = {
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",
     "TP_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
 }  # fmt: skip
+WHERE = ("efa", "unknown", "several_nodes", "unknown_size")
 
 
 def test_every_name_is_one_that_something_reads() -> None:
@@ -40,7 +41,7 @@ def test_every_row_is_whole() -> None:
         assert bool(row.get("effect")) != (len(row.get("separator", "")) == 1)
     known = {"finding", "status", "names", "value", "number", "above", "with", "without", "where", "fields"}
     for row in more["rule"]:
-        assert {"finding", "names"} <= {*row} <= known and row.get("where", "efa") in ("efa", "unknown")
+        assert {"finding", "names"} <= {*row} <= known and row.get("where", "efa") in WHERE
         conditions = [row.get("value", ""), row.get("without", ""), *row.get("with", {}).values()]
         assert all(re.compile(each) for each in conditions if isinstance(each, str))
         assert len(row.get("with", {})) <= 1, "the fields name one other variable"
