@@ -25,7 +25,7 @@ from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, is
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.terminal import advice as plan_words, measured
 from agent.terminal.hosts import hardware_properties, outcome_lines
-from collectives.bench.results import BenchResult, Measurement
+from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import list_names
 from planner.advice import RankedLayout, Recommendation
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 ORDER = ("fail", "unknown", "warn", "pass")
 
 
-def explained(code: str) -> Markup:
+def entry_html(code: str) -> Markup:
     """Return the entry of a code as a list; empty if there is none."""
     try:
         text = section(code)
@@ -91,14 +91,14 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
-             units.tally, list_names, units.clock, when, explained, headline, inline, lines)  # fmt: skip
+             units.tally, list_names, units.clock, format_utc, entry_html, headline, inline, lines)  # fmt: skip
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
         kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(outcome_lines(one)),
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count,
         need=plan_words.need_words, settings_as=render_settings,
     )  # fmt: skip
-    shared = (picture, grouped, is_problem, reasons, codes_of, columns, glance)
+    shared = (picture, grouped, is_problem, reasons, codes_of, columns, node_summary)
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, plans=plan_words, layouts=_layouts,
@@ -112,7 +112,7 @@ def report_page(report: Report) -> str:
     return rendered("report", report=report, rows=shown, style_hash=digest("style.css"))
 
 
-def when(seconds: float) -> str:
+def format_utc(seconds: float) -> str:
     """Format a time so that it can be compared across machines."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
@@ -172,12 +172,6 @@ def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
     patterns = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names if name]
     statuses = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}
     return next((word for word in ("fail", "warn") if word in statuses), "")
-
-
-def _best_gather(bench: BenchResult | None) -> Measurement | None:
-    """Return the largest all-gather that was verified."""
-    found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    return max(found, key=lambda m: m.bytes, default=None)
 
 
 # Nodes as rows of a table, and the summary of one node.
@@ -245,10 +239,11 @@ def by_name(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)]
 
 
-def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
+def node_summary(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
     """Return the main facts about a machine as the terminal shows them, and the newest measurement."""
     yield from hardware_properties(snapshot, node)
-    best = _best_gather(bench)
+    gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
+    best = max(gathers, key=lambda m: m.bytes, default=None)
     rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
     yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
     yield "recognised as", node.sku or "no known machine type"

@@ -159,7 +159,7 @@ def request_all(port: int) -> int:
 @contextlib.contextmanager
 def published(folder: Path) -> Iterator[tuple[tuple[str, ...], dict[str, str], Callable[[], bool]]]:
     """Yield (arguments, environment, whether a record was published) for publishing to the stand-in API server."""
-    sys.path.insert(0, str(resident.ROOT / "tests" / "e2e"))
+    sys.path[:0] = [str(resident.ROOT / "tests" / "e2e"), str(resident.ROOT / "tests")]
     from api_server import ApiServer, write_kubeconfig
 
     with ApiServer() as api:

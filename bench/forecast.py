@@ -40,11 +40,11 @@ from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.explain import over_unknown_network, sigmas_of_rates
 from planner.forecast.calibration import FILE as INTERVALS, Widths, interval, key_of, kinds_of, widths
-from planner.forecast.compute import DEFAULT, Constants, gpu_rates
+from planner.forecast.compute import DEFAULT, Constants, Job, gpu_rates
 from planner.forecast.engine import share_of
 from planner.forecast.memory import FRAGMENTATION, MemoryParts, memory_parts
 from planner.forecast.specs import weights
-from planner.forecast.step_time import Job, StepParts, step_parts
+from planner.forecast.step_time import StepParts, step_parts
 from planner.search import TIGHT_SHARE, Candidate, Planned, degrees_of, search, simplest
 from planner.stacks import ENGINES
 
@@ -58,7 +58,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 _TABLE = read_table(__file__, "forecast.toml")
 FITTED: tuple[str, ...] = tuple(_TABLE["start"])
-PRIOR = replace(DEFAULT, **_TABLE["start"])
+PRIOR: Constants = {**DEFAULT, **_TABLE["start"]}
 
 
 def read_off_without(source: str) -> dict[str, float]:
@@ -135,11 +135,16 @@ def _heavier(row: Row, layout: Layout) -> list[Layout]:
     return [replace(layout, checkpointing=kind) for kind in more if kind in row.stack.engine.checkpointing] or [layout]
 
 
+def _sum_tensors(parts: MemoryParts) -> float:
+    """Return the value that torch.cuda.max_memory_allocated would return."""
+    return parts.total - parts.fragmentation - parts.reserved - parts.context
+
+
 def _memory(row: Row, layout: Layout, *, first_stage: bool = False) -> MemoryParts:
     """Return the memory at the peak of the fullest rank: in a micro-batch, in loading, or in the optimizer's step."""
     made = memory_parts(row.model, row.train, layout, row.stack.engine, first_stage=first_stage)
     loaded = made.weights + row.stack.bytes_outside_passes(share_of(row.model, row.train, layout))
-    if loaded + made.gathered <= made.tensors:
+    if loaded + made.gathered <= _sum_tensors(made):
         return made
     fragmentation = (loaded + made.gathered) * (FRAGMENTATION - 1.0)
     return MemoryParts(weights=loaded, gathered=made.gathered, fragmentation=fragmentation, reserved=made.reserved,
@@ -254,7 +259,7 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     """Forecast one row."""
     seconds, readings = seconds_of(row, layout, constants)
     printed = _memory(row, layout, first_stage=row.first_stage)
-    memory = printed.tensors if row.memory_kind == "tensors" else printed.total
+    memory = _sum_tensors(printed) if row.memory_kind == "tensors" else printed.total
     if row.train.method == "lora" and not row.stack.known and layout.dp_shard > 1 and layout.sharding == "zero3":
         loading = _loading(row, layout)
         memory = max(memory, loading if loading <= row.gpu.memory_bytes else 0.0)
@@ -294,7 +299,7 @@ class Fit:
         self.known: dict[tuple[int, *tuple[float, ...]], float] = {}
 
     def _once(self, i: int, constants: Constants) -> float:
-        key = (i, *(getattr(constants, name) for name in self.names[i]))
+        key = (i, *(constants[name] for name in self.names[i]))
         if key not in self.known:
             self.known[key] = self._error(i, constants)
         return self.known[key]
@@ -304,8 +309,7 @@ class Fit:
         return math.log(seconds_of(row, layout, constants)[0] / (row.seconds or math.nan))
 
     def _touched(self, name: str) -> list[int]:
-        value = getattr(PRIOR, name)
-        trials = [replace(PRIOR, **{name: value * factor}) for factor in (0.6, 1.0 / 0.6)]
+        trials = [{**PRIOR, name: PRIOR[name] * factor} for factor in (0.6, 1.0 / 0.6)]
         return [i for i, was in enumerate(self.start) if any(abs(self._error(i, t) - was) > 1e-9 for t in trials)]
 
     def without(self, rows: Collection[str], passes: int = 5) -> Constants:
@@ -326,10 +330,10 @@ class Fit:
         for _ in range(passes):
             for name in FITTED:
                 for factor in (1.0 + step, 1.0 / (1.0 + step)):
-                    value = getattr(best, name) * factor
+                    value = best[name] * factor
                     if name in ("tp_hidden", "overlap_loss", "overlap_loss_network") and value > 0.95:
                         continue
-                    trial = replace(best, **{name: value})
+                    trial = {**best, name: value}
                     new = {i: self._once(i, trial) for i in touched[name]}
                     gain = sum(cost(i, errors[i]) - cost(i, new[i]) for i in new)
                     # penalty for the distance from the starting values
@@ -342,7 +346,7 @@ class Fit:
 
 
 def _moved(constants: Constants, name: str) -> float:
-    return float(math.log(getattr(constants, name) / getattr(PRIOR, name)) ** 2)
+    return float(math.log(constants[name] / PRIOR[name]) ** 2)
 
 
 # --- Forecasts without a source.
@@ -383,7 +387,7 @@ def left_out(rows: Sequence[Row]) -> LeftOut:
         constants = everything
         if source in fit.sources:
             constants = fit.without({row.name for row in rows if row.source == source})
-        constants = replace(constants, **read_off_without(source))
+        constants = {**constants, **read_off_without(source)}
         answers += [
             answer(row, searched(row, constants) if "layout" in row.assumed else as_run(row), constants)
             for row in apart
@@ -626,7 +630,7 @@ def print_constants(fitted: Constants) -> None:
     """Print each constant: start of the fit, value fitted to all sources, shipped value."""
     lines = [("constant", "start", "fitted on all", "shipped")]
     for name in FITTED:
-        start, found, shipped = (f"{getattr(c, name):.3g}" for c in (PRIOR, fitted, DEFAULT))
+        start, found, shipped = (f"{c[name]:.3g}" for c in (PRIOR, fitted, DEFAULT))
         lines.append((name, start, found, shipped))
     _print_table("Constants", lines)
 

@@ -25,7 +25,7 @@ from agent import metrics
 from agent.advice.advise import Request, RequestError, advise, histogram_of
 from agent.base.options import parse_version
 from agent.base.output import document
-from agent.checks.measured import read_baseline, regressions, with_bench
+from agent.checks.measured import compare_with_baseline, read_baseline, with_bench
 from agent.checks.verdict import GateError, build_view
 from agent.cluster.nodes import Fleet, pack_facts, row
 from agent.http import pages
@@ -35,9 +35,9 @@ from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
 from collectives.traces import rank_files, ras, watchdog
-from contracts import job_plan as plans, plain, run_record as records
-from contracts.job_config import ConfigError, read_config
-from contracts.layout import Layout, LayoutError, values_of
+from contracts import plain, run_record as records
+from contracts.job_config import ConfigError, parse_layout_text, read_config, read_plan
+from contracts.layout import Layout, LayoutError
 from planner import why
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
@@ -241,7 +241,7 @@ def _machine() -> Any:
 
 
 NCCL_LOG, ALIASES, ENVIRONMENT, LAYOUT_ERRORS = (
-    seed("nccl.log"), seed("aliases.yaml"), seed("environment.env"), (LayoutError, RequestError),
+    seed("nccl.log"), seed("aliases.yaml"), seed("environment.env"), (ConfigError, LayoutError, RequestError),
 )  # fmt: skip
 
 # --- readers
@@ -307,7 +307,7 @@ def job_config(data: bytes) -> object:
 @reads(seed("plan.json"), errors=(ConfigError,), stepped=True)
 def job_plan(data: bytes) -> object:
     """The plan of the fine-tune job (plan.json)."""
-    return plans.read(_file("plan.json", _json(lambda: document_of("plan"), data)))
+    return read_plan(_file("plan.json", _json(lambda: document_of("plan"), data)))
 
 
 @reads(
@@ -359,7 +359,7 @@ def network_status(data: bytes) -> object:
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
     found = read_baseline(_file("report.json", _json(_report, data)))
-    return regressions((), found.statuses)
+    return compare_with_baseline((), found.statuses)
 
 
 @reads(b"{}", errors=(ValueError,), stepped=True)
@@ -414,7 +414,7 @@ def words(data: bytes) -> object:
     text = _text(data[1:])
     match data[0] % 4 if data else 0:
         case 0:
-            return Layout(world_size=8, **values_of(text))
+            return Layout(world_size=8, **parse_layout_text(text))
         case 1:
             return parse_version(text)
         case 2:

@@ -1,26 +1,34 @@
-"""Settings of the fine-tune job: one YAML file, which the launcher and the job read into the same dataclass.
+"""Settings of the fine-tune job, one YAML file, and its plan: the launcher and the job read both into the same types.
 
 Surface: the YAML of TRL's `sft.py` scripts (TrlParser((ScriptArguments, SFTConfig, ModelConfig))) with current and
 older option names (`contracts.trl`), plus a `layout:` mapping with the fields of `contracts.layout`. Batch, precision,
 sharding, recomputation and offloading options are stored only as fields of the layout.
+
+plan.json, which the launcher writes and every rank reads, holds the settings, as given by a file or by the planner, the
+layout, its forecast, the environment, and the transport that NCCL should use between hosts. The ConfigMap and `plan` in
+run.json hold the same document.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from contracts import bounded, trl
+from contracts import bounded, plain, trl
+from contracts.finding import Interval
 from contracts.layout import Layout, LayoutError
 from contracts.trl import ConfigError as ConfigError, EndedError as EndedError
 
+PLAN_VERSION = 1
 MAX_FILE_BYTES = 1 << 20  # settings are written by hand, so a larger file is the wrong file
+MOST_COUNT = 10**7  # of a degree or a batch in the layout
 MAX_ALIASES = 16  # YAML aliases; nested aliases grow exponentially
 DEFAULT_CONFIG = Path(__file__).parent / "default.yaml"  # settings of the embedded job
 
@@ -105,7 +113,7 @@ class JobConfig:
             raise ConfigError("; ".join(wrong))
 
 
-def read_config(path: Path | None, overrides: typing.Sequence[str] = ()) -> tuple[JobConfig, dict[str, Any], list[str]]:
+def read_config(path: Path | None, overrides: Sequence[str] = ()) -> tuple[JobConfig, dict[str, Any], list[str]]:
     """Read the YAML and apply `key=value` overrides. Returns the config, the settings that were set, and notes."""
     return parse_config(with_overrides(read_file(path or DEFAULT_CONFIG), overrides))
 
@@ -214,20 +222,21 @@ def parse_config(
     values: dict[str, Any] = {}
     layout: dict[str, Any] = attempt(_parse_layout, flat.get("layout"), "layout") or {}
     known = known_settings()
-    if unknown := [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]:
+    unknown = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
+    if unknown:
         methods = trl.option_names()["of_trl"]["methods"]
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
             raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {what}")
-        first, *more = unknown
-        also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
-        refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
+        listed = ", ".join(f"{name!r}{trl.hint(name, () if n else known)}" for n, name in enumerate(unknown))
+        refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}"] = None
     today = _rename_options({name: flat[name] for name in flat if name not in unknown}, note, refused.setdefault)
     for name, (label, value) in today.items():
         attempt(_read, name, value, label, values, layout, own_note)
-    attempt(trl.precision, flat, layout)
-    attempt(trl.checkpointing, flat, layout)
     attempt(trl.fsdp, flat, layout, note)  # sets the degrees that the options before it leave open
+    for member in trl.option_names()["switch"]:
+        attempt(trl.switch, member, flat, layout)
+    trl.set_fsdp_defaults(flat, layout)
     attempt(trl.deepspeed, flat, values, layout, note)
     if layout:
         values["layout"] = attempt(_parse_layout, layout, "layout") or {}
@@ -241,7 +250,7 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
     """Convert one setting of the file to a config or layout value; `label` is its name in the file."""
     names, kind = trl.option_names(), _types().get(name)
     only = names["only"].get(name)
-    if name in names["read_apart"]:
+    if name in names["read_apart"] or any(name in row["options"] for row in names["switch"].values()):
         return
     if only is not None:
         trl.require(name, value, only)
@@ -307,16 +316,23 @@ def parse_layout(settings: Any, where: str) -> Layout:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def parse_layout_text(text: str) -> dict[str, Any]:
+    """Parse "dp_shard=4,tp=2,micro_batch=2" into layout fields. Raises ConfigError, which names the wrong item."""
+    made = _parse_layout(with_overrides({}, filter(None, text.split(","))), "layout")
+    for name, value in made.items():
+        if name == "world_size" or value == trl.NODE:
+            raise ConfigError(f"layout.{name}={value!r}: must follow from the nodes and the other degrees")
+    return made
+
+
 def _parse_member(member: str, value: Any, name: str) -> Any:
     kinds = typing.get_type_hints(Layout)
     if member not in kinds:
         raise ConfigError(f"unknown setting {name!r}{trl.hint(member, kinds)}")
     if member == "dp_shard" and value == trl.NODE:
         return value
-    made = _convert(name, value, kinds[member])
-    if kinds[member] is int and made < 1:
-        raise ConfigError(f"{name}={made!r}: must be at least 1")
-    return made
+    limits: dict[str, Any] = {"ge": 1, "lt": MOST_COUNT} if kinds[member] is int else {}
+    return _convert(name, value, kinds[member], **limits)
 
 
 def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node: int) -> dict[str, Any]:
@@ -347,9 +363,10 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
 
 def known_settings() -> frozenset[str]:
     """Return every setting name that a file may have, including older names and options without effect."""
-    tables = ("renamed", "in_layout", "no_effect", "only", "read_apart", "nested")
-    listed = itertools.chain.from_iterable(trl.option_names()[table] for table in tables)
-    return frozenset(["warmup_ratio", *_types(), *listed])
+    names = trl.option_names()
+    tables = [names[table] for table in ("renamed", "in_layout", "no_effect", "only", "read_apart", "nested")]
+    switches = [row["options"] for row in names["switch"].values()]
+    return frozenset(["warmup_ratio", *_types(), *itertools.chain(*tables, *switches)])
 
 
 @functools.cache
@@ -380,3 +397,78 @@ def _validator(kind: Any, **limits: float) -> Any:
     from pydantic import ConfigDict, Field, TypeAdapter
 
     return TypeAdapter(typing.Annotated[kind, Field(**limits)], config=ConfigDict(allow_inf_nan=False))
+
+
+# The plan.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunForecast:
+    """Forecast of the run. None means not forecast."""
+
+    step_seconds: Interval | None = None
+    memory_bytes: Interval | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """The content of plan.json. If the layout is None, the settings and the number of started ranks determine it."""
+
+    schema_version: int = PLAN_VERSION
+    config: JobConfig | None = None  # None: settings of the built-in job
+    trl: dict[str, Any] | None = None  # settings for TRL's parser, if TRL's SFTTrainer runs the job (finetune.sft_trl)
+    layout: Layout | None = None
+    forecast: RunForecast = field(default_factory=RunForecast)
+    environment: dict[str, str] = field(default_factory=dict)
+    transport: dict[str, str] = field(default_factory=dict)  # network, evidence, gdrdma: transport that NCCL should use
+    notes: tuple[str, ...] = ()  # about the settings: older option names, options without effect
+
+
+def dump_plan(plan: JobPlan) -> str:
+    """Serialize the plan. Raises ConfigError if a job would reject it."""
+    text = json.dumps(plain.write(plan), indent=1) + "\n"
+    try:
+        plain.loads(text.encode())
+    except ValueError as error:
+        raise ConfigError(f"the plan: {error}") from None
+    return text
+
+
+def read_plan(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
+    """Read plan.json and apply `key=value` overrides to its settings. Raises ConfigError, which names the file."""
+    members = [one.name for one in fields(JobPlan)]
+    try:
+        data = plain.loads(bounded.read(path, MAX_FILE_BYTES))
+        if not isinstance(data, dict) or not members & data.keys():
+            raise ConfigError(f"must hold a mapping of {', '.join(members)}")
+        if unknown := data.keys() - members:
+            raise ConfigError(f"unknown {min(unknown)!r}{trl.hint(min(unknown), members)}")
+        settings, of_trl, layout = (data.pop(name, None) for name in ("config", "trl", "layout"))
+        for name, value in (("config", settings), ("trl", of_trl)):
+            if not isinstance(value, dict | None):
+                raise ConfigError(f"{name}: must be a mapping")
+        plan = plain.read({name: value for name, value in data.items() if value is not None}, JobPlan)
+        if plan.schema_version != PLAN_VERSION:
+            raise ConfigError(f"schema_version={plan.schema_version!r}: this release reads {PLAN_VERSION}")
+        raw = with_overrides(read_mapping(DEFAULT_CONFIG) if settings is None else settings, overrides)
+        config, _, notes = parse_config(raw, None if of_trl is None else {})
+        return replace(
+            plan,
+            config=config,
+            trl=None if of_trl is None else trl.trl_settings(with_overrides(of_trl, overrides), {}),
+            layout=None if layout is None else parse_layout(layout, "layout"),
+            notes=tuple(dict.fromkeys([*plan.notes, *notes])),
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"plan {path}: {error}") from None
+
+
+def choose_plan(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()) -> tuple[JobPlan, JobConfig]:
+    """Return the plan and its settings, read from plan.json or created from a settings file. Raises ConfigError."""
+    if plan is None:
+        made, _, notes = read_config(config, overrides)
+        return JobPlan(config=made, notes=tuple(notes)), made
+    if config is not None:
+        raise ConfigError(f"--config {config}: the plan holds the settings; use only one of --plan and --config")
+    found = read_plan(plan, overrides)
+    return found, found.config or JobConfig()

@@ -6,7 +6,7 @@ Field names are those of torchtitan. This module imports no other project module
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
 Checkpointing = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
@@ -19,8 +19,9 @@ Offload = Literal["none", "optimizer", "all"]
 ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 
-_NAMED_COUNTS = (
-    "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "micro_batch", "gradient_accumulation", "virtual_stages",
+_COUNTS = (
+    "world_size", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "micro_batch", "gradient_accumulation",
+    "virtual_stages",
 )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("world_size", *_NAMED_COUNTS):
+        for name in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise LayoutError(f"{name}={value!r}: must be a whole number of at least 1")
@@ -101,26 +102,3 @@ class Layout:
         elif self.dp_replicate > 1:
             parts.append("DDP")
         return " x ".join(parts) or "single"
-
-
-_NAMED_WORDS: dict[str, tuple[str, ...]] = {
-    "sharding": get_args(Sharding), "checkpointing": get_args(Checkpointing), "schedule": get_args(Schedule),
-    "precision": get_args(Precision), "offload": get_args(Offload),
-}  # fmt: skip
-
-
-def values_of(text: str) -> dict[str, Any]:
-    """Parse "dp_shard=4,tp=2,micro_batch=2" into layout fields. Raises LayoutError, which names the wrong item."""
-    values: dict[str, Any] = {}
-    for word in filter(None, text.split(",")):
-        name, _, value = word.partition("=")
-        if name in _NAMED_COUNTS and value.isdecimal() and len(value) < 7:
-            values[name] = int(value)
-        elif name in _NAMED_WORDS and value in _NAMED_WORDS[name]:
-            values[name] = value
-        elif name in _NAMED_WORDS:
-            raise LayoutError(f"{word!r}: {name} must be one of {', '.join(_NAMED_WORDS[name])}")
-        else:
-            allowed = ", ".join((*_NAMED_COUNTS, *_NAMED_WORDS))
-            raise LayoutError(f"{word!r}: must be NAME=VALUE with NAME one of {allowed}")
-    return values

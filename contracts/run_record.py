@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from contracts import bounded, plain
 from contracts.finding import Interval
-from contracts.job_plan import JobPlan, RunForecast
+from contracts.job_config import JobPlan, RunForecast
 from contracts.redaction import redact, without_secrets
 
 RECORD_VERSION = 1
@@ -60,7 +60,6 @@ class EffectiveLayout:
     split_projections: list[int] = field(default_factory=list)  # projections split over tp, and the total
     parameter_bytes: int | None = None
     local_parameter_bytes: int | None = None
-    transports: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +88,6 @@ class Measured:
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None  # peak of the rank with the highest use
-    memory_counts: str | None = None  # what memory_bytes counts
     rss_peak_bytes: int | None = None
 
 

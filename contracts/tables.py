@@ -37,9 +37,10 @@ def read_texts(module: str, name: str) -> Callable[..., str]:
     return lambda key, **values: str(read_table(module, name)[key]).format(**values)
 
 
-def insert_pieces(text: str, pieces: Mapping[str, str]) -> str:
-    """Return a regular expression in which each <<name>> is replaced by the piece with that name."""
-    return re.sub(r"<<(\w+)>>", lambda found: pieces[found[1]], text)
+def insert_pieces(text: str | list[str], pieces: Mapping[str, str | list[str]]) -> str:
+    """Return the regular expression of a text or of alternatives; <<name>> inserts the piece with that name."""
+    joined = text if isinstance(text, str) else "|".join(text)
+    return re.sub(r"<<(\w+)>>", lambda found: insert_pieces(pieces[found[1]], pieces), joined)
 
 
 def bounds(text: str) -> tuple[str, float, float | None, bool] | None:

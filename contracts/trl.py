@@ -50,6 +50,7 @@ def option_names() -> dict[str, Any]:
     }
 
 
+MOST_LISTED = 24  # names that a message lists
 MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
 
 
@@ -80,11 +81,13 @@ def flag(name: str, value: Any) -> bool | None:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Suggest known names similar to an unknown one, as the end of a sentence."""
+    """Return in brackets the name that another trainer's option has here, or known names: all, or only similar ones."""
     if here := option_names()["elsewhere"].get(name):
-        return f"; here it is {here}"
-    close = difflib.get_close_matches(name, [*known], n=3)
-    return f"; close: {', '.join(close)}" if close else ""
+        return f" (here it is {here})"
+    names = [*known]
+    if close := difflib.get_close_matches(name, names, n=3):
+        return f" (close: {', '.join(close)})"
+    return f" (known: {', '.join(names)})" if 0 < len(names) <= MOST_LISTED else ""
 
 
 def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
@@ -120,14 +123,17 @@ def flatten(raw: Mapping[str, Any], refuse: Note) -> dict[str, Any]:
     return flat
 
 
-def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
-    """Set the layout's precision from bf16 and fp16; if neither is set, the precision stays open."""
-    bf16, fp16 = (flag(name, raw.get(name)) for name in ("bf16", "fp16"))
-    if fp16:
-        put(layout, "precision", "fp16", "fp16")
-        raise OnlyTrlError("fp16=true: not supported, allowed are bf16 and fp32; set bf16: true or bf16: false")
-    if bf16 is not None:
-        put(layout, "precision", "bf16" if bf16 else "fp32", "bf16")
+def switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
+    """Set a layout field that options of true and false decide. It is on if any of them is true."""
+    row = option_names()["switch"][member]
+    values, flags = row["options"], {name: flag(name, flat.get(name)) for name in row["options"]}
+    on = [name for name in values if flags[name]]
+    off = [name for name in values if flags[name] is False and len(values[name]) > 1]
+    for name in (on or off)[:1]:
+        if member not in layout or layout[member] != row.get("stays"):
+            put(layout, member, values[name][not on], name)
+        if on and name in row.get("only_trl", {}):
+            raise OnlyTrlError(f"{name}=true: {row['only_trl'][name]}")
 
 
 def put(layout: dict[str, Any], member: str, value: Any, name: str) -> None:
@@ -139,70 +145,50 @@ def put(layout: dict[str, Any], member: str, value: Any, name: str) -> None:
     layout[member] = value
 
 
-def checkpointing(flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
-    """Set recomputation. It has several options (FSDP's and the Trainer's) and is on if any of them is on."""
-    options = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
-    flags = {name: flag(name, flat[name]) for name in options if flat.get(name) is not None}
-    if flags and not (any(flags.values()) and layout.get("checkpointing") == "selective"):
-        put(layout, "checkpointing", "full" if any(flags.values()) else "none", next(iter(flags)))
-
-
 def fsdp(flat: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
-    """Convert `fsdp` and `fsdp_config` to layout fields."""
-    words, table = _find_fsdp_words(flat), option_names()["fsdp"]
+    """Convert the words of `fsdp` and `fsdp_config` to layout fields."""
+    table, words, reshard = option_names()["fsdp"], dict[str, str](), "fsdp_config.reshard_after_forward"
+    is_off = truth(flat.get("fsdp")) is False
+    for name in ("fsdp",) if is_off else ("fsdp", "fsdp_config.sharding_strategy", reshard):
+        words |= dict.fromkeys(_split_fsdp_words(name, flat.get(name)), name)
+    strategies = [word for word in words if "sharding" in table[word]]
+    if len(strategies) > 1:
+        raise ConfigError(f"{words[strategies[-1]]}: asks for {' and '.join(strategies)}: one of them is allowed")
+    if words and not strategies:
+        words["full_shard"] = next(iter(words.values()))
     for word, name in words.items():
         for member, value in table[word].items():
             if value != NODE or not {"dp_replicate", "dp_shard"} & set(layout):
                 put(layout, member, value, name)
     if words:
         _set_data_parallel(layout)
-        note(f"{next(iter(words.values()))}: {' '.join(words)} is {spelled('sharding', layout['sharding'])} here")
-    reshard = "fsdp_config.reshard_after_forward"
+        shown = " ".join(word for word in words if word != "true")
+        note(f"{next(iter(words.values()))}: {shown} is {spelled('sharding', layout['sharding'])} here")
     if reshard not in words.values() and (value := flag(reshard, flat.get(reshard))) is not None:
         put(layout, "reshard_after_forward", value, reshard)
-    for name in ("fsdp_config.cpu_offload", "fsdp_config.offload_params"):
-        value = flag(name, flat.get(name))
-        if value is not None and not (value is False and layout.get("offload") == "all"):  # `fsdp` has "offload"
-            put(layout, "offload", "all" if value else "none", name)
-    if any(name.startswith("fsdp") for name in flat) and layout.get("sharding") == "zero3":
-        # defaults of accelerate if no word and no member says otherwise: the plan must not change them
-        layout.setdefault("reshard_after_forward", True)
-        layout.setdefault("offload", "none")
-
-
-def _find_fsdp_words(flat: Mapping[str, Any]) -> dict[str, str]:
-    """Return each word of `fsdp` and `fsdp_config` with the option that has it."""
-    table = option_names()["fsdp"]
-    sources = {"fsdp": flat.get("fsdp")}
-    if truth(flat.get("fsdp")) is not False:
-        strategy, reshard = (flat.get(f"fsdp_config.{name}") for name in ("sharding_strategy", "reshard_after_forward"))
-        known = [word for word in table if "sharding" in table[word]]
-        if type(strategy) is int:
-            strategy = dict(enumerate(known, 1)).get(strategy, strategy)
-        if strategy is not None and str(strategy).lower() not in known:
-            raise ConfigError(f"fsdp_config.sharding_strategy={strategy!r}: allowed are {', '.join(known)}")
-        sources["fsdp_config.sharding_strategy"] = strategy
-        if isinstance(truth(reshard), str):  # of FSDP1, in accelerate
-            sources["fsdp_config.reshard_after_forward"] = reshard
-    words = {word: name for name, value in sources.items() for word in _split_fsdp_words(name, value)}
-    strategies = [word for word in words if "sharding" in table[word]]
-    if len(strategies) > 1:
-        raise ConfigError(f"{words[strategies[-1]]}: asks for {' and '.join(strategies)}: one of them is allowed")
-    return words if strategies or not words else {**words, "full_shard": next(iter(words.values()))}
 
 
 def _split_fsdp_words(name: str, value: Any) -> list[str]:
-    """Return the words of an option. transformers writes "" or [] for "not set"."""
-    value = truth(value)
-    if isinstance(value, bool):
-        return ["full_shard"] if value else ["no_shard"]
+    """Return the words of an option in lower case. transformers writes "" or [] for "not set"."""
+    table, value = option_names()["fsdp"], truth(value)
+    if isinstance(value, bool) and name == "fsdp":
+        value = "true" if value else "no_shard"
+    elif isinstance(value, bool) and name == "fsdp_config.reshard_after_forward":  # no word, but a switch
+        value = None
+    elif type(value) is int and name == "fsdp_config.sharding_strategy":
+        value = dict(enumerate((word for word in table if "sharding" in table[word]), 1)).get(value, value)
     words = (value or "").split() if isinstance(value, str | None) else value
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ConfigError(f"{name}={value!r}: must be true, false, or words such as full_shard auto_wrap")
-    for word in words:
-        if word.lower() not in option_names()["fsdp"]:
-            raise ConfigError(f"{name}={value!r}: {word!r} is none of {', '.join(option_names()['fsdp'])}")
+    if not isinstance(words, list) or not all(isinstance(word, str) and word.lower() in table for word in words):
+        allowed = ", ".join(word for word in table if name == "fsdp" or word != "true")
+        raise ConfigError(f"{name}={value!r}: allowed are {allowed}")
     return [word.lower() for word in words]
+
+
+def set_fsdp_defaults(flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
+    """Set accelerate's defaults where no word and no member says otherwise: the plan must not change them."""
+    if any(name.startswith("fsdp") for name in flat) and layout.get("sharding") == "zero3":
+        layout.setdefault("reshard_after_forward", True)
+        layout.setdefault("offload", "none")
 
 
 def _set_data_parallel(layout: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from contracts.job_config import ConfigError, EndedError, JobConfig
-from finetune import weights
+from finetune import hub, weights
 from finetune.model import build_model, causal_lm, stored_type
 
 T = TypeVar("T")
@@ -121,13 +121,17 @@ class Checkpoints:
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
-    """Return on every rank what `work` returns on rank 0. If it raises an EndedError there, every rank raises it."""
+    """Return on every rank what `work` returns on rank 0. If it ends the job there, it ends it on every rank."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             outcome = [work()]
         except EndedError as error:
             outcome = [error]
+        except OSError as error:
+            if error.errno not in hub.DISK_ERRORS:
+                raise
+            outcome = [SaveError(str(error))]
     dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], EndedError):
         raise outcome[0]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -85,13 +87,27 @@ def download_data(name: str, revision: str, choose: Callable[[Path], list[str]])
         return [cached / one for one in chosen]
 
 
-def download_weights(name: str, revision: str) -> Path:
-    """Return the folder with a model's weights: its own, or that of the hub's files in the cache."""
-    if os.path.isdir(name):
-        return Path(name)
-    with asking("model_name_or_path", name, revision):
-        wanted = [WEIGHTS, INDEX, "model-*.safetensors", "generation_config.json"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+def download_weights(name: str, revision: str) -> list[Path]:
+    """Return the files with a model's weights, in its folder or in the cache of the hub's files. Raises ConfigError."""
+    folder = Path(name)
+    if not os.path.isdir(name):
+        with asking("model_name_or_path", name, revision):
+            download = partial(snapshot_download, name, revision=revision)
+            folder = Path(download(allow_patterns=[WEIGHTS, INDEX, "generation_config.json"]))
+            download(allow_patterns=list(map(glob.escape, _list_weights(folder))))
+    return [folder / one for one in _list_weights(folder)]
+
+
+def _list_weights(folder: Path) -> list[str]:
+    """The files that transformers reads: others may be of another precision or of an earlier save."""
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    try:
+        return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    except FileNotFoundError:
+        raise ConfigError(f"model_name_or_path: {folder}: neither {WEIGHTS} nor {INDEX} is there") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model_name_or_path: {folder / INDEX}: {error}") from None
 
 
 @contextlib.contextmanager

@@ -24,12 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import get_scheduler
 
-from contracts.job_config import ConfigError, EndedError, JobConfig
-from contracts.job_plan import JobPlan
+from contracts.job_config import ConfigError, EndedError, JobConfig, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
-from finetune import checkpoint, data, model, parallel, recorder as runs, verify, weights
-from finetune.rows import load_tokenizer
+from finetune import checkpoint, model, parallel, recorder as runs, rows, verify, weights
 
 DIVERGED = 65  # EX_DATAERR
 
@@ -101,16 +99,16 @@ class Trainer:
         if config.layout.get("fused_cross_entropy") and not liger:
             recorder.note("fused_cross_entropy: Liger's kernel is not here; torch computes the loss in parts")
         recorder.open_logs(config.report_to)
-        self.tokenizer = load_tokenizer(config)
-        examples, data_counts = data.prepare(config, config.dataset_train_split, self.tokenizer)
+        self.tokenizer = rows.load_tokenizer(config)
+        examples, data_counts = rows.prepare(config, config.dataset_train_split, self.tokenizer)
         test: Sequence[Any] = []
         if config.eval_strategy != "no":
-            test = data.prepare(config, config.dataset_test_split, self.tokenizer)[0]
+            test = rows.prepare(config, config.dataset_test_split, self.tokenizer)[0]
 
         net = model.build_model(config, layout.precision, recorder.note)
         counts, factors = [(weights_in(p), p.requires_grad) for p in net.parameters()], multiplied(net)
         shape = model.causal_lm(net).config
-        data.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
+        rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
         fill = partial(weights.fill, weights.source_of(config), config.seed)
         recorder.baseline_rss = runs.rss_bytes()  # with libraries and rows, without weights
@@ -143,7 +141,7 @@ class Trainer:
         self.stop_requested = False
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
 
-    def _loaders(self, examples: Sequence[Any], test: Sequence[Any]) -> tuple[data.Loader, data.Loader]:
+    def _loaders(self, examples: Sequence[Any], test: Sequence[Any]) -> tuple[rows.Loader, rows.Loader]:
         layout, config, fixed = self.layout, self.config, None
         if layout.pp > 1 or layout.sequence_parallel:  # one shape for the whole run; divided evenly by tp
             fixed = max(len(e.tokens) for e in (*examples, *test))
@@ -151,11 +149,11 @@ class Trainer:
         common: Any = {"pad": self.tokenizer.pad_token_id, "rank": self.data_rank, "ranks": layout.data_parallel,
                        "seed": config.seed, "fixed_length": fixed}  # fmt: skip
         batch, times = layout.micro_batch, layout.gradient_accumulation
-        train = data.Loader(examples=examples, micro_batch=batch, micro_batches=times,
+        train = rows.Loader(examples=examples, micro_batch=batch, micro_batches=times,
                             by_length=config.train_sampling_strategy == "group_by_length", **common)  # fmt: skip
         if layout.pp == 1:  # a pipeline evaluates in its training shape
             batch, times = config.per_device_eval_batch_size or batch, 1
-        return train, data.Loader(examples=test, shuffle=False, micro_batch=batch, micro_batches=times, **common)
+        return train, rows.Loader(examples=test, shuffle=False, micro_batch=batch, micro_batches=times, **common)
 
     def train(self) -> None:
         """Run all remaining steps, and write the last checkpoint."""
@@ -189,7 +187,7 @@ class Trainer:
         for text in verify.record_transports(self.recorder.record, self.plan):
             self.recorder.note(text)  # connected later, for example by a checkpoint: the training is done
 
-    def step(self, number: int, share: data.Share) -> Done:
+    def step(self, number: int, share: rows.Share) -> Done:
         """Run one optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""
         # Dropout repeats after a resume; ranks of one data share use the same seed, as TP requires.
         torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + self.data_rank)

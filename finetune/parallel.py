@@ -32,11 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from contracts import trl
-from contracts.job_config import ConfigError, parse_layout, resolve_layout
-from contracts.job_plan import JobPlan
+from contracts.job_config import ConfigError, JobPlan, parse_layout, resolve_layout
 from contracts.layout import EIGHT_BITS, Layout
-from finetune.data import Batch
 from finetune.model import Chunk, causal_lm, cut
+from finetune.rows import Batch
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from collectives.bench import processes
-from contracts import job_plan, run_record
-from contracts.job_config import ConfigError
+from contracts import run_record
+from contracts.job_config import ConfigError, choose_plan
 from finetune import post
 
 RESUMABLE = run_record.RESUMABLE
@@ -474,7 +474,7 @@ def output_of(words: Sequence[str]) -> Path | None:
         Path(words[words.index(option) + 1]) if option in words[:-1] else None for option in ("--plan", "--config")
     )
     try:
-        return Path(job_plan.choose(plan, config, [word for word in words if _SETTING.match(word)])[1].output_dir)
+        return Path(choose_plan(plan, config, [word for word in words if _SETTING.match(word)])[1].output_dir)
     except (ConfigError, OSError, ValueError):
         return None
 

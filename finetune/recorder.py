@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerAction
 
-from contracts import job_plan, run_record
-from contracts.job_config import EndedError
-from contracts.job_plan import JobPlan
+from contracts import run_record
+from contracts.job_config import EndedError, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import Communication, Loss, Measured, RunLayout, RunRecord, timestamp
 from hardware.gpus import gpu_named
@@ -181,14 +180,6 @@ class Recorder:
         self._metrics: Any = None
         self._board: Any = None
 
-    def store_plan(self, plan: JobPlan) -> None:
-        """Store the plan in the record, and as plan.json in the folder."""
-        self.record.plan = plan
-        if self.writes:
-            draft = self.folder / ".plan.json.draft"
-            draft.write_text(job_plan.dumps(plan), encoding="utf-8")
-            draft.replace(self.folder / "plan.json")
-
     def open_logs(self, report_to: Iterable[str]) -> None:
         """Start metrics.jsonl, and tensorboard if it is requested."""
         if not self.writes:
@@ -297,17 +288,13 @@ class Recorder:
         """Return the measurements, with which a forecast is compared."""
         on_gpu, counted = self.device.type == "cuda", self.counted_steps()
         typical = statistics.median(counted or self.seconds) if self.seconds else None
-        counts = (
-            "reserved by CUDA's allocator after the warm-up, and other memory in use on the device" if on_gpu
-            else f"rss of the first {MEMORY_STEPS} steps above the process before its weights were loaded"
-        )  # fmt: skip
         rate = self.tokens / len(self.losses) / typical if typical else None
         gpu = gpu_named(torch.cuda.get_device_name(self.device)) if on_gpu else None
         peak = gpu.peak_bf16 if gpu and gpu.bf16 else None  # dense, by its data sheet, FLOP/s
         mfu = rate * self.flops / (peak * self.ranks) if rate and self.flops and peak else None
         return Measured(
             step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu,
-            memory_bytes=max(self.peak_memory(), self.fullest), memory_counts=counts,
+            memory_bytes=max(self.peak_memory(), self.fullest),
             rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )  # fmt: skip
 

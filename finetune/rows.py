@@ -1,4 +1,4 @@
-"""Rows of a data set: how they are loaded, and how they become text, and tokens with labels.
+"""Rows of a data set: how they are loaded, how they become text, tokens with labels, and the batches of a rank.
 
 Surface: `datasets` finds the files of a split (JSON, JSON lines, parquet and CSV), by their names or by the `configs`
 in the front matter of README.md, and reads them as a stream. Nothing is written into its cache, and it never asks the
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import random
 import sys
@@ -37,7 +38,6 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 MAX_BYTES = 4 << 30
 BATCH = 1024  # parquet rows that are unpacked at a time
 COLUMNS = ("messages", "prompt", "completion", "question", "answer")  # and dataset_text_field
-MOST_LEVELS = 8  # messages hold lists of mappings of text: nothing is nested as deep
 
 
 class Row(NamedTuple):
@@ -57,7 +57,9 @@ def load_rows(config: JobConfig, split: str) -> list[Row]:
     rows, size = [], 0
     for row in islice(found, config.dataset_rows):
         size += len(repr(row.members))
-        _check_size(size, row.file)
+        if size > MAX_BYTES:
+            limit = f"more than {MAX_BYTES >> 30} GiB of rows in one split: set dataset_rows, or cut it"
+            raise ConfigError(f"{row.file}: {limit}")
         rows.append(row)
     if not rows:
         raise ConfigError(f"dataset_name={config.dataset_name!r}: split {split!r} holds no rows")
@@ -141,8 +143,6 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             names = pyarrow.parquet.read_schema(path).names
             wanted = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
             options = {"columns": wanted or None, "batch_size": BATCH}
-        if kind == "json" and _starts_with_list(path):  # which `datasets` reads whole
-            _check_size(path.stat().st_size, path)
         if kind != "parquet" and not path.stat().st_size:
             return
         with TemporaryDirectory() as cache:
@@ -150,7 +150,7 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
                 kind, data_files=str(path), split="train", streaming=True, cache_dir=cache, **options
             )
             for number, members in enumerate(rows, 1):
-                yield Row(str(path), number, _without_nulls(members, f"{path}: row {number}"))
+                yield Row(str(path), number, _without_nulls(members))
     except ConfigError:
         raise
     except Exception as error:  # any kind: pyarrow's, pandas' and `datasets`' own
@@ -165,25 +165,11 @@ def unreadable(where: str, error: Exception) -> Exception:
     return ConfigError(f"{where}: {(str(why).strip().splitlines() or [type(why).__name__])[0][:500]}")
 
 
-def _check_size(size: int, where: object) -> None:
-    if size > MAX_BYTES:
-        raise ConfigError(f"{where}: more than {MAX_BYTES >> 30} GiB of rows in one split: set dataset_rows, or cut it")
-
-
-def _without_nulls(value: Any, where: str, level: int = 0) -> Any:
+def _without_nulls(value: Any) -> Any:
     """A value without the nulls that a table has where a row says nothing."""
-    if level > MOST_LEVELS:
-        raise ConfigError(f"{where}: nested more than {MOST_LEVELS} deep")
     if isinstance(value, dict):
-        return {key: _without_nulls(one, where, level + 1) for key, one in value.items() if one is not None}
-    if isinstance(value, list):
-        return [_without_nulls(one, where, level + 1) for one in value]
-    return value
-
-
-def _starts_with_list(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(1) == b"["
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 # Rows as text, and as tokens with labels.
@@ -336,6 +322,168 @@ def _answer_spans(messages: Sequence[Any], text: str, tokenizer: Any, first: int
             )
         spans.append((len(before), len(through)))
     return spans
+
+
+# Examples as batches: packing or padding, and the order for the ranks. Every rank computes the same order from the
+# seed, and takes its own share.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Tensors of [sequences, tokens], padded on the right, where causal attention never looks."""
+
+    tokens: Any
+    labels: Any
+    positions: Any
+    packed: bool = False  # whether a sequence has several documents, of which each begins at position 0
+
+    def to(self, device: Any) -> Batch:
+        """Copy to the device without waiting; to a GPU this requires pinned memory."""
+        named = {name: getattr(self, name) for name in ("tokens", "labels", "positions")}
+        if device.type == "cuda":
+            named = {name: tensor.pin_memory() for name, tensor in named.items()}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in named.items()})
+
+
+def pack(examples: Sequence[Example], length: int) -> list[Example]:
+    """Pack rows into sequences of at most `length` tokens: first fit, longest first.
+
+    Positions restart with every row, so that attention does not cross rows.
+    """
+    bins: list[list[Example]] = []
+    room: dict[int, list[int]] = {}  # free tokens -> bins with that much space
+    for example in sorted(examples, key=lambda e: -len(e.tokens)):
+        size = len(example.tokens)
+        left = min((r for r, at in room.items() if r >= size and at), default=None)
+        if left is None:
+            bins.append([])
+            index, left = len(bins) - 1, length
+        else:
+            index = room[left].pop()
+        bins[index].append(example)
+        room.setdefault(left - size, []).append(index)
+    return [
+        Example(
+            tokens=np.concatenate([e.tokens for e in one]),
+            labels=np.concatenate([e.labels for e in one]),
+            positions=np.concatenate([e.positions for e in one]),
+        )
+        for one in bins
+    ]
+
+
+def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> Batch:
+    """Return a batch of `count` sequences of `length` tokens; missing ones are padding without loss.
+
+    Padding belongs to a row's last document.
+    """
+    import torch
+
+    shape = (count, length)
+    tokens, labels, positions = np.full(shape, pad), np.full(shape, IGNORED), np.tile(np.arange(length), (count, 1))
+    for row, e in enumerate(examples):
+        size = len(e.tokens)
+        tokens[row, :size], labels[row, :size], positions[row, :size] = e.tokens, e.labels, e.positions
+        positions[row, size:] = e.positions[-1] + np.arange(1, length - size + 1)
+    return Batch(
+        tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels), positions=torch.from_numpy(positions),
+        packed=any((e.positions[1:] == 0).any() for e in examples),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's micro-batches of a global batch, and counts of the whole global batch."""
+
+    batches: list[Batch]
+    counted: int  # labels of the global batch that count in the loss, by which every rank divides
+    tokens: int  # tokens of the global batch without padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """The batches of one data-parallel rank. All ranks compute the same order without communication."""
+
+    examples: Sequence[Example]
+    pad: int
+    micro_batch: int
+    micro_batches: int
+    rank: int
+    ranks: int
+    seed: int = 0
+    by_length: bool = False
+    shuffle: bool = True
+    fixed_length: int | None = None  # pipelines need one shape for the whole run
+
+    @property
+    def global_batch(self) -> int:
+        """Return the sequences per step over all ranks."""
+        return self.micro_batch * self.micro_batches * self.ranks
+
+    @property
+    def steps(self) -> int:
+        """Return the steps per epoch, at least 1; the last step has the remaining rows."""
+        return max(1, math.ceil(len(self.examples) / self.global_batch))
+
+    def order(self, epoch: int) -> list[int]:
+        """Return the row indices of the epoch, in the order of the global batches; by length as transformers groups."""
+        order = list(range(len(self.examples)))
+        if not self.shuffle:
+            return order
+        if self.by_length:
+            import torch
+            from transformers.trainer_pt_utils import get_length_grouped_indices
+
+            draw = torch.Generator().manual_seed(self.seed + epoch)
+            lengths = [len(e.tokens) for e in self.examples]
+            return list(get_length_grouped_indices(lengths, self.global_batch, generator=draw))
+        random.Random(f"{self.seed} {epoch}").shuffle(order)  # noqa: S311
+        return order
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Share]:
+        """Return this rank's shares of the global batches of an epoch, starting at `first_step`."""
+        order = self.order(epoch)
+        for step in range(first_step, self.steps):
+            chosen = [self.examples[i] for i in order[step * self.global_batch : (step + 1) * self.global_batch]]
+            counted = sum(e.counted for e in chosen)
+            tokens = sum(len(e.tokens) for e in chosen)
+            yield Share(batches=self.deal(chosen), counted=counted, tokens=tokens)
+
+    def deal(self, chosen: Sequence[Example]) -> list[Batch]:
+        """Return this rank's micro-batches; neighbours in the order form one micro-batch over all ranks."""
+        batches = []
+        for micro in range(self.micro_batches):
+            at = (micro * self.ranks + self.rank) * self.micro_batch
+            mine = chosen[at : at + self.micro_batch]
+            length = self.fixed_length or max((len(e.tokens) for e in mine), default=2)
+            batches.append(collate(mine, self.micro_batch, length, self.pad))
+        return batches
+
+
+def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example], dict[str, int]]:
+    """Return the examples of a split, packed if configured, and how many rows were dropped or cut."""
+    rows = load_rows(config, split)
+    encoded = [encode_row(row, tokenizer, config) for row in rows]
+    usable = [e for e in encoded if e is not None]
+    if not usable:
+        raise ConfigError(f"dataset_name={config.dataset_name!r}: no row of {split!r} has a token that counts")
+    counts = {
+        "rows": len(rows),
+        "dropped_rows": len(rows) - len(usable),
+        "cut_rows": sum(len(e.tokens) == config.max_length for e in usable),
+        "tokens": sum(len(e.tokens) for e in usable),
+    }
+    return (pack(usable, config.max_length) if config.packing else usable), counts
+
+
+def check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocabulary: int, config: JobConfig) -> None:
+    """Reject another model's tokenizer here, instead of by an index error inside the first step."""
+    highest = max(tokenizer.pad_token_id, *(int(e.tokens.max()) for e in examples))
+    if highest >= vocabulary:
+        name = config.tokenizer_name or config.model_name_or_path
+        raise ConfigError(
+            f"tokenizer_name={name!r} gives token {highest}: the model has embeddings for {vocabulary} tokens"
+        )
 
 
 # How long the rows are: read and spelled as the job itself does; of many, a part that lies evenly over the whole is

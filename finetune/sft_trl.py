@@ -29,8 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from contracts import trl as names
-from contracts.job_config import ConfigError, JobConfig
-from contracts.job_plan import JobPlan
+from contracts.job_config import ConfigError, JobConfig, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
 from finetune import checkpoint, hub, loop, recorder, rows, verify
@@ -178,10 +177,13 @@ def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, teste
     return made["train"], made["test"] if tested else None
 
 
-def _mix(mixture: dict[str, Any], config: JobConfig) -> Any:
+def _mix(mixture: Any, config: JobConfig) -> Any:
     """Mix as alignment-handbook, src/alignment/data.py: shuffle each and cut it to its weight, then shuffle all."""
+    pieces = mixture.get("datasets") if isinstance(mixture, dict) else None
+    if not isinstance(pieces, list) or not pieces or not all(isinstance(one, dict) and "id" in one for one in pieces):
+        raise ConfigError("dataset_mixture: must have datasets, a list of mappings with id")
     seed, size, found = mixture.get("seed", 0), mixture.get("test_split_size"), []
-    for one in mixture.get("datasets") or []:
+    for one in pieces:
         named = dataclasses.replace(config, dataset_name=one["id"], dataset_config=one.get("config"))
         piece = _load_split(named, one.get("split", "train"), False)
         piece = piece.select_columns(one["columns"]) if one.get("columns") else piece

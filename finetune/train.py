@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from contracts import job_plan
-from contracts.job_config import ConfigError, EndedError
+from contracts.job_config import ConfigError, EndedError, choose_plan
 from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import Trainer
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(argv)
     try:
-        plan, config = job_plan.choose(options.plan, options.config, options.overrides)
+        plan, config = choose_plan(options.plan, options.config, options.overrides)
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     except ConfigError as error:
         return _report(error)
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, layout=layout)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = dataclasses.replace(config, **checkpoint.on_rank_zero(partial(hub.commits_of, config)))
-        recorder.store_plan(dataclasses.replace(plan, config=config))
+        recorder.record.plan = dataclasses.replace(plan, config=config)
         if plan.trl is not None:
             from finetune import sft_trl  # which imports TRL
 
@@ -123,15 +122,7 @@ def export(trainer: Trainer) -> None:
     """Adapter and merged model, or the whole model, from the last checkpoint."""
     made, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
     made.checkpoint = str(last)
-
-    def write() -> dict[str, str]:
-        try:
-            return checkpoint.export(trainer.config, trainer.layout.precision, last, trainer.tokenizer)
-        except OSError as error:
-            if error.errno not in hub.DISK_ERRORS:
-                raise
-            raise checkpoint.SaveError(f"export: {error}") from error
-
+    write = partial(checkpoint.export, trainer.config, trainer.layout.precision, last, trainer.tokenizer)
     for name, path in checkpoint.on_rank_zero(write).items():
         setattr(made, name, path)
 

@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from contracts.job_config import EndedError
-from contracts.job_plan import JobPlan
+from contracts.job_config import EndedError, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, RunRecord
 from finetune import channels
@@ -52,8 +51,8 @@ def observe_modules(
     """Return what wrappers and placements show, as members of EffectiveLayout; `cp` ranks share a sequence."""
     degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
     placements: Counter[str] = Counter()
-    whole_bytes = local_bytes = unsharded = 0
-    for p in named.values():
+    whole_bytes = local_bytes = unsharded = projections = split = 0
+    for name, p in named.items():
         local = p.to_local() if isinstance(p, DTensor) else p
         whole_bytes += p.numel() * p.element_size()
         local_bytes += local.numel() * local.element_size()
@@ -68,6 +67,8 @@ def observe_modules(
             if placed.is_shard() or "Shard" in type(placed).__name__ or axis == "dp_replicate":
                 degrees[axis] = max(degrees[axis], size)
         unsharded += not any("Shard" in type(axes.get(axis)).__name__ for axis in ("dp_shard", "dp_shard_cp"))
+        if re.search(rf"\.({'|'.join(COLUMN + ROW)})(\.base_layer)?\.weight$", name):
+            projections, split = projections + 1, split + ("tp" in axes)
     replicas = [root for root in roots if isinstance(root, DistributedDataParallel)]
     if replicas:
         degrees["dp_replicate"] = dist.get_world_size(replicas[0].process_group)
@@ -77,7 +78,7 @@ def observe_modules(
         **degrees, "cp": cp, "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "wrapper": "+".join(sorted(kinds)), "device": str(device), "backend": backend,
         "reshard_after_forward": _reshards(roots), "placements": dict(placements), "unsharded_parameters": unsharded,
-        "split_projections": _count_split_projections(named), "parameter_bytes": whole_bytes,
+        "split_projections": [split, projections], "parameter_bytes": whole_bytes,
         "local_parameter_bytes": local_bytes,
     }  # fmt: skip
 
@@ -99,13 +100,6 @@ def _reshards(roots: Sequence[nn.Module]) -> bool | None:
     # of one module several groups from torch 2.13 on, one or none before
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)]) if g]
     return all(group._reshard_after_forward for group in groups) if groups else None
-
-
-def _count_split_projections(named: Mapping[str, torch.Tensor]) -> list[int]:
-    """Return how many projection weights are split over tp, and how many there are."""
-    weights = [p for n, p in named.items() if re.search(rf"\.({'|'.join(COLUMN + ROW)})(\.base_layer)?\.weight$", n)]
-    split = [p for p in weights if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())]
-    return [len(split), len(weights)]
 
 
 def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> list[str]:
@@ -139,8 +133,6 @@ def check(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str
     """Compare on every rank; raises on every rank where one differs. Returns what this rank observed."""
     found = _gather(compare(requested, got, environment))
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
-    if got.backend == "gloo":  # the ranks have just exchanged a message, so their connections are up
-        got.transports = channels.gloo_transports(_gather(channels.read_gloo_connections()))
     require_equal(wrong)
     return got
 
@@ -167,9 +159,10 @@ def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
     channels of each algorithm at the first one that takes it, and a mesh has a communicator per axis. A collective at
     the start would connect the world's alone.
     """
-    effective = record.layout.effective
-    record.transports = list(effective.transports) if effective else []
-    if effective is None or effective.backend != "nccl":
+    backend = record.layout.effective.backend if record.layout.effective else None
+    if backend == "gloo":
+        record.transports = channels.gloo_transports(_gather(channels.read_gloo_connections()))
+    if backend != "nccl":
         return []
     host = os.environ.get("NCCL_HOSTID") or os.uname().nodename  # as NCCL's getHostHash, without the boot id
     hosts = len(set(_gather(host)))
@@ -177,5 +170,5 @@ def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
     path = channels.log_path(os.environ.get("NCCL_DEBUG_FILE"), os.uname().nodename, os.getpid())
     ranks = _gather(channels.read_log(path, planned, hosts=hosts))
     record.nccl = channels.record(ranks, planned, hosts=hosts)
-    record.transports += record.nccl.channels
+    record.transports = list(record.nccl.channels)
     return [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]

@@ -9,11 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import json
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,19 +42,19 @@ class Stored:
 
         self.plain, self._named = plain, f"model_name_or_path={config.model_name_or_path!r}"
         self._file_of: dict[str, Any] = {}
-        place = folder = hub.download_weights(config.model_name_or_path, config.model_revision)
-        try:
-            for place in _list_files(folder):
+        files = hub.download_weights(config.model_name_or_path, config.model_revision)
+        for place in files:
+            try:
                 file: Any = safe_open(place, framework="pt")
                 self._file_of |= dict.fromkeys(file.keys(), file)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise ConfigError(f"{self._named}: {place}: {error}") from None
+            except (OSError, ValueError, SafetensorError) as error:
+                raise ConfigError(f"{self._named}: {place}: {error}") from None
         name, first = next(iter(plain.named_parameters()))
         self.dtype = self.read(name, ([0] * first.ndim, [0] * first.ndim)).dtype
-        if (folder / "generation_config.json").is_file():
+        if (files[0].parent / "generation_config.json").is_file():
             from transformers import GenerationConfig
 
-            plain.generation_config = GenerationConfig.from_pretrained(folder)
+            plain.generation_config = GenerationConfig.from_pretrained(files[0].parent)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Of a file that is mapped into memory: what is not read takes none."""
@@ -66,16 +64,6 @@ class Stored:
             raise ConfigError(f"{self._named}: its safetensors files hold no {name}")
         part: torch.Tensor = self._file_of[name].get_slice(name)[_slices(box)]
         return part
-
-
-def _list_files(folder: Path) -> list[Path]:
-    """The files that transformers reads: others may be of another precision or of an earlier save. Raises OSError."""
-    if (folder / hub.WEIGHTS).is_file():
-        return [folder / hub.WEIGHTS]
-    if not (folder / hub.INDEX).is_file():
-        raise FileNotFoundError(f"neither {hub.WEIGHTS} nor {hub.INDEX} is there")
-    shards = json.loads((folder / hub.INDEX).read_text())["weight_map"].values()
-    return [folder / name for name in sorted(set(shards))]
 
 
 class Drawn:

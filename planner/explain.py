@@ -13,27 +13,17 @@ from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part
 from planner.forecast.calibration import (
-    SIGMA_LAUNCH,
-    SIGMA_LINK_ASSUMED,
-    SIGMA_PCIE_ASSUMED,
+    SIGMAS,
     base_sigma,
     bytes_that_fit,
     interval,
     memory_interval,
 )
-from planner.forecast.compute import gpu_rates
+from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
-from planner.forecast.step_time import (
-    ADAM_RANK_BYTES_PER_SECOND,
-    COMMUNICATION,
-    Job,
-    StepParts,
-    sent,
-    step_parts,
-    strides,
-)
+from planner.forecast.step_time import COMMUNICATION, StepParts, step_parts, strides
 from planner.search import Candidate, difference_sigma
 
 _WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
@@ -56,22 +46,10 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     return links.crosses(*groups[part]) if part in groups else None
 
 
-_TRAFFIC = {
-    "gather": (("dp_shard", "all_gather"),),
-    "reduce": (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")),
-    "tensor_parallel": (("tp", "all_reduce"),),
-}
-
-
-def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
-    """Return the bytes sent per GPU and step in one component, hidden or not; None if it is not counted."""
-    found, total = sent(job, layout), 0.0
-    copies = layout.dp_replicate if ("dp_shard", "all_gather") in found else layout.data_parallel * layout.cp
-    ranks = {"tp": layout.tp, "dp_shard": layout.dp_shard * layout.cp, "dp_replicate": copies}
-    for dimension, kind in _TRAFFIC.get(part, ()):
-        away = (ranks[dimension] - 1) / ranks[dimension] * (2.0 if kind == "all_reduce" else 1.0)
-        total += away * found.get((dimension, kind), 0.0)
-    return total or None
+def _describe(links: Links, layout: Layout, part: str) -> str:
+    link = link_of(links, layout, part) if part in COMMUNICATION else None
+    over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
+    return f"{_WORDS[part]}{over}"
 
 
 def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured: bool = False) -> tuple[float, float]:
@@ -89,7 +67,7 @@ def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured
         link = getattr(job.links, name)
         if parts.communication <= 0 or link is None or link.how != "assumed" or link.within is not None:
             continue
-        sigma, most = SIGMA_PCIE_ASSUMED if link.link == "PCIe" else SIGMA_LINK_ASSUMED, 0.0
+        sigma, most = SIGMAS["pcie_assumed" if link.link == "PCIe" else "link_assumed"], 0.0
         for factor in (math.exp(-sigma), math.exp(sigma)):
             other = replace(link, bytes_per_second=link.bytes_per_second * factor)
             links = replace(job.links, **{name: other}, **({"island": other} if job.links.island is link else {}))
@@ -98,7 +76,7 @@ def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured
     if job.has_gpu and not host_measured:
         faster, slower = (
             moved(replace(job, rates=replace(job.rates, launch_seconds=job.rates.launch_seconds * math.exp(sigma))))
-            for sigma in (-SIGMA_LAUNCH, SIGMA_LAUNCH)
+            for sigma in (-SIGMAS["launch"], SIGMAS["launch"])
         )
     return math.sqrt(variance + faster**2), math.sqrt(variance + slower**2)
 
@@ -121,9 +99,7 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     communication = parts.communication
     if communication >= 0.33 * total:
         worst = max(COMMUNICATION, key=lambda name: by_name[name])
-        link = link_of(links, layout, worst)
-        over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
-        return f"communication-bound: {_WORDS[worst]}{over}: {by_name[worst] / total:.0%} of the step"
+        return f"communication-bound: {_describe(links, layout, worst)}: {by_name[worst] / total:.0%} of the step"
     if compute >= 0.6 * total:
         most = max(_COMPUTE, key=lambda name: by_name[name])
         return f"compute-bound: {_WORDS[most]}: {by_name[most] / total:.0%} of the step"
@@ -141,9 +117,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         detail = _WORDS[name]
         if link := link_of(job.links, layout, name):
             used.add(str(link))
-            moved = traffic_bytes(job, layout, name)
-            volume = f", {moved / GIGA:.3g} GB per rank and step" if moved else ""
-            detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}{volume}"
+            detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}"
         time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(
         Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0
@@ -190,9 +164,7 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
     worst = max(deltas, key=lambda n: deltas[n])
     if deltas[worst] <= 0.005 * winner.seconds:
         return f"{slower:.1%} slower; {more / GIB:+.2f} GiB per rank"
-    link = link_of(job.links, other.layout, worst) if worst in COMMUNICATION else None
-    over = f" over {link.link} at {link.bytes_per_second / GIGA:.3g} GB/s" if link else ""
-    return f"{slower:.1%} slower: {deltas[worst] * 1000:,.1f} ms more for {_WORDS[worst]}{over}"
+    return f"{slower:.1%} slower: {deltas[worst] * 1000:,.1f} ms more for {_describe(job.links, other.layout, worst)}"
 
 
 def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str, ...]:
@@ -231,7 +203,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
         add("fp8", gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)))
     if layout.offload != "none":
-        add("threads", gain_of(host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND))
+        add("threads", gain_of(host_adam_bytes_per_second=job.constants["adam_rank_bytes_per_second"]))
     if layout.checkpointing != "none" and capacity is not None:
         whole = replace(layout, checkpointing="none")
         more = (memory_of(job, whole).total - bytes_that_fit(job, capacity)) / GIB

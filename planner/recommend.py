@@ -22,15 +22,14 @@ from planner.advice import FrontierPoint, RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
-from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
+from planner.forecast.compute import CPU, DEFAULT, Job, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
-from planner.forecast.links import Links, Speed, links_of
+from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row
-from planner.forecast.step_time import ADAM_THREAD_BYTES_PER_SECOND, Job
 from planner.nccl_env import environment as nccl_env, newest_read, version_text
-from planner.nccl_env.situation import Note, situation
+from planner.nccl_env.situation import Note, find_plugin, situation
 from planner.search import Candidate, Found, Planned, difference_sigma, first_broken, fitting, search, usual_options
 from planner.stacks import engine_named
 from probes.api import Snapshot
@@ -209,10 +208,6 @@ def plan(
     now = apply_findings(links, findings or {}, snapshots, interface=interface)
     links, gpu = now.links, gpu_named(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
-    constants = DEFAULT if has_gpu else CPU
-    if calibration is not None:
-        check_device(calibration, rates.device, forecast)
-        rates = apply_calibration(calibration, rates, engine, constants)
     capacity = rates.memory_bytes
     if has_gpu:
         sizes = _list_free_memory(cluster, snapshots, unknowns)
@@ -227,6 +222,7 @@ def plan(
         unknowns.append(_text("no_bf16", device=rates.device))
     used = (links.node if links.ranks_per_node > 1 else None, links.network)
     unknowns += [_describe_unmeasured(speed) for speed in used if speed is not None and speed.how == "assumed"]
+    unknowns += _list_plugins(cluster, links.network, snapshots)
     models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
     if len(models) > 1:
         unknowns.append(_text("mixed_gpus", models=", ".join(map(str, models))))
@@ -234,21 +230,42 @@ def plan(
     if longer:
         rows = sum(rows for _, rows in train.length_histogram)
         unknowns.append(_text("cut_rows", longer=longer, rows=rows, tokens=train.sequence_length))
+    job = Job(
+        model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
+        host_memory_bytes=_get_host_memory(cluster, snapshots), rates=rates, constants=DEFAULT if has_gpu else CPU,
+        host_adam_bytes_per_second=DEFAULT["adam_thread_bytes_per_second"],
+    )  # fmt: skip
+    if calibration is not None:
+        check_device(calibration, rates.device, forecast)
+        job = apply_calibration(calibration, job)
     return Planned(
-        job=Job(
-            model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
-            host_memory_bytes=_get_host_memory(cluster, snapshots), rates=rates, constants=constants,
-            host_adam_bytes_per_second=ADAM_THREAD_BYTES_PER_SECOND,
-        ),
+        job=job,
         world=world,
         global_batch=_choose_batch(model, train, engine, world, requested),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
-        calibrated=rates.how == "measured",
+        calibrated=job.rates.how == "measured",
         slowed=tuple(now.words),
         requested=requested,
     )  # fmt: skip
+
+
+def _list_plugins(cluster: ClusterTopology, network: Speed | None, snapshots: Sequence[Snapshot]) -> Iterator[str]:
+    """Yield whether the forecast assumes the plugin that carries GPU traffic over the vendor's NICs, and why."""
+    if network is None or network.how != "derived":
+        return
+    rate = network.bytes_per_second / GIGA
+    for node in situation(snapshots, cluster).nodes:
+        name, file = find_plugin(node) or ("", "")
+        if name and network.link == name:
+            why = f"{file} is on {node.hostname}" if file else f"{node.hostname} of the catalogue has it"
+            yield _text("plugin", name=name, rate=rate, why=why, sockets=TCP_CEILING_BYTES_PER_SECOND / GIGA)
+            return
+        if name and not file and network.link == "TCP":
+            nics = (cluster.inter_node_bytes_per_second or 0.0) * NETWORK_SHARE / GIGA
+            yield _text("no_plugin", name=name, rate=rate, host=node.hostname, nics=nics)
+            return
 
 
 def _describe_unmeasured(speed: Speed) -> str:
@@ -484,7 +501,7 @@ def _explain_refusal(planned: Planned, found: Found) -> Rejected:
     length = f"at max_length: {longest}" if longest == train.sequence_length else f"with rows of up to {longest} tokens"
     at = f"{settings} {length}" if settings else "the layout"
     words = "does not fit" if row.rule == "memory-fits" else "cannot run"
-    budget = f" the {planned.budget / GIB:.1f} GiB that a rank may fill" if short and planned.budget else ""
+    budget = f": a rank may fill {planned.budget / GIB:.1f} GiB" if short and planned.budget else ""
     return Rejected(what=AS_REQUESTED, rule=row.rule, reason=f"{at} {words}: {row.reason}{budget}")
 
 

@@ -18,11 +18,12 @@ from typing import Any
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.units import GIB, GIGA
 from planner.advice import Rejected
-from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, memory_interval, widths
+from planner.forecast.calibration import SIGMAS, bytes_that_fit, memory_interval, widths
+from planner.forecast.compute import Job
 from planner.forecast.engine import NF4_BYTES, Engine, uneven_stages
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
-from planner.forecast.step_time import Job, StepParts, step_parts
+from planner.forecast.step_time import StepParts, step_parts
 
 # -- rules
 
@@ -588,7 +589,7 @@ def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:
         return widths().pair_same
     assumed = job.links.network is not None and job.links.network.how == "assumed"
     shares = [c.parts.communication / c.parts.total for c in (one, other)]
-    return math.hypot(widths().pair, SIGMA_LINK_ASSUMED * abs(shares[0] - shares[1]) if assumed else 0.0)
+    return math.hypot(widths().pair, SIGMAS["link_assumed"] * abs(shares[0] - shares[1]) if assumed else 0.0)
 
 
 _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -606,7 +607,7 @@ def fitting(
         memory = memory_of(job, layout)
         if budget is None or memory.total <= budget:
             return layout, memory
-        if layout.offload == "none":
+        if layout.offload == named.get("offload", "none"):
             least = min(least, memory.total - budget)
     return least
 
@@ -617,9 +618,10 @@ def _list_lighter(job: Job, base: Layout, named: Mapping[str, object], after: La
     for choice in () if offloaded else _CHOICES[_CHOICES.index(after.checkpointing) if after else 0 :]:
         if choice in job.engine.checkpointing and named.get("checkpointing", choice) == choice:
             yield base if choice == "none" else replace(base, checkpointing=choice)
-    if named.get("checkpointing", "full") != "full":
+    recompute: Any = named.get("checkpointing", "full")
+    if recompute != "full" and not offloaded:
         return
     for where in job.engine.offloads:
-        layout = replace(base, checkpointing="full", offload=where)
+        layout = replace(base, checkpointing=recompute, offload=where)
         if named.get("offload", where) == where and first_broken(job, layout) is None:
             yield layout

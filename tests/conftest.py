@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
+from rigs.tables import corpus_folder
 
 ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
@@ -95,10 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corpus() -> Path:
     """The folder of real data; the test is skipped where it is not there."""
-    path = Path(os.environ.get("TOPOFLIGHT_CORPUS", ROOT.parent / "shared" / "corpus"))
-    if not path.is_dir():
-        pytest.skip(f"no corpus at {path}; set TOPOFLIGHT_CORPUS")
-    return path
+    return corpus_folder()
 
 
 @pytest.fixture(scope="module")

@@ -167,10 +167,10 @@ _NEVER = ("loopback", "docker", "bridge")
 
 
 def nics_of(rdma: RdmaFacts | None, interfaces: InterfacesFacts | None, tree: PciTree) -> tuple[NicNode, ...]:
-    """Return RDMA devices, including EFA; if there are none, the Ethernet interfaces that NCCL's sockets could use."""
+    """Return RDMA devices in reach, including EFA; without any, Ethernet interfaces that NCCL's sockets could use."""
     found = interfaces.interfaces if interfaces else ()
     if rdma and rdma.devices:
-        return tuple(_build_rdma_nic(device, found, tree) for device in rdma.devices)
+        return tuple(_build_rdma_nic(device, found, tree) for device in rdma.in_reach)
     plain = [interface for interface in found if interface.role not in _NEVER and interface.master is None]
     on_pci = [interface for interface in plain if interface.bus_id]
     fallback = [interface for interface in plain if interfaces and interface.name == interfaces.default_route]

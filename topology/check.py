@@ -187,10 +187,11 @@ def _judge_by_design(node: NodeTopology, near: NearestNic) -> Status | None:
 
 
 def _find_without_nic(node: NodeTopology) -> set[str]:
-    """Return GPUs without a NIC behind their PCIe switches, if more than half of the node's GPUs have one."""
+    """Return GPUs without a NIC behind their PCIe switches, if most GPUs have one, and not all the same NIC."""
     near = [each for each in node.nearest_nic if each.decidable and not each.why]
     lone = {each.gpu for each in near if rank(each.label) > rank("PXB")}
-    return lone if len(near) > 2 and 2 * len(lone) < len(near) else set()
+    rails = {each.nics for each in near if each.gpu not in lone}
+    return lone if len(rails) > 1 and 2 * len(lone) < len(near) else set()
 
 
 def _report_no_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:

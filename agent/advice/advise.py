@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agent.base import units
 from agent.base.options import RequestError, parse_version
 from contracts.finding import Finding
-from contracts.job_config import ConfigError, read_mapping
-from contracts.layout import values_of
+from contracts.job_config import ConfigError, parse_layout_text, read_mapping
 from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, FrontierPoint, RankedLayout, Recommendation, request_of
@@ -23,7 +22,7 @@ from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES
 from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram, mean_length
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.situation import situation
+from planner.nccl_env.situation import situation, with_plugin
 from planner.recommend import MeasuredStep, best_layout, frontier, plan, recommend
 from planner.stacks import exports
 from probes.api import Snapshot
@@ -141,11 +140,11 @@ class Request:
             raise RequestError(f"--bench {self.bench_file}: {error}") from None
 
     def measured_layout(self) -> MeasuredStep | None:
-        """Return the measured step given in the request. Raises LayoutError if its layout is invalid."""
+        """Return the measured step given in the request. Raises ConfigError if its layout is invalid."""
         if self.measured_step is None:
             return None
         text, seconds = self.measured_step
-        return values_of(text), seconds
+        return parse_layout_text(text), seconds
 
     def spans_nodes(self, cluster: ClusterTopology) -> bool | None:
         """Return whether the job spans nodes; None for one node without a requested number: more can be added later."""
@@ -180,7 +179,7 @@ class Request:
             if len(nodes) != 1:
                 raise RequestError(f"--nodes {self.nodes} with {len(nodes)} hosts: give one host, or as many as nodes")
             nodes = [replace(nodes[0], hostname=f"{nodes[0].hostname}-{i}") for i in range(self.nodes)]
-        return join(nodes)
+        return with_plugin(join(nodes), snapshots)
 
 
 _OF_RUN = {one.name: one.default for one in fields(TrainSpec)}
@@ -360,7 +359,7 @@ def of_cluster(
         multi_node=multi_node, findings=findings, measured_step=request.measured_layout(),
     )  # fmt: skip
     if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
-        advice = replace(advice, helps_most=nearest(request, snapshots))
+        advice = replace(advice, helps_most=suggest_changes(request, snapshots))
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
 
 
@@ -371,7 +370,7 @@ _TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increa
 _WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 
 
-def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
+def suggest_changes(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     """Return, per setting, the smallest change that makes a layout fit; if none does, changes of two settings.
 
     The settings are adapters, sequence length, 8-bit optimizer states, precision of products, nodes and engine.
@@ -392,15 +391,15 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
         several,
         [{"engine": engine} for engine in stacks.ENGINES if engine != train.engine],
     ]
-    found = [line for kind in kinds if (line := _first(request, kind, snapshots))]
+    found = [line for kind in kinds if (line := _first_that_fits(request, kind, snapshots))]
     if not found:
         both = [{**method, **more} for method in kinds[1][-1:] for more in several]
         both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[2]]
-        found = [line for line in (_first(request, both, snapshots),) if line]
+        found = [line for line in (_first_that_fits(request, both, snapshots),) if line]
     return tuple(found)
 
 
-def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
+def _first_that_fits(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
     """Return the first change that makes a layout fit, with its step time; "" if none does."""
     for changed in changes:
         other = request.changed(**changed)
@@ -486,9 +485,8 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
             wrong = f"it is an index into the GID table of {where}, and a pod sees another table"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
-            notes.append(
-                f"{setting.name}={setting.value} is a file of the node's image; the pod's image must have it too"
-            )
+            needed = "is a file of the node's image; the pod's image must have it too"
+            notes.append(f"{setting.name}={setting.value} {needed}")
         if wrong:
             more = "a capture in a pod on the job's networks shows it"
             notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")

@@ -24,8 +24,17 @@ from agent.base.options import InputError, RequestError
 from agent.base.output import document
 from agent.checks.host_checks import gdrdma_possible
 from contracts import bounded, plain
-from contracts.job_config import DEFAULT_CONFIG, ConfigError, JobConfig, parse_config, read_file, with_overrides
-from contracts.job_plan import JobPlan, RunForecast, dumps
+from contracts.job_config import (
+    DEFAULT_CONFIG,
+    ConfigError,
+    JobConfig,
+    JobPlan,
+    RunForecast,
+    dump_plan,
+    parse_config,
+    read_file,
+    with_overrides,
+)
 from contracts.layout import Layout
 from contracts.tables import read_table, read_texts
 from contracts.trl import trl_settings
@@ -87,7 +96,7 @@ def settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS)
     try:
         raw = with_overrides(raw, words)
         made, explicit, notes = parse_config(raw, None if trainer == OURS else only_trl)
-        dumps(JobPlan(config=made))  # reject settings that no rank could read before any rank starts
+        dump_plan(JobPlan(config=made))  # reject settings that no rank could read before any rank starts
     except ConfigError as error:
         raise RequestError(f"{where} {error}") from None
     if trainer != OURS:
@@ -373,9 +382,8 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
     values = {name: getattr(config, name) for name in made if name in {**explicit, **planned}}
     wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(made[name])]
     if wrong:
-        raise RequestError(
-            f"{' and '.join(wrong)}: only the built-in trainer generates it; TRL's trainer reads files and hub ids"
-        )
+        why = "only the built-in trainer generates it; TRL's trainer reads files and hub ids"
+        raise RequestError(f"{' and '.join(wrong)}: {why}")
     return {name: value for name, value in planned.items() if not isinstance(value, tuple)}
 
 

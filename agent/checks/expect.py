@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.base import units
-from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, no_gpu_read, no_hca_read
+from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, why_no_gpu_read, why_no_hca_read
 from agent.checks.verdict import GateError
 from contracts import bounded
 from contracts.finding import Finding, Status
@@ -133,7 +133,7 @@ def expectation(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]
 # The checks of a node: one for each expectation.
 
 
-def settle(
+def check_expectations(
     expected: Iterable[Expected], checks: Iterable[Finding], node: str, seen: tuple[Snapshot, NodeTopology] | None
 ) -> tuple[Finding, ...]:
     """Add one check per expectation of a node, and decide checks that a scan alone cannot decide.
@@ -171,7 +171,7 @@ def _check(node: str, one: Expected, met: bool | None, have: str, outcomes: Mapp
 
 def _absent(snapshot: Snapshot, name: str) -> bool:
     """Return whether the probe found no device and the PCI bus, which could be read, shows none either."""
-    unread = no_gpu_read(snapshot) if name == "gpu" else no_hca_read(snapshot)
+    unread = why_no_gpu_read(snapshot) if name == "gpu" else why_no_hca_read(snapshot)
     return isinstance(snapshot.outcomes.get(name), Absent) and not unread
 
 
@@ -310,11 +310,11 @@ def _interface(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) 
     mine = [link for link in facts.interfaces if fnmatchcase(link.name, expected.value)]
     if not mine:
         return False, f"there are {', '.join(sorted(link.name for link in facts.interfaces)) or 'none'}"
-    bad = [f"{link.name} {problem}" for link in mine if (problem := _lacks(link))]
+    bad = [f"{link.name} {problem}" for link in mine if (problem := _interface_problem(link))]
     return not bad, ", ".join(bad) or f"{', '.join(link.name for link in mine)} up, with an address"
 
 
-def _lacks(link: Interface) -> str:
+def _interface_problem(link: Interface) -> str:
     if link.up is False:
         return "is down"
     if link.running is False:

@@ -42,10 +42,10 @@ NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"
 _SOFT_RDMA = ("rxe", "siw")  # software RDMA over an Ethernet interface, on no bus
 
 
-def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
+def mark_required(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
     """Mark checks that devices on the PCI bus make required; change a pass without a measurement to unknown."""
     pci = snapshot.facts(PciFacts)
-    unread = {"gpu": no_gpu_read(snapshot), "rdma": no_hca_read(snapshot)}
+    unread = {"gpu": why_no_gpu_read(snapshot), "rdma": why_no_hca_read(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
     # A device plugin may have given a missing file to another pod, but not on a host. A container without any such file
@@ -75,7 +75,7 @@ def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     return shown | ({"rdma"} if pci_probe.hcas(pci) else set())
 
 
-def no_gpu_read(snapshot: Snapshot) -> str:
+def why_no_gpu_read(snapshot: Snapshot) -> str:
     """Return why no GPU on the bus could be read; empty if one was read or there is none."""
     pci, facts = snapshot.facts(PciFacts), snapshot.facts(GpuFacts)
     on_bus = pci_probe.gpus(pci) if pci else ()
@@ -93,7 +93,7 @@ def no_gpu_read(snapshot: Snapshot) -> str:
                                   f"NVML lists none of the {len(on_bus)} on the PCI bus")  # fmt: skip
 
 
-def no_hca_read(snapshot: Snapshot) -> str:
+def why_no_hca_read(snapshot: Snapshot) -> str:
     """Return why no HCA on the bus could be read; empty if one was read or there is none."""
     pci = snapshot.facts(PciFacts)
     if not (on_bus := pci_probe.hcas(pci) if pci else ()):
@@ -143,15 +143,15 @@ def checks_of_hosts(
     checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
-        found = with_rising(node_checks(snapshot, node), past, snapshot)
+        found = add_rising_counters(node_checks(snapshot, node), past, snapshot)
         if isinstance(expected, str):
             unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
                              required=True)  # fmt: skip
             found = (*found, unread)
         elif expected:
-            from agent.checks.expect import settle
+            from agent.checks.expect import check_expectations
 
-            found = settle(expected, found, snapshot.hostname, (snapshot, node))
+            found = check_expectations(expected, found, snapshot.hostname, (snapshot, node))
         checks.extend(found)
     return without_secrets(checks)
 
@@ -210,13 +210,13 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
     snapshot = with_topology(snapshot, node)
     of_probes = (
-        _sockets_only_start(snapshot, _with_name(check, names))
-        for check in covered(snapshot, checks_of_snapshot(snapshot))
+        _lower_socket_finding(snapshot, _add_gpu_name(check, names))
+        for check in mark_required(snapshot, checks_of_snapshot(snapshot))
     )
     found = (*of_probes, *environment_checks(snapshot, node))
     if not node.gpus:
-        unread = no_gpu_read(snapshot)
-        why = f"no link is judged: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
+        unread = why_no_gpu_read(snapshot)
+        why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
         return (*found, *_unknown(snapshot.hostname, dict.fromkeys(topology_check.CODES, why)))
     host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
     of_topology = topology_check.check(
@@ -276,7 +276,7 @@ def _rate(device: RdmaDevice) -> float:
     return sum(rates) if rates else fastest(device.model) or 0.0
 
 
-def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
+def _lower_socket_finding(snapshot: Snapshot, check: Finding) -> Finding:
     """Lower a finding about a slow host interface if RDMA or Google's plugin carries the data.
 
     On a pod's default network the finding is not changed, because a scan does not prove that RDMA works in the pod.
@@ -295,13 +295,13 @@ def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
     return replace(check, status=Status.INFO, message=message)
 
 
-def _with_name(check: Finding, names: Mapping[str, str]) -> Finding:
+def _add_gpu_name(check: Finding, names: Mapping[str, str]) -> Finding:
     """Add the GPU's name to a check of the PCI probe, which knows only the address."""
     name, words = names.get(check.subject), check.message.removeprefix("The GPU ")
     return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
 
 
-def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
+def add_rising_counters(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """Add checks of counters that rose since earlier scans; without an earlier scan these checks are unknown."""
     past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
     if not past:

@@ -198,7 +198,7 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
         gloo_ifname=environment.get("GLOO_SOCKET_IFNAME") or facts.gloo_ifname))  # fmt: skip
 
 
-def for_next_job(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
+def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
     """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
     facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
     full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}

@@ -68,9 +68,8 @@ def bundle(
     written = f"{len(content)} bytes from {units.count(len(hosts), 'host')}"
     print_text(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
     if set(hosts) == {"cluster"}:
-        print_text(
-            f"no agent's pod runs in the namespace {namespace}; daemonsets.json and events.json say why", err=True
-        )
+        reasons = "daemonsets.json and events.json show the reason"
+        print_text(f"no agent's pod runs in the namespace {namespace}; {reasons}", err=True)
 
 
 def of_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) -> Files:

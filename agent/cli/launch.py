@@ -22,7 +22,7 @@ from contracts import plain
 if TYPE_CHECKING:
     from agent.jobs.launch import Launched
     from contracts.finding import Finding
-    from contracts.job_plan import JobPlan
+    from contracts.job_config import JobPlan
     from contracts.layout import Layout
     from contracts.run_record import RunRecord
     from planner.advice import Recommendation
@@ -95,7 +95,7 @@ def _launch_on_cluster(
     cluster_job.refuse_what_cannot_train(advice, options)
     # without --host this machine was scanned: a pod of the node, or the administrator's machine
     advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
-    advice = cluster_job.on_rails(advice, options, found)
+    advice = cluster_job.add_rails(advice, options, found)
     if options["no_compute_domain"]:
         advice = cluster_job.without_compute_domain(advice)
     spec = cluster_job.spec_of(advice, options)
@@ -201,9 +201,8 @@ def _require_pass(checks: Iterable[Finding], options: dict[str, Any], stopped: s
         return
     for check in checks:
         if check.status == "fail" or (check.required and check.status == "unknown"):
-            print_text(
-                f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True
-            )
+            line = f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}"
+            print_text(line.rstrip(), err=True)
     print_text(f"not launched: {verdict.why}; --no-preflight launches anyway", err=True)
     sys.exit(verdict.exit_code)
 

@@ -166,7 +166,7 @@ def _read_in_words(reading: Reading) -> str:
         parts.append(f"{more} more set only under a condition or for one command")
     if elsewhere:
         listed = units.some([f"{name}={raw}" for name, raw in sorted(elsewhere.items())])
-        parts.append(f"{len(elsewhere)} with a value from elsewhere, of which only the name is judged: {listed}")
+        parts.append(f"{len(elsewhere)} with a value from elsewhere, of which only the name is checked: {listed}")
     if unreached:
         parts.append(f"not checked, as the job does not get it: {unreached}")
     if reading.files:

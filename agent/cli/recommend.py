@@ -72,7 +72,7 @@ def recommend(**options: object) -> None:
         misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")[: 0 if form == "table" else 3]
         nearest = f" ({'; '.join(f'{row.what}: {row.reason}' for row in misses)})" if misses else ""
         could = "".join(f"\n{line}" for line in advice.helps_most[:1] if misses)  # the table has shown both
-        verb = "is judged" if advice.backend == "rccl" else "fits"
+        verb = "is forecast for AMD GPUs" if advice.backend == "rccl" else "fits"
         raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
 
 
@@ -137,7 +137,7 @@ def _sweep(request: Request, text: str, form: str) -> None:
 def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from agent.base.lines import table
     from agent.terminal.advice import layout_title
-    from contracts.layout import values_of
+    from contracts.job_config import parse_layout_text
     from planner.forecast.calibration import load_calibration
     from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled
     from probes.registry import ALL
@@ -151,7 +151,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
             planned = scaled(planned, step)
-        first, second = (forecast_named(planned, values_of(text)) for text in texts)
+        first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)
     except ValueError as error:
         raise RequestError(str(error)) from None
     rows = compare(first, second)

@@ -25,9 +25,9 @@ from functools import lru_cache
 from typing import Any
 
 from agent.base import units, version
-from agent.checks.expect import Expected, settle
+from agent.checks.expect import Expected, check_expectations
 from agent.checks.findings import worst_first
-from agent.checks.host_checks import no_gpu_read, no_hca_read
+from agent.checks.host_checks import why_no_gpu_read, why_no_hca_read
 from agent.checks.measured import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError, View, judge
 from agent.cluster.client import Client, path_of
@@ -159,7 +159,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
     """Return the record of the view's host; `name` is the name of the Node."""
     (snapshot,), (node,), checks = view.snapshots, view.topologies, view.checks
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    has_none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not no_hca_read(snapshot)
+    has_none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not why_no_hca_read(snapshot)
     ports = [port for device in rdma.devices for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
     gpus = snapshot.facts(GpuFacts)
@@ -173,7 +173,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
     return NodeRecord(
         name=clean(name or snapshot.hostname, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word,
         scanned_at_seconds=view.made_at_seconds, interval_seconds=interval_seconds,
-        gpus=len(node.gpus) or (None if no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
+        gpus=len(node.gpus) or (None if why_no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
         product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels)[:64] or None,
         hcas=len(rdma.devices) if rdma else 0 if has_none else None,
@@ -424,7 +424,7 @@ def seconds_of(text: Any) -> float:
 _SILENT, _VERDICT = CLUSTER_CODES
 
 
-def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
+def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
     """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
     found = list(names)
     if selector is not None:
@@ -435,7 +435,7 @@ def named(client: Client, names: Sequence[str], selector: str | None) -> tuple[s
     return tuple(dict.fromkeys(found))
 
 
-def checks_of(
+def checks_of_nodes(
     names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
 ) -> tuple[Finding, ...]:
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
@@ -447,10 +447,10 @@ def checks_of(
             checks.append(make_finding(_SILENT, name, why=_why_silent(record, now)))
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
-        found = published(name, record)
+        found = findings_of_record(name, record)
         if expected:
             node = records.topology(record)
-            found = [*settle(expected, found, name, (records.snapshot(record), node) if node else None)]
+            found = [*check_expectations(expected, found, name, (records.snapshot(record), node) if node else None)]
         checks += found
     return tuple(checks)
 
@@ -465,7 +465,7 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
     return f"silent for {units.duration(record.age_seconds(now))}"
 
 
-def published(name: str, record: NodeRecord) -> list[Finding]:
+def findings_of_record(name: str, record: NodeRecord) -> list[Finding]:
     """Return the findings of a record, and its verdict if that is worse than all findings."""
     statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
     found = [

@@ -42,8 +42,8 @@ KEEP_ALIVE_SECONDS = 65  # longer than a scrape interval of one minute, the usua
 _CHECK_SECONDS = 1.0
 _ROOM_SECONDS = 0.05
 AUDIENCE = "topoflight"
-REMEMBERED_SECONDS = 10.0  # as long as kube-apiserver caches a refusal; a revoked token stays valid this long
-MOST_REMEMBERED = 1024
+CACHE_SECONDS = 10.0  # as long as kube-apiserver caches a refusal; a revoked token stays valid this long
+MOST_CACHED = 1024
 LONGEST_TOKEN = 16384
 _MOST_TOKEN_BYTES = 1 << 20  # size of a token file
 READS = ("GET", "HEAD")
@@ -69,38 +69,38 @@ class Tokens:
     ) -> None:  # fmt: skip
         self._client, self._file, self._audience = client, token_file, audience
         self.reads_open = reads_open
-        self._judged: dict[tuple[str, str, str], tuple[float, str | ProblemError]] = {}
-        self._judging = asyncio.Lock()
+        self._cache: dict[tuple[str, str, str], tuple[float, str | ProblemError]] = {}
+        self._lock = asyncio.Lock()
 
-    async def judge(self, connection: HTTPConnection, *, path: str, verb: str) -> str:
+    async def authorize(self, connection: HTTPConnection, *, path: str, verb: str) -> str:
         """Return the caller's name, if the token of the request permits `verb` (get, post) on `path`.
 
         If the result is not cached, the token is checked in a thread, one token at a time: the API server may be slow.
         """
         token = self._token(connection.headers.get("authorization"), path, verb)
         key = hashlib.sha256(token.encode()).hexdigest(), path, verb
-        judgement = self._remembered(key)
-        if judgement is None:
-            async with self._judging:
-                judgement = self._remembered(key) or await self._decide(key, token)
-        if isinstance(judgement, ProblemError):
-            raise judgement.with_traceback(None)
-        return judgement
+        outcome = self._cached(key)
+        if outcome is None:
+            async with self._lock:
+                outcome = self._cached(key) or await self._decide(key, token)
+        if isinstance(outcome, ProblemError):
+            raise outcome.with_traceback(None)
+        return outcome
 
-    def _remembered(self, key: tuple[str, str, str]) -> str | ProblemError | None:
-        at, judgement = self._judged.get(key, (-math.inf, None))
-        return judgement if time.monotonic() - at < REMEMBERED_SECONDS else None
+    def _cached(self, key: tuple[str, str, str]) -> str | ProblemError | None:
+        at, outcome = self._cache.get(key, (-math.inf, None))
+        return outcome if time.monotonic() - at < CACHE_SECONDS else None
 
     async def _decide(self, key: tuple[str, str, str], token: str) -> str | ProblemError:
         """Return the caller's name, or the refusal, and cache it. Raises ProblemError 503, which is not cached."""
         if self._client:
-            judgement = await run_in_threadpool(self._review, self._client, token, *key[1:])
+            outcome = await run_in_threadpool(self._review, self._client, token, *key[1:])
         else:
-            judgement = await run_in_threadpool(self._from_file, token)
-        if len(self._judged) >= MOST_REMEMBERED:
-            self._judged.clear()
-        self._judged[key] = time.monotonic(), judgement
-        return judgement
+            outcome = await run_in_threadpool(self._from_file, token)
+        if len(self._cache) >= MOST_CACHED:
+            self._cache.clear()
+        self._cache[key] = time.monotonic(), outcome
+        return outcome
 
     def _token(self, authorization: str | None, path: str, verb: str) -> str:
         if self._client is None and self._file is None:
@@ -154,7 +154,7 @@ class Tokens:
             allowed = status_of("authorization.k8s.io", "SubjectAccessReview", access).get("allowed") is True
         except ApiError as error:
             why = f"HTTP {error.status}" if error.status else "it cannot be reached"
-            raise ProblemError(503, f"the API server could not judge the token: {why}",
+            raise ProblemError(503, f"the API server could not check the token: {why}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
         return name if allowed else ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path))
 
@@ -176,7 +176,7 @@ class Guard:
             request = Request(scope)
             verb = "get" if is_read else scope["method"].lower()
             try:
-                request.state.user = await self._tokens.judge(request, path=scope["path"], verb=verb)
+                request.state.user = await self._tokens.authorize(request, path=scope["path"], verb=verb)
             except ProblemError as error:
                 refusal = problem(request, error.status, error.detail, error.headers, **error.more)
                 await refusal(scope, receive, send)

@@ -17,7 +17,7 @@ from agent.checks import history
 from agent.checks.findings import Group, grouped, is_problem, point
 from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
-from agent.cluster.nodes import Fleet, NodeRecord, checks_of, seconds_of
+from agent.cluster.nodes import Fleet, NodeRecord, checks_of_nodes, seconds_of
 from agent.jobs import search
 from agent.pages import digest, environment, lines, rendered, rows
 from contracts import question
@@ -41,11 +41,11 @@ def node_page(
     return rendered("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
 
 
-def fleet_page(fleet: Fleet, *, source: str, behind: str | None, search: str = "", page: int = 1) -> str:
+def fleet_page(fleet: Fleet, *, source: str, list_error: str | None, search: str = "", page: int = 1) -> str:
     """Return the page of all publishing nodes, from the records alone."""
     now = time.time()
     shown = console(fleet, now, search, page)
-    return rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=version())
+    return rendered("fleet", c=shown, source=source, list_error=list_error, made_at=now, version=version())
 
 
 def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
@@ -91,7 +91,7 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
 
     A silent node is unknown on the pages. The gate fails for it, because a job cannot be started there.
     """
-    found = checks_of([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
+    found = checks_of_nodes([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
     silent, _ = CLUSTER_CODES
     return tuple(
         check if check.status == "pass" else replace(
@@ -151,7 +151,7 @@ def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[
 
 
 environment().globals.update(
-    field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
+    field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.change_lines,
     exports=EXPORTS, cluster_address=cluster_address, search_summary=search.summary,
     search_picture=lambda result: Markup(search.picture(result)),  # noqa: S704 - escaped there
 )  # fmt: skip

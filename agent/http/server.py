@@ -192,9 +192,8 @@ def respond(answer: Answer) -> Response:
     headers = {"Cache-Control": "no-store", **answer.headers}
     if size <= PIECE_BYTES:
         return Response(answer.body, answer.status, headers, answer.media_type)
-    return StreamingResponse(
-        _pieces(answer), answer.status, {**headers, "Content-Length": str(size)}, answer.media_type
-    )
+    headers["Content-Length"] = str(size)
+    return StreamingResponse(_pieces(answer), answer.status, headers, answer.media_type)
 
 
 async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
@@ -202,7 +201,7 @@ async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
         yield answer.body[first : first + PIECE_BYTES]
 
 
-def complaints(error: ValidationError | RequestValidationError, most: int | None = None) -> tuple[list[Any], str]:
+def describe_errors(error: ValidationError | RequestValidationError, most: int | None = None) -> tuple[list[Any], str]:
     """Return the invalid parts of a body or query with reasons, at most `most`; and the same in one line."""
     found = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:most]]
     return found, "; ".join(f"{each['where'][:64]}: {each['message']}" for each in found)
@@ -222,7 +221,7 @@ def convert_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        errors, detail = complaints(error)
+        errors, detail = describe_errors(error)
         return problem(request, 422, detail, errors=errors)
 
     def openapi() -> dict[str, Any]:
@@ -283,7 +282,7 @@ def read_record(body: bytes) -> RunRecord:
     try:
         PostedRecord.model_validate(record)
     except ValidationError as error:
-        found, detail = complaints(error, 16)
+        found, detail = describe_errors(error, 16)
         raise ProblemError(422, detail, errors=found) from None
     try:
         made = record_of(record)
@@ -406,9 +405,8 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
     async def what_if(request: Request, query: Annotated[WhatIf, Query()]) -> Response:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
-        return await rendered.ask_worker(
-            request, worker, state.current(), "what_if", fields=tuple(query.model_dump().items())
-        )
+        fields = tuple(query.model_dump().items())
+        return await rendered.ask_worker(request, worker, state.current(), "what_if", fields=fields)
 
 
 def _recommended(view: View) -> tuple[Recommendation | None, str]:

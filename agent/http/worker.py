@@ -288,11 +288,11 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
 
 
 def nodes(known: Known, *, source: str, interval: float) -> Answer:
-    """Return every node as a row, and the number of nodes per verdict; `behind` says why the rows may be outdated."""
+    """Return every node as a row, and the number of nodes per verdict; `list_error` is why the rows may be outdated."""
     now = time.time()
     rows = [row(record, now) for record in known.fleet(source, interval).records()]
     counts = dict(sorted(Counter(made["verdict"] for made in rows).items()))
-    more = {"note": MORE} if source != "kubernetes" else {"behind": known.error} if known.error else {}
+    more = {"note": MORE} if source != "kubernetes" else {"list_error": known.error} if known.error else {}
     return document({"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more})
 
 
@@ -302,7 +302,7 @@ def cluster_page(known: Known, *, source: str, interval: float, node: str | None
 
     fleet = known.fleet(source, interval)
     if node is None:
-        made = pages.fleet_page(fleet, source=source, behind=known.error, search=search, page=page)
+        made = pages.fleet_page(fleet, source=source, list_error=known.error, search=search, page=page)
         return page_of(made)
     record = fleet.record(node)
     if record is None:

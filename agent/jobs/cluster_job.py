@@ -16,7 +16,7 @@ from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import ApiError, Client, json_object, path_of
-from contracts.job_plan import JobPlan, dumps
+from contracts.job_config import JobPlan, dump_plan
 from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
@@ -109,7 +109,7 @@ def without_compute_domain(advice: Recommendation) -> Recommendation:
 
 def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
     """Return the ConfigMap with the job's plan, then the job for the chosen API."""
-    config_map = manifests.from_template("config_map", spec=spec, files={"plan.json": dumps(plan)})
+    config_map = manifests.from_template("config_map", spec=spec, files={"plan.json": dump_plan(plan)})
     return config_map + manifests.APIS[api](spec)
 
 
@@ -119,7 +119,7 @@ def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None =
     return networks.network(networks.from_snapshots(found, namespace=namespace, **named))
 
 
-def on_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
+def add_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
     """Adapt the recommendation to the networks that --network prints with the job, if there are several.
 
     The record of a pod attached to them already contains them, and a single-node job does not need them.
@@ -217,7 +217,7 @@ def create(client: Client, made: Sequence[Document]) -> Iterator[str]:
     done: list[str] = []
     for really in (False, True):
         for document in made:
-            name = named(document)
+            name = object_name(document)
             try:
                 line = _send(client, document, is_job=document is made[-1], dry_run=not really)
             except ApiError as error:
@@ -231,7 +231,7 @@ def create(client: Client, made: Sequence[Document]) -> Iterator[str]:
                 yield f"{name} {line}"
 
 
-def named(document: Document) -> str:
+def object_name(document: Document) -> str:
     """ "job/sft"."""
     return f"{document['kind'].lower()}/{document['metadata']['name']}"
 
@@ -258,7 +258,8 @@ def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) ->
         state = job_state(client.get(path))
         if state == "failed":
             where = document["metadata"].get("namespace") or client.namespace
-            again = f"`kubectl delete {named(document)} -n {where}`, then the same command resumes from its checkpoints"
+            delete = f"`kubectl delete {object_name(document)} -n {where}`"
+            again = f"{delete}, then the same command resumes from its checkpoints"
             raise ApiError(409, f"{error}, and has failed: {again}") from None
         state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
         raise ApiError(409, f"{error}, and is {state_text}") from None

@@ -22,7 +22,7 @@ from agent.base.output import write_atomic
 from agent.jobs.benchmark import stop_on_signals
 from collectives.bench import processes
 from contracts import run_record
-from contracts.job_plan import JobPlan, dumps
+from contracts.job_config import JobPlan, dump_plan
 from contracts.redaction import redact
 
 _TAIL_BYTES = 65536  # of the job's log: contains torchrun's report and the tracebacks before it
@@ -89,7 +89,7 @@ def train(
     """
     assert plan.layout is not None  # noqa: S101 - a plan that is launched has one
     output.mkdir(parents=True, exist_ok=True)
-    write_atomic(output / "plan.json", dumps(plan))
+    write_atomic(output / "plan.json", dump_plan(plan))
     began, ranks = time.time(), plan.layout.world_size
     words, variables = command(output / "plan.json", ranks), environment(plan.environment, ranks)
     ended = run(words, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)

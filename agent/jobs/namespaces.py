@@ -40,7 +40,7 @@ class NamespaceError(RuntimeError):
     """Namespaces cannot be created here; the message says why."""
 
 
-def missing() -> str:
+def why_unavailable() -> str:
     """Return why namespaces cannot be created here; empty if they can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
@@ -85,7 +85,7 @@ def hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
 
     Once `stop` is set, the ranks end. NamespaceError gives the reason.
     """
-    if why := missing():
+    if why := why_unavailable():
         raise NamespaceError(why)
     with contextlib.ExitStack() as stack:
         rig = Rig(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)

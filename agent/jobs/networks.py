@@ -36,14 +36,14 @@ from agent.base.output import Progress, print_text, render_template, write_atomi
 from agent.base.result_store import store_run
 from agent.cluster.client import Client, connect
 from agent.jobs import benchmark, cluster_job
-from agent.jobs.namespaces import HOSTS, NamespaceError, Rig, hosts, missing
+from agent.jobs.namespaces import HOSTS, NamespaceError, Rig, hosts, why_unavailable
 from collectives.bench import processes, watch
 from collectives.bench.plan import BenchSpec, Case, write as write_plan
 from collectives.bench.results import BenchResult, Measurement
 from collectives.bench.run import assemble
 from contracts import run_record
 from contracts.finding import Interval
-from contracts.job_plan import RunForecast, dumps
+from contracts.job_config import RunForecast, dump_plan
 from contracts.layout import Layout
 from contracts.redaction import redact
 from contracts.tables import read_table
@@ -68,7 +68,7 @@ _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
 _TABLE = read_table(__file__, "networks.toml")
 DEFAULT_NETWORKS = ("eth0,200M", "net1,500M")
-STEPS = 8  # three count, besides warm-up and profiled ones (agent.terminal.measured.LEAST_STEPS)
+STEPS = 8  # enough for a median without the first and the profiled ones (finetune/recorder.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,18 +104,18 @@ def parse(words: Sequence[str], *, here: bool) -> tuple[Network, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class NetworkBar:
     """One network. Without seconds there is no bar, and `why` says what is missing."""
 
     network: str  # "eth0", "net1", "RDMA"
-    carries: str = ""  # known properties: "shaped to 200 Mbit/s", "default/net1"
+    description: str = ""  # known properties: "shaped to 200 Mbit/s", "default/net1"
     status: str = "unknown"  # "measured", "not available", "failed", "unproven", "unknown"
     why: str = ""
     proof: tuple[str, ...] = ()  # quotes from the sockets or NCCL's log
     busbw_bytes_per_second: float | None = None  # of the all-gather over it, measured before the run
     step_seconds: float | None = None
     forecast: Interval | None = None  # of a step
-    inside: bool | None = None
+    within: bool | None = None  # whether the measured step lies within the forecast
     run_seconds: float | None = None  # of the whole run
     run_forecast: Interval | None = None
     cost: float | None = None
@@ -131,7 +131,7 @@ class NetworkBars:
     nodes: int
     steps: int  # of the whole run
     node_hour_price: float | None
-    bars: tuple[Bar, ...]
+    bars: tuple[NetworkBar, ...]
 
     @property
     def exit_code(self) -> int:
@@ -154,7 +154,7 @@ def proof_of(record: run_record.RunRecord, interface: str, *, rdma: bool = False
     return bool(gloo) and all(f" over {interface} (" in name for name in gloo), seen
 
 
-def bar_of(bar: Bar, record: run_record.RunRecord | None, interface: str, *, rdma: bool = False) -> Bar:
+def bar_of(bar: NetworkBar, record: run_record.RunRecord | None, interface: str, *, rdma: bool = False) -> NetworkBar:
     """Add the results of the run record to the network."""
     if record is None:
         return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
@@ -168,14 +168,14 @@ def bar_of(bar: Bar, record: run_record.RunRecord | None, interface: str, *, rdm
     if step.measured is None:
         return replace(bar, proof=words, why="its record has no step time")
     return replace(
-        bar, status="measured", proof=words, step_seconds=step.measured, forecast=step.forecast, inside=step.within
+        bar, status="measured", proof=words, step_seconds=step.measured, forecast=step.forecast, within=step.within
     )
 
 
-def priced(found: NetworkBars) -> NetworkBars:
+def add_cost(found: NetworkBars) -> NetworkBars:
     """Add time and cost of the whole run."""
 
-    def whole(bar: Bar) -> Bar:
+    def whole(bar: NetworkBar) -> NetworkBar:
         if bar.step_seconds is None:
             return bar
         seconds, price = bar.step_seconds * found.steps, found.node_hour_price
@@ -196,9 +196,9 @@ class _Local:
     folder: Path
     layout: Layout | None = None  # of the first network; the others run the same layout
 
-    def bar(self, rig: Rig, network: Network, result: BenchResult, timed: Calibration) -> Bar:
+    def bar(self, rig: Rig, network: Network, result: BenchResult, timed: Calibration) -> NetworkBar:
         """Forecast and run the job over one network."""
-        bar = Bar(network=network.name, carries=f"shaped to {units.bits(network.bytes_per_second)}")
+        bar = NetworkBar(network=network.name, description=f"shaped to {units.bits(network.bytes_per_second)}")
         measured = tuple(m for m in result.measurements if m.verified)
         gather = next((m for m in measured if m.op == "all_gather"), None)
         if gather is None:
@@ -209,7 +209,7 @@ class _Local:
         output.mkdir(parents=True, exist_ok=True)
         made = job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
         environment = {"GLOO_SOCKET_IFNAME": network.name}
-        write_atomic(output / "plan.json", dumps(replace(made, environment=environment)))
+        write_atomic(output / "plan.json", dump_plan(replace(made, environment=environment)))
         codes = rig.run(
             network.name, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
             seconds=self.options["timeout"],
@@ -282,7 +282,7 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
         global_batch=options["global_batch"] or HOSTS, nodes=HOSTS, ranks_per_node=1,
     )  # fmt: skip
     request = job_request(request, options["config"], options["overrides"])
-    if why := missing():
+    if why := why_unavailable():
         raise NamespaceError(why)
     found = snapshots((), ALL)
     place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
@@ -306,12 +306,12 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
             bars.append(job.bar(rig, network, result, timed))
     devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
     why = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
-    rdma = Bar(network="RDMA", status="not available", why=why if devices else "no RDMA device on this host")
+    rdma = NetworkBar(network="RDMA", status="not available", why=why if devices else "no RDMA device on this host")
     records = [run_record.read(Path(bar.record)) for bar in bars if bar.record]
     for record in records:
         store_run(record)
     done = max((record.steps_done or 0 for record in records), default=0)
-    return priced(NetworkBars(
+    return add_cost(NetworkBars(
         title=_title(request.model, job.layout.family if job.layout else "", HOSTS),
         where="two network namespaces of this host, one rank each on the CPU; networks shaped by tc tbf",
         nodes=HOSTS, steps=options["steps"] or done, node_hour_price=options["price"], bars=(*bars, rdma),
@@ -345,9 +345,9 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     for network in networks:
         if network.rdma and not transport(advice, found):
             why = "no RDMA device was seen on the recorded hosts"
-            bars.append(Bar(network="rdma", status="not available", why=why))
+            bars.append(NetworkBar(network="rdma", status="not available", why=why))
         else:
-            jobs.append((network, documents(over(advice, network, request, found), network, options, found)))
+            jobs.append((network, documents(plan_on(advice, network, request, found), network, options, found)))
     for line in left_out:
         print_text(f"note: {line}", err=True)
     if options["dry_run"]:
@@ -361,7 +361,7 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
         made = [*(cluster_job.storage(options) if number == 0 else ()), *of_network]
         bars.append(run(client, made, network, options["api"], seconds=options["timeout"]))
     order = {network.name: place for place, network in enumerate(networks)}
-    return priced(NetworkBars(
+    return add_cost(NetworkBars(
         title=_title(request.model, layout.family, layout.world_size),
         where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
         nodes=options["nodes"], steps=options["steps"] or advice.total_steps or request.train.steps or 1,
@@ -369,7 +369,7 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     ))  # fmt: skip
 
 
-def over(advice: Recommendation, network: Network, request: Request, found: Sequence[Snapshot]) -> Recommendation:
+def plan_on(advice: Recommendation, network: Network, request: Request, found: Sequence[Snapshot]) -> Recommendation:
     """Return the same plan over this network, and if its rate is given, the forecast of the same layout."""
     chosen = advice.chosen
     assert chosen is not None  # noqa: S101 - the verb has refused otherwise
@@ -437,9 +437,9 @@ def documents(
     return cluster_job.documents(spec, options["api"], plan)
 
 
-def run(client: Client, made: Sequence[Document], network: Network, api: str, *, seconds: float) -> Bar:
+def run(client: Client, made: Sequence[Document], network: Network, api: str, *, seconds: float) -> NetworkBar:
     """Create the job of one network, wait for its end, and read its record. Raises ApiError if it cannot be created."""
-    bar = Bar(network=network.name, carries=network.attachment or "the pods' own network")
+    bar = NetworkBar(network=network.name, description=network.attachment or "the pods' own network")
     for line in cluster_job.create(client, made):
         print_text(line, err=True)
     job, until = made[-1], time.monotonic() + seconds
@@ -449,7 +449,7 @@ def run(client: Client, made: Sequence[Document], network: Network, api: str, *,
     if not state:
         waiting = [text for pod in pods if (text := cluster_job.why_waiting(pod))]
         waiting = waiting or cluster_job.condition_reasons(now, "Suspended")
-        why = f"{cluster_job.named(job)} was not done within {seconds:.0f} s; it continues"
+        why = f"{cluster_job.object_name(job)} was not done within {seconds:.0f} s; it continues"
         return replace(bar, why="; ".join([why, *waiting]))
     record = next((found for pod in pods if (found := cluster_job.read_short_record(pod))), None)
     if record is None:
@@ -467,11 +467,11 @@ def picture(found: NetworkBars) -> str:
     return render_template(__file__, "networks.svg.j2", found=found, full=full, best=best, words_of=words_of)
 
 
-def words_of(bar: Bar, best: float) -> tuple[str, str]:
+def words_of(bar: NetworkBar, best: float) -> tuple[str, str]:
     """Return the two labels of a bar: the step and the whole run, then the forecast."""
     step = bar.step_seconds or 0.0
     factor = f" ({step / best:.2f} x)" if best and step > best else ""
     cost = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""
     whole = f", {units.duration(bar.run_seconds)} in all{cost}" if bar.run_seconds is not None else ""
-    place = {True: "inside", False: "outside", None: ""}[bar.inside]
+    place = {True: "inside", False: "outside", None: ""}[bar.within]
     return f"{units.seconds(step)} a step{factor}{whole}", f"forecast {units.interval(bar.forecast, 's')}: {place}"

@@ -117,7 +117,7 @@ class _Stages:
         if result is not None:
             result = measured.add_baseline_bars(result, self.before.busbw)
         view = measured.with_bench(build_view(found, expected=self.expected), result)
-        view = replace(view, checks=gate.for_next_job(view.checks, found))
+        view = replace(view, checks=gate.fail_full_gpus(view.checks, found))
         extra: list[Finding] = []
         if result is None:
             why = self.notes[-1] if self.notes else "not requested; add --measure"
@@ -156,7 +156,7 @@ class _Stages:
         settings = {setting.name: setting.value for setting in advice.settings}
         hosts = [gate.with_environment(one, settings) for one in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return blocking_failures(gate.for_next_job(scanned.checks, view.snapshots), self.options, self.before)
+        return blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
@@ -251,15 +251,15 @@ def blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], befo
 def judge_nodes(options: Mapping[str, Any]) -> Report:
     """Judge other nodes by their published records. Nothing is scanned, measured or recommended."""
     from agent.cluster.client import connect
-    from agent.cluster.nodes import Fleet, checks_of, named, unknown_node
+    from agent.cluster.nodes import Fleet, checks_of_nodes, select_nodes, unknown_node
 
     started, clock = time.time(), time.monotonic()
     expected = expectation_of(options["expect"], options["expect_file"])
     client = connect(options["context"]).brief()
-    names = named(client, expand_host_list(options["nodes"] or ""), options["selector"])
+    names = select_nodes(client, expand_host_list(options["nodes"] or ""), options["selector"])
     fleet = Fleet()
     fleet.read(client)
-    found = checks_of(names, fleet, expected=expected)
+    found = checks_of_nodes(names, fleet, expected=expected)
     checks = select(found, require=options["require"], skip=options["skip"], known=measured.ALL_CODES)
     checks = measured.compare_with_baseline(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(

@@ -31,8 +31,7 @@ from agent.jobs.script_rank import REPORT
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
-from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
-from contracts.job_plan import JobPlan
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, JobPlan, parse_config
 from contracts.plain import loads as plain
 from contracts.redaction import redact
 from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord
@@ -190,7 +189,6 @@ def _add_reports(record: RunRecord, reports: Mapping[int, Mapping[str, Any]]) ->
     record.measured = Measured(
         step_seconds=statistics.median(counted) if counted else None, counted_steps=len(counted) or None,
         memory_bytes=max(float(one.get("memory_bytes") or 0) for one in reports.values()) or None,
-        memory_counts=next(iter(reports.values())).get("memory_counts"),
         rss_peak_bytes=max(int(one.get("rss_peak_bytes") or 0) for one in reports.values()) or None,
     )  # fmt: skip
     measured = f"the median between the ends of the optimizer's steps on the ranks, without the first {_WARM_UP}"
@@ -268,15 +266,19 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
-        parsed.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say"
-                            + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
-    return forecast_of(parsed, request, found)
+        parsed.unknown.append("number of ranks: not in replicas, nprocPerNode, GPUs or the launcher's options"
+                              + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
+    gpus = None if job.kind.endswith("Runtime") else job.parts[0].gpus  # a TrainJob may replace those of its runtime
+    return forecast_of(parsed, request, found, gpus)
 
 
 def forecast_of(
-    command: CommandSettings, request: Request, found: Sequence[Snapshot]
+    command: CommandSettings, request: Request, found: Sequence[Snapshot], gpus: int | None = None
 ) -> tuple[Recommendation, list[str]]:
-    """Return the advice with the forecast of the command's own layout, if it is known, and lines about it."""
+    """Return the advice with the forecast of the command's own layout, if it is known, and lines about it.
+
+    `gpus` are those of a pod, which gets the devices next to them, however many ranks it starts.
+    """
     advice, unknown = None, [f"forecast: unknown: {text}" for text in command.unknown]
     if not unknown and "model_name_or_path" not in command.settings:
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
@@ -291,6 +293,10 @@ def forecast_of(
             unknown = [f"forecast: unknown: {error}"]
     try:
         alone = advice or advise(request, found)
+        if gpus and gpus != request.ranks_per_node:
+            other = advise(request.changed(ranks_per_node=gpus), found)
+            devices = (need for need in other.needs if need.name == "resource")
+            alone = replace(alone, needs=(*(need for need in alone.needs if need.name != "resource"), *devices))
     except RequestError as error:
         raise InputError(str(error)) from None
     words = [f"forecast {line}" for line in forecast(alone).values()]

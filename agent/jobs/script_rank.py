@@ -87,13 +87,13 @@ class Watch:
         """Write step times, memory and the error that ended the script, then wait for gloo."""
         # Python sets last_value before it calls sys.excepthook, but not for SystemExit
         error = getattr(sys, "last_value", None) or (SystemExit(self.status) if self.status else None)
-        memory, counts = max(0, _resident("VmHWM") - self.resident_before), "resident memory above that of its imports"
+        memory = max(0, _resident("VmHWM") - self.resident_before)
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
-            memory, counts = cuda.max_memory_reserved(), "reserved by CUDA's allocator"
+            memory = cuda.max_memory_reserved()
         report = {
             "steps": self.steps, "seconds": [self.ends[i] - self.ends[i - 1] for i in range(1, len(self.ends))],
-            "memory_bytes": memory, "memory_counts": counts, "rss_peak_bytes": _resident("VmHWM"),
+            "memory_bytes": memory, "rss_peak_bytes": _resident("VmHWM"),
             "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MOST_ERROR]}",
         }  # fmt: skip
         with contextlib.suppress(OSError):  # without it the record contains less

@@ -119,9 +119,8 @@ def findings_of(result: SearchResult) -> list[Finding]:
 
 def _finding(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
     if verdict.state == "not judged":
-        return make_finding(
-            "search.node.unjudged", node, evidence=evidence, why=verdict.seen or _TABLE["why"][verdict.reason]
-        )
+        why = verdict.seen or _TABLE["why"][verdict.reason]
+        return make_finding("search.node.unjudged", node, evidence=evidence, why=why)
     if verdict.reason in ("lost", "stuck"):
         return make_finding(f"search.node.{verdict.reason}", node, evidence=evidence, why=verdict.seen)
     rails = f"; of its rails (ranks with the same local number) only {', '.join(map(str, verdict.rails))}"

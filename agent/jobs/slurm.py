@@ -22,7 +22,7 @@ from agent.base.output import write_atomic
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
 from contracts.host_list import compress_host_list, expand_host_list
-from contracts.job_plan import RunForecast, dumps
+from contracts.job_config import RunForecast, dump_plan
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.kubernetes.manifests import RESTARTS, SAVE_SECONDS
@@ -30,7 +30,7 @@ from planner.slurm import ScriptError, batch_script, check_options, check_word, 
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
-_LIKE_THIS_HOST = "the nodes are taken to be like this host; give a recording of a node: --host FILE"
+_LIKE_THIS_HOST = "this host was read in place of the nodes; give a recording of a node with --host FILE"
 _AGAIN = read_table(__file__, "slurm.toml")["again"]
 _LIST_BYTES = 1 << 20  # of a file with host names
 
@@ -88,7 +88,7 @@ def script_of(
         check_word("--partition", options["partition"])
         more["partition"] = options["partition"]
     script = batch_script(
-        name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dumps(plan), output=folder,
+        name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dump_plan(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
         exclude=compress_host_list(expand_host_list(exclude)), time_limit=options["time_limit"], more=more,
         gate=not options["no_preflight"], require=options["require"], measure=options["measure"],
@@ -120,7 +120,7 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     from agent.jobs.script import AUTOSTART
 
     if options["resources"] or options["preflight_image"]:
-        raise InputError("--resource and --preflight-image are for manifests; a batch script asks with #SBATCH")
+        raise InputError("--resource and --preflight-image are for manifests; in a batch script use #SBATCH")
     select((), require=options["require"], known=ALL_CODES)
     try:
         check_options(text)
@@ -137,7 +137,7 @@ def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, A
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:
-        notes.append("unknown how many nodes the job has: no #SBATCH --nodes says; the environment is for several")
+        notes.append("the script has no #SBATCH --nodes, so the environment is that of several nodes")
     return made, notes
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,9 +21,9 @@ from contracts.host_list import list_names
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.imex.probe import ImexFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts, size as limit_words
+from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
 
@@ -64,14 +66,14 @@ def print_host(out: Console, snapshot: Snapshot) -> None:
     out.print(rows)
 
 
-def outcome_lines(outcome: Ok[object] | Absent | Failed) -> list[str]:
+def outcome_lines(outcome: Ok[Any] | Absent | Failed) -> list[str]:
     """Return what a probe found in a few lines, or why it found nothing."""
     if isinstance(outcome, Absent):
         return [f"absent: {outcome.why}"]
     return [f"failed: {outcome.error}"] if isinstance(outcome, Failed) else facts_lines(outcome.facts)
 
 
-def facts_lines(facts: object) -> list[str]:
+def facts_lines(facts: Any) -> list[str]:
     """Return one probe's facts in a few lines."""
     if isinstance(facts, HostinfoFacts):
         sockets = units.count(facts.sockets, "socket") if facts.sockets else "sockets unknown"
@@ -97,10 +99,11 @@ def facts_lines(facts: object) -> list[str]:
     if isinstance(facts, LimitsFacts):
         memlock = limit_words(facts.memlock_soft_bytes) if facts.memlock_known else "unknown"
         return [f"memlock {memlock}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
-    if isinstance(facts, ImexFacts):
-        return [f"{units.count(len(facts.channels), 'IMEX channel')}, {len(facts.usable)} usable"]
-    devices = getattr(facts, "devices", None)
-    return [units.count(len(devices), "PCI device") if devices is not None else type(facts).__name__]
+    if isinstance(facts, PciFacts):
+        return [units.count(len(facts.devices), "PCI device")]
+    named = {one.name: getattr(facts, one.name) for one in fields(facts)}  # of a probe without lines of its own
+    words = {name: " ".join(value) if isinstance(value, tuple) else value for name, value in named.items()}
+    return [", ".join(f"{name} {value}" for name, value in words.items() if value) or "nothing"]
 
 
 def _port_words(port: RdmaPort) -> str:

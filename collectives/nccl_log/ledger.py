@@ -106,6 +106,7 @@ class Ledger:
         self.proof = Proofs()
         self.variable_lines: Firsts[str, ProofLine] = Firsts()
         self.hosts: Tally[str] = Tally(MAX_HOSTS)  # host: processes that were met
+        self.rank_hosts: Firsts[int, str] = Firsts(MAX_WRITERS)  # of ranks in lines that are not NCCL's
         self.marks: Firsts[str, None] = Firsts(MAX_GPUS)  # ids of communicators, and processes that make channels
         self.gpus: Firsts[tuple[str, str], str] = Firsts(MAX_GPUS)  # (host, bus id or device): process
         self.facts = nccl_messages.Facts()
@@ -166,6 +167,11 @@ class Ledger:
             elif writer.device in ranks:
                 found.add(ranks[writer.device])
         return tuple(sorted(found))
+
+    def hosts_of(self, writers: Iterable[Writer]) -> list[str]:
+        """Return the hosts of the processes. Where their lines name only a rank, others may name its host."""
+        known = {rank: host for rank, (host, _) in self.facts.rank_places.items()} | self.rank_hosts
+        return [writer.host or known.get(-1 if writer.rank is None else writer.rank, "") for writer in writers]
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
         """Return the ranks of the processes of a host."""

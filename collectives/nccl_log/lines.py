@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from collectives.nccl_log.codes import DULL_STARTS, HARMLESS, codes_of
+from collectives.nccl_log.codes import CODES, DULL_STARTS, HARMLESS, codes_of
 from collectives.nccl_log.ledger import Channel, Ledger, Runs, Writer, host_name
 from collectives.nccl_log.messages import END, STEP, Firsts, Place
 from contracts.tables import read_patterns
@@ -39,7 +39,8 @@ _WITH_FILE = (b"hip", b"Call to bind", b"Call to listen")
 TAG = b"/GDRDMA"
 
 _MOST_HEAD_BYTES = 72  # between "Channel" and "via"
-_MOST_ADDRESS_BYTES = 20  # "ip: 10.100.100.100"
+_MOST_NAME_BYTES = 160  # "ip: 10.100.100.100", or "host : " and a name
+_BELOW = (b"The actor ", b"(local_rank: ", b" exitcode ")  # lines about the process that the line above names
 
 
 class LineReader:
@@ -59,7 +60,7 @@ class LineReader:
         self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
-        self._address = (0, b"")  # number and end of the last line with the address of a Ray actor
+        self._above = (0, b"")  # number and end of the last line with a host that belongs to the line below
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def finish(self) -> None:
@@ -92,9 +93,11 @@ class LineReader:
         """Read one line."""
         has_header = any(header in line for header in _HEADERS)
         self._tags_read = 0
-        number, address = self._address
-        above = address if number == self.ledger.lines - 1 and b"The actor is dead because" in line else b""
-        self.ledger.writer = Writer() if has_header else _writer_of(above + line)
+        number, above = self._above
+        above = above if number == self.ledger.lines - 1 and any(word in line for word in _BELOW) else b""
+        self.ledger.writer = writer = Writer() if has_header else _writer_of(above + line)
+        if writer.host and writer.rank is not None:
+            self.ledger.rank_hosts.keep(writer.rank, writer.host)
         if has_header:
             self._meet_process(line)
             self.ledger.began.keep(self.file, self.ledger.lines)
@@ -103,8 +106,8 @@ class LineReader:
             self._messages(line)
         elif not found:
             self._headless(line)
-        if (start := line.rfind(b"ip: ", -_MOST_ADDRESS_BYTES)) >= 0:
-            self._address = self.ledger.lines, line[start:] + b" "
+        if match := _TEXTS["above"].search(line[-_MOST_NAME_BYTES:]):
+            self._above = self.ledger.lines, above + match[0] + b" "
         self.cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self.cause_lines - 1)
         if TAG in line:
             # A tag that belongs to no channel of its line was torn from an earlier one.
@@ -216,7 +219,8 @@ class LineReader:
         elif self._traceback > 0 and any(place in body for place in _AT_EXIT):
             self._traceback = -1  # of the clean-up after the end of a program
         elif self._traceback and _TEXTS["exception"].match(body):
-            if self._traceback > 0 and self.ledger.lines - self._traceback <= TRACEBACK_LINES:
+            is_near = 0 < self._traceback >= self.ledger.lines - TRACEBACK_LINES
+            if is_near and not any(CODES[code].ends for code in codes_of(body, foreign=True)):
                 self.ledger.blame("python_traceback", line)
             self._traceback = 0
         elif _TEXTS["bare"].match(body):
@@ -257,12 +261,10 @@ def _writer_in(prefix: bytes) -> Writer:
 
 
 def _writer_of(line: bytes) -> Writer:
-    """Return the rank or host that a line without a header of NCCL names."""
-    match = _TEXTS["writer"].search(line[:600])
-    if match is None:
-        return Writer()
-    rank, host = (next(filter(None, groups), None) for groups in (match.groups()[:5], match.groups()[5:]))
-    return Writer(host=(host or b"").decode(), rank=int(rank) if rank else None)
+    """Return the rank and the host that a line without a header of NCCL names."""
+    found = (_TEXTS[name].search(line[:600]) for name in ("rank", "host"))
+    rank, host = (next(filter(None, match.groups()), b"") if match else b"" for match in found)
+    return Writer(host=host.decode(), rank=int(rank) if rank else None)
 
 
 def parse_channels(line: bytes, *, cut: bool = False) -> Iterator[Channel]:

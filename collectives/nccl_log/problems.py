@@ -146,7 +146,7 @@ class _Findings:
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
         proof = proof or (*self.variable_proof(*meaning.variables), *self.proof(*meaning.proof))
         writers = self.ledger.writers_of(code) if not hosts else ()
-        hosts = hosts or self._named(writer.host for writer in writers) or self._named(row.host for row in proof)
+        hosts = hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof)
         if writers:
             ranks = self.ledger.ranks_of(writers)
         else:
@@ -189,8 +189,9 @@ class _Findings:
     # --- lines and hosts
 
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
-        """Return the hosts by their whole names, each once."""
-        return tuple(dict.fromkeys(self.names.get(host, host) for host in hosts if host))
+        """Return the hosts by their whole names, each once; the name with its domain where both are in the log."""
+        names = dict.fromkeys(self.names.get(host, host) for host in hosts if host)
+        return tuple(name for name in names if not any(other.startswith(f"{name}.") for other in names))
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""

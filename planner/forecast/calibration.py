@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any
 
 from contracts import bounded, plain
 from contracts.finding import Interval
+from contracts.layout import Layout
 from contracts.plain import PlainError
+from contracts.tables import read_table
 from hardware.gpus import gpu_named
-from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
-from planner.forecast.engine import Engine
+from planner.forecast.compute import Job
 from planner.forecast.memory import SAFE_SHARE
 from planner.forecast.models import model_from_config
-from planner.forecast.step_time import Job
+from planner.forecast.specs import TrainSpec
 
 SCHEMA_VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -60,29 +62,19 @@ class Calibration:
     schema_version: int = SCHEMA_VERSION
 
 
-def _check_numbers(value: Any, name: str) -> None:
-    """Raise CalibrationError if a number is not positive."""
-    if isinstance(value, dict):
-        for key, member in value.items():
-            _check_numbers(member, f"{name}.{key}" if name else key)
-    elif isinstance(value, list):
-        for member in value:
-            _check_numbers(member, name)
-    elif isinstance(value, int | float) and not 0 < value < 1e30:
-        raise CalibrationError(f"{name}={value!r}: must be a positive number")
-
-
 def parse_calibration(data: Any) -> Calibration:
     """Validate decoded JSON and build a calibration from it."""
     if not isinstance(data, dict):
         raise CalibrationError("calibration: must be a JSON object")
     if data.get("schema_version") != SCHEMA_VERSION:
         raise CalibrationError(f"schema_version={data.get('schema_version')!r}: this version reads {SCHEMA_VERSION}")
-    _check_numbers(data, "")
     try:
         found = plain.read(data, Calibration)
     except plain.MisfitError as error:
         raise CalibrationError(f"calibration: {error}") from error
+    for name, value in {**asdict(found), **(asdict(found.layer) if found.layer else {})}.items():
+        if isinstance(value, int | float) and not 0 < value < 1e30:
+            raise CalibrationError(f"{name}={value!r}: must be a positive number")
     for name in ("device", "precision"):
         if not getattr(found, name):
             raise CalibrationError(f"{name}='': must be text")
@@ -111,9 +103,9 @@ def check_device(calibration: Calibration, device: str, precision: str) -> None:
         raise CalibrationError(f"calibration is for {calibration.precision}, the job computes in {precision}")
 
 
-def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, constants: Constants = DEFAULT) -> Rates:
+def apply_calibration(calibration: Calibration, job: Job) -> Job:
     """Replace derived rates by measured ones; the timing of a layer scales all rates by the same factor."""
-    inputs: list[str] = []
+    rates, inputs = job.rates, list[str]()
     if calibration.gemm_flops_per_second:
         ratio = calibration.gemm_flops_per_second / rates.gemm
         attention = rates.attention * ratio
@@ -126,10 +118,9 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
             "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
             "vocab_size": 32000,
         })  # fmt: skip
-        cost = layer_cost(
-            model, float(timing.tokens), float(timing.sequence), 1, False, rates, engine,
-            constants=constants,
-        )  # fmt: skip
+        train = TrainSpec(method="full", sequence_length=timing.sequence)  # without adapters
+        one = replace(job, model=model, train=train, rates=rates)
+        cost = one.layer(Layout(world_size=1), float(timing.tokens))
         took = timing.forward_seconds + timing.backward_seconds
         forward = cost.gemm + cost.attention + cost.elementwise
         back = cost.gemm * (2.0 if timing.method == "full" else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0
@@ -145,25 +136,14 @@ def apply_calibration(calibration: Calibration, rates: Rates, engine: Engine, co
             f"layer forward {timing.forward_seconds:.4g} s, backward {timing.backward_seconds:.4g} s for "
             f"{timing.tokens} tokens: measured"
         )
-    return replace(rates, inputs=tuple(inputs) or rates.inputs)
+    return replace(job, rates=replace(rates, inputs=tuple(inputs) or rates.inputs))
 
 
 # The width of the interval depends on the kind of job. It was learned from published runs that were not used in the
 # fit. The numbers are in intervals.json, written by `python bench/forecast.py --write`.
 
-# Standard deviations of log(measured / forecast) for cases without published runs. An 80 % interval extends 1.2816
-# standard deviations to each side.
-SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and other processes; docs/decisions/0023
-SIGMA_ASSUMED = 0.55  # for a CPU or GPU without measurements
-SIGMA_MEMORY_CPU = 0.25
-Z80 = 1.2816
-# Of the time in which a CPU launches an operator: published accounts of an eager operator's way from Python to the GPU
-# sum to 5 to 25 microseconds (bench/forecast.toml), taken as 80 % of the hosts.
-SIGMA_LAUNCH = math.log(25.0 / 5.0) / 2.0 / 1.2816
-SIGMA_LINK_ASSUMED = 0.5  # of the rate of a network that was not measured
-# For PCIe between GPUs: 1.2 GB/s (8 L40S), 4.7 (4 L40S), 20 (2 L40S) and 25 (8 RTX PRO 6000) were measured, all with
-# links of 32 GB/s or more (aws-samples and ai-dynamo/aiconfigurator).
-SIGMA_PCIE_ASSUMED = 1.0
+SIGMAS: Mapping[str, float] = read_table(__file__, "constants.toml")["sigmas"]  # for cases without published runs
+Z80 = 1.2816  # standard deviations from the middle to each end of an 80 % interval
 
 FILE = Path(__file__).with_name("intervals.json")
 LONG_CONTEXT_TOKENS = 16384
@@ -226,7 +206,7 @@ def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:
 
 def memory_interval(job: Job, mid: float) -> Interval:
     """Return the 80 % interval of the memory on the fullest rank, from its forecast `mid` in bytes."""
-    return interval(mid, widths().memory[job.train.method] if job.has_gpu else SIGMA_MEMORY_CPU)
+    return interval(mid, widths().memory[job.train.method] if job.has_gpu else SIGMAS["memory_cpu"])
 
 
 def bytes_that_fit(job: Job, capacity: float, *, surely: bool = True) -> float:
@@ -243,9 +223,9 @@ def bytes_that_fit(job: Job, capacity: float, *, surely: bool = True) -> float:
 def base_sigma(job: Job, *, calibrated: bool) -> float:
     """Return the standard deviation of log step time for the kind of job, if all link rates are known."""
     if job.rates.how == "assumed":
-        return SIGMA_ASSUMED
+        return SIGMAS["assumed"]
     if job.rates.device == "CPU":
-        return SIGMA_CALIBRATED_CPU
+        return SIGMAS["calibrated_cpu"]
     table = widths()
     sigma = table.sigma(kinds_of(job, seen_engine=job.engine.name in table.engines))
     return min(table.calibrated, sigma) if calibrated else sigma

@@ -7,101 +7,30 @@ its own rate (arXiv 2307.08691, 2407.08608). All other operations are passes ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from contracts.layout import EIGHT_BITS
+from contracts.layout import EIGHT_BITS, Layout
+from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.forecast.engine import NF4_BYTES, NF4_SCALES, Engine
-from planner.forecast.specs import ModelSpec, TrainSpec, attention_products, mlp_width, weights
+from planner.forecast.links import Links
+from planner.forecast.specs import (
+    ModelSpec,
+    TrainSpec,
+    attention_products,
+    document_length,
+    expected_longest,
+    mean_length,
+    mlp_width,
+    weights,
+)
 
-# Float32 multiplication rate of an unknown CPU core, reported as assumed, with a wide interval. AVX2 at 2.5 GHz has at
-# most 80 GFLOP/s per core, and small models reach a fraction of it.
-ASSUMED_CPU_FLOPS_PER_CORE = 20e9
-ASSUMED_CPU_MEMORY_BYTES_PER_SECOND = 10e9
-
-
-# Bytes through memory per score of transformers' eager attention, both passes: what the kernels of a profile on a GPU
-# read and write (docs/measurements/gpu.md). torch casts fp16 scores within its softmax kernel, bf16 ones in another.
-EAGER_SCORE_BYTES = {"bf16": 80.0, "fp16": 64.0, "fp32": 80.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constants:
-    """Physical constants of the step-time forecast; docs/decisions/0022 explains each."""
-
-    rows_lost: float = 180.0  # a: number of rows at which a multiplication has half its rate
-    columns_lost: float = 190.0  # b: columns
-    depth_lost: float = 220.0  # c: depth
-    # Slowdown of a product whose columns or depth are not a multiple of 64 half-precision words (128 bytes), on tensor
-    # cores from Ampere on: NVIDIA's Matrix Multiplication Background; BLOOM's trials at hidden 14400 / TP 8.
-    misaligned: float = 1.25
-    sustained_ampere: float = 0.885  # fraction of the best measured rate, sustained for minutes at the power limit
-    sustained_hopper: float = 0.805
-    sustained_blackwell: float = 0.77
-    # HBM bytes per element of each fp8 product input and of its output's gradient: read in 16 bits, written in 8 bits
-    # by rows and by columns (Transformer Engine).
-    quantize_bytes: float = 4.0
-    # In mxfp8 each copy also has one byte of scale per 32 values, written in the order in which the product reads it.
-    # Products are slower: 7.161 instead of 6.812 ms in fp8, with inputs already quantised (docs/examples/gemm_profiling
-    # of NVIDIA/TransformerEngine, 12 products of a layer on a B300).
-    scale_bytes: float = 2.0 / 32.0
-    block_scaled: float = 7.161 / 6.812
-    attention_ampere: float = 0.70  # FlashAttention-2, fraction of the matmul rate; long sequences, both passes
-    attention_hopper: float = 0.42  # FlashAttention-2 on Hopper
-    attention_hopper_3: float = 0.615  # FlashAttention-3, cuDNN 9
-    attention_blackwell: float = 0.56
-    attention_flash1: float = 0.53  # fraction of FlashAttention-2's rate
-    # Sequence length at which attention has half its rate: FlashAttention-2 on A100, -3 on H100, causal, head dimension
-    # 128, forward and backward, from the figures of their papers.
-    attention_short: float = 480.0
-    attention_short_3: float = 950.0
-    attention_unfused: float = 0.45  # batched multiplications that write the scores to memory
-    score_passes: float = 4.5  # forward passes over the score matrix, if it is stored
-    hbm_share: float = 0.75  # fraction of the data sheet's bandwidth that streaming kernels reach
-    hidden_passes_fused: float = 10.0  # reads and writes of a hidden-sized tensor per layer, forward
-    hidden_passes_compiled: float = 14.0  # torch.compile fuses within a layer, except across products
-    hidden_passes_eager: float = 19.0
-    # Additional passes of RMSNorm and rotary positions in bf16 (transformers' LlamaRMSNorm, apply_rotary_pos_emb): 18
-    # instead of 2 per norm (fp32 copy, square, mean, product, bf16 copy, weight), 14 for queries and keys
-    hidden_passes_rms: float = 46.0
-    ffn_passes_fused: float = 3.0
-    ffn_passes_eager: float = 5.0
-    # 4-bit weights are converted to 16 bits before each product. These kernels reach the following fractions of the
-    # data sheet's bandwidth: 0.24 (bitsandbytes on A100, litgpt's tables of LoRA and QLoRA), 0.16 (torchao on RTX 4090,
-    # torchtune), 0.10 (GPTQ on A100, Qwen).
-    dequantize_share: float = 0.16
-    dequantize_kernels: float = 3.0  # per product: scales of the scales, their offset, the weights
-    launch_seconds: float = 12e-6  # host time to launch one operator in eager PyTorch; docs/decisions/0023
-    kernels_eager: float = 50.0  # per layer, forward
-    kernels_fused: float = 20.0
-    kernels_routing: float = 25.0  # additional per layer with experts: scores, top k, counts, permutations, all-to-alls
-    # Transformer Engine's GroupedLinear launches each expert's two products separately, and in 8 bits also their casts.
-    # 16 H100 with 8 experts each ran 150 kernels per layer and micro-batch (Megatron-Bridge, perf-moe-comm-overlap).
-    kernels_expert: float = 2.0
-    kernels_quantize: float = 4.0
-    # Expert biases (gpt-oss) in Megatron-LM's TEGroupedMLP: `_apply_bias` handles each expert separately, multiplies
-    # its bias by the router's fp32 weight and concatenates the results in fp32. The clamp of the gate is not fused
-    # either. HBM bytes per element of an expert's output and first product, both passes, counted with a
-    # TorchDispatchMode (megatron/core: transformer/moe/experts.py, fused_bias_geglu.py).
-    expert_bias_bytes: float = 66.0
-    clamped_gate_bytes: float = 23.0
-    kernels_expert_bias: float = 2.0  # per expert: multiplication by the weights, sum
-    tp_hidden: float = 0.525  # fraction of tensor-parallel traffic hidden by overlap, if the stack overlaps it
-    overlap_loss: float = 0.155  # exposed fraction of the shorter of two overlapped tasks: SMs and HBM are shared
-    overlap_loss_network: float = 0.3  # the same, for weights and gradients sent over the network
-    head_misalign: float = 2.5  # slowdown of attention if head_dim is not a multiple of 8
-    lora_passes: float = 3.0  # over the output of an adapted product: adapter output, sum, scale
-    lora_inputs: float = 4.0  # over its input, if not fused: dropout, cast, product
-    lora_kernels: float = 12.0  # additional per adapted product, forward, including PEFT's Python (docs/decisions/0023)
-    unit_kernels: float = 200.0  # FSDP hooks per unit and pass, expressed in kernel launches (docs/decisions/0023)
-
-
-DEFAULT = Constants()
-# CPU products have no tiles: 16 rows run at 0.7, 51 at 0.85, 128 at 0.95 of the best rate, independent of columns and
-# depth. An adapter takes 0.8 ms of a step even for 51 tokens, including PEFT's Python (docs/decisions/0023).
-CPU = Constants(rows_lost=6.0, columns_lost=0.0, depth_lost=0.0, misaligned=1.0, hidden_passes_rms=0.0)
+Constants = Mapping[str, float]  # constants.toml explains each
+DEFAULT: Constants = read_table(__file__, "constants.toml")["gpu"]
+CPU: Constants = {**DEFAULT, **read_table(__file__, "constants.toml")["cpu"]}
+_EAGER_SCORE_BYTES: Constants = read_table(__file__, "constants.toml")["eager_score_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +46,7 @@ class Rates:
     how: str  # "measured", "derived", "assumed"
     device: str
     score_bytes: float = 0.0  # through memory per score in the forward pass; 0: the kernel stores no scores
-    attention_short: float = DEFAULT.attention_short
+    attention_short: float = DEFAULT["attention_short"]
     element_bytes: float = 2.0  # bytes per activation element
     quantized_bytes: float = 0.0  # HBM bytes per value that is cast to fp8
     inputs: tuple[str, ...] = ()
@@ -126,18 +55,18 @@ class Rates:
 def _get_kernel_shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float, float]:
     """Return attention's and multiplication's fraction of the best matmul rate, and the half-rate sequence length."""
     major = (gpu.compute_capability or (0, 0))[0]
-    sustained, attention = constants.sustained_ampere, constants.attention_ampere
+    sustained, attention = constants["sustained_ampere"], constants["attention_ampere"]
     newer = major >= 9 and "flash3" in (kernel, gpu.attention)
     if major == 9:
-        sustained = constants.sustained_hopper
-        attention = constants.attention_hopper_3 if newer else constants.attention_hopper
+        sustained = constants["sustained_hopper"]
+        attention = constants["attention_hopper_3"] if newer else constants["attention_hopper"]
     elif major >= 10:
-        sustained, attention = constants.sustained_blackwell, constants.attention_blackwell
+        sustained, attention = constants["sustained_blackwell"], constants["attention_blackwell"]
     if kernel == "flash1":
-        attention *= constants.attention_flash1
+        attention *= constants["attention_flash1"]
     elif kernel == "unfused":
-        attention = constants.attention_unfused
-    return attention, sustained, constants.attention_short_3 if newer else constants.attention_short
+        attention = constants["attention_unfused"]
+    return attention, sustained, constants["attention_short_3"] if newer else constants["attention_short"]
 
 
 def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, constants: Constants = DEFAULT) -> Rates:
@@ -152,24 +81,24 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
     gemm = bf16
     quantized = 0.0
     if precision in EIGHT_BITS:
-        quantized = constants.quantize_bytes + (constants.scale_bytes if precision == "mxfp8" else 0.0)
+        quantized = constants["quantize_bytes"] + (constants["scale_bytes"] if precision == "mxfp8" else 0.0)
         gemm = (gpu.matmul_fp8 or gpu.matmul_bf16) * sustained
-        gemm /= constants.block_scaled if precision == "mxfp8" else 1.0
+        gemm /= constants["block_scaled"] if precision == "mxfp8" else 1.0
     elif precision == "fp32":
         gemm = gpu.matmul_fp32 * 0.8
         attention = gemm * 0.4
     # the sustained fractions were only fitted on NVIDIA generations
     how = "derived" if gpu.measured and gpu.maker == "NVIDIA" else "assumed"
-    score_bytes = 2.0 * constants.score_passes if kernel == "unfused" else 0.0
+    score_bytes = 2.0 * constants["score_passes"] if kernel == "unfused" else 0.0
     if train.attention == "eager":  # the backward pass is counted as 2.5 times the forward pass
-        score_bytes = EAGER_SCORE_BYTES.get(precision, EAGER_SCORE_BYTES["bf16"]) / 3.5
+        score_bytes = _EAGER_SCORE_BYTES.get(precision, _EAGER_SCORE_BYTES["bf16"]) / 3.5
     return Rates(
         gemm=gemm,
         head=bf16 if precision in EIGHT_BITS else None,
         attention=attention,
-        hbm=gpu.hbm_bytes_per_second * constants.hbm_share,
+        hbm=gpu.hbm_bytes_per_second * constants["hbm_share"],
         memory_bytes=gpu.memory_bytes,
-        launch_seconds=constants.launch_seconds,
+        launch_seconds=constants["launch_seconds"],
         how=how,
         device=gpu.name,
         score_bytes=score_bytes,
@@ -182,13 +111,13 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
 
 def cpu_rates(cores_per_rank: float, memory_bytes: float | None) -> Rates:
     """Return assumed rates of a rank that computes on CPU cores, reported as assumed."""
-    gemm = ASSUMED_CPU_FLOPS_PER_CORE * max(cores_per_rank, 0.25)
+    gemm = CPU["flops_per_core"] * max(cores_per_rank, 0.25)
     return Rates(
         gemm=gemm,
         attention=gemm * 0.4,
-        hbm=ASSUMED_CPU_MEMORY_BYTES_PER_SECOND,
+        hbm=CPU["memory_bytes_per_second"],
         memory_bytes=memory_bytes,
-        launch_seconds=15e-6,
+        launch_seconds=CPU["launch_seconds"],
         how="assumed",
         device="CPU",
         element_bytes=4.0,
@@ -207,51 +136,94 @@ class LayerCost(NamedTuple):
     merged: float = 0.0  # backward: full gradients of experts that are merged with their adapters
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run for which a layout is needed; costs of layers are cached over the evaluated layouts.
+
+    Not to be confused with a Kubernetes Job, `planner.kubernetes.manifests.JobSpec`.
+    """
+
+    model: ModelSpec
+    train: TrainSpec
+    links: Links
+    engine: Engine
+    rates: Rates
+    has_gpu: bool = True
+    compute_capability: tuple[int, int] | None = None
+    host_memory_bytes: float | None = None  # per node; None: unknown
+    constants: Constants = field(default_factory=lambda: DEFAULT)
+    host_adam_bytes_per_second: float = DEFAULT["adam_rank_bytes_per_second"]
+    # dataclasses.replace starts with an empty cache, because fields without init are not copied.
+    _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict, init=False)
+
+    def sequence(self, micro_batch: int) -> float:
+        """Return the computed tokens per sequence: full length if packed, else padded to the micro-batch's longest."""
+        if self.train.length_histogram and not self.train.packing:
+            return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
+        return float(self.train.sequence_length)
+
+    def attended(self, micro_batch: int) -> float:
+        """Return the tokens per sequence that attention sees; if the stack supports it, packed samples are separate."""
+        train = self.train
+        if train.packing and train.length_histogram and self.engine.splits_documents and train.attention != "eager":
+            return document_length(train.length_histogram, train.sequence_length)
+        return self.sequence(micro_batch)
+
+    def real_tokens(self, micro_batch: int) -> float:
+        """Return the tokens per sequence that are not padding."""
+        if self.train.length_histogram and not self.train.packing:
+            return mean_length(self.train.length_histogram, self.train.sequence_length)
+        return self.sequence(micro_batch)
+
+    def layer(self, layout: Layout, tokens: float) -> LayerCost:
+        """Cached `layer_cost`."""
+        compiled = self.engine.fuses(layout)
+        key = (tokens, layout.micro_batch, layout.tp, layout.sequence_parallel, layout.ep, layout.cp, compiled)
+        if key not in self._layers:
+            self._layers[key] = layer_cost(self, layout, tokens)
+        return self._layers[key]
+
+
 def _rate_loss(m: float, n: float, k: float, constants: Constants) -> float:
     aligned = n % 64 == 0 and k % 64 == 0
-    lost = 1.0 + constants.rows_lost / m + constants.columns_lost / n + constants.depth_lost / k
-    return lost if aligned else lost * constants.misaligned
+    lost = 1.0 + constants["rows_lost"] / m + constants["columns_lost"] / n + constants["depth_lost"] / k
+    return lost if aligned else lost * constants["misaligned"]
 
 
-def layer_cost(
-    model: ModelSpec, tokens: float, sequence: float, tp: int, sequence_parallel: bool, rates: Rates, engine: Engine,
-    *, ep: int = 1, lora_targets: tuple[str, ...] = (), compiled: bool = False, four_bit: bool = False,
-    constants: Constants = DEFAULT,
-) -> LayerCost:  # fmt: skip
-    """Return the forward seconds of one layer for `tokens` on this rank, in sequences of length `sequence`."""
+def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
+    """Return the forward seconds of one layer for `tokens` on this rank."""
+    model, rates, engine, constants = job.model, job.rates, job.engine, job.constants
     kinds = _split_by_kind(model)
     if len(kinds) > 1:  # mean over the layers
-        costs = [
-            layer_cost(kind, tokens, sequence, tp, sequence_parallel, rates, engine, ep=ep, lora_targets=lora_targets,
-                       compiled=compiled, four_bit=four_bit, constants=constants)
-            for kind, _ in kinds
-        ]  # fmt: skip
+        costs = [layer_cost(replace(job, model=kind), layout, tokens) for kind, _ in kinds]
         shares = [share for _, share in kinds]
         return LayerCost(*(sum(s * v for s, v in zip(shares, part, strict=True)) for part in zip(*costs, strict=True)))
+    tp, ep, compiled = layout.tp, layout.ep, engine.fuses(layout)
+    lora_targets = job.train.lora_targets if job.train.method != "full" else ()
     fused = engine.fused or compiled
-    hidden_passes = constants.hidden_passes_eager + (constants.hidden_passes_rms if model.gated_mlp else 0.0)
+    hidden_passes = constants["hidden_passes_eager"] + (constants["hidden_passes_rms"] if model.gated_mlp else 0.0)
     if fused:
-        hidden_passes = constants.hidden_passes_fused if engine.fused else constants.hidden_passes_compiled
-    ffn_passes = constants.ffn_passes_fused if fused else constants.ffn_passes_eager
+        hidden_passes = constants["hidden_passes_fused"] if engine.fused else constants["hidden_passes_compiled"]
+    ffn_passes = constants["ffn_passes_fused"] if fused else constants["ffn_passes_eager"]
     moved = tokens * rates.element_bytes * (
-        hidden_passes * float(model.hidden) / (tp if sequence_parallel else 1) + ffn_passes * mlp_width(model) / tp
+        hidden_passes * float(model.hidden) / (tp if layout.sequence_parallel else 1)
+        + ffn_passes * mlp_width(model) / tp
     )  # fmt: skip
     if rates.quantized_bytes:  # divided by 3, since the time is tripled for both passes
         elements = sum(m * (n + k) * copies for m, n, k, copies in _list_shapes(model, tokens, tp, ep))
         moved += rates.quantized_bytes * elements / 3.0
-    kernels = constants.kernels_fused if fused else constants.kernels_eager
+    kernels = constants["kernels_fused"] if fused else constants["kernels_eager"]
     merged = 0.0
     if model.experts:
         moved += rates.element_bytes * tokens / (tp if ep > 1 else 1) * _count_routing_passes(model, ep) * model.hidden
-        kernels += constants.kernels_routing
+        kernels += constants["kernels_routing"]
         if engine.fused:
-            each = constants.kernels_expert + (constants.kernels_quantize if rates.quantized_bytes else 0.0)
+            each = constants["kernels_expert"] + (constants["kernels_quantize"] if rates.quantized_bytes else 0.0)
             each *= not engine.groups_experts
             if model.family == "gpt_oss":  # divided by 3, because the factor of 3 adds the backward pass
-                each += constants.kernels_expert_bias
-                biased = (
-                    constants.expert_bias_bytes * model.hidden + 2.0 * constants.clamped_gate_bytes * model.expert_ffn
-                )
+                each += constants["kernels_expert_bias"]
+                biased = constants["expert_bias_bytes"] * model.hidden
+                biased += 2.0 * constants["clamped_gate_bytes"] * model.expert_ffn
                 moved += tokens / (tp if ep > 1 else 1) * model.experts_per_token * biased / 3.0
             kernels += each * model.experts / ep
         if engine.merges_expert_adapters and {"gate_proj", "up_proj", "down_proj"} & set(lora_targets):
@@ -259,18 +231,18 @@ def layer_cost(
             moved += 2.0 * rates.element_bytes * weights(model).routed_per_layer / max(tp, ep)
             merged = _time_products(_list_mlp_shapes(model, tokens, tp, ep), rates, constants)
     for into, out in _list_adapted(model, tp, lora_targets):
-        inputs = 1.0 if fused else constants.lora_inputs
-        moved += tokens * rates.element_bytes * (inputs * into + constants.lora_passes * out)
-        kernels += constants.lora_kernels
+        inputs = 1.0 if fused else constants["lora_inputs"]
+        moved += tokens * rates.element_bytes * (inputs * into + constants["lora_passes"] * out)
+        kernels += constants["lora_kernels"]
     dequantize = 0.0
-    if four_bit:
+    if job.train.method == "qlora":
         products = [into * out * copies for _, out, into, copies in _list_shapes(model, tokens, tp, ep)]
-        kernels += constants.dequantize_kernels * len(products)
-        share = constants.dequantize_share / constants.hbm_share
+        kernels += constants["dequantize_kernels"] * len(products)
+        share = constants["dequantize_share"] / constants["hbm_share"]
         dequantize = sum(products) * (NF4_BYTES + NF4_SCALES + rates.element_bytes) / (rates.hbm * share)
     return LayerCost(
         _time_products(_list_shapes(model, tokens, tp, ep), rates, constants),
-        _attention(model, tokens, sequence, tp, rates, constants),
+        _attention(job, layout, tokens),
         moved / rates.hbm,
         kernels * rates.launch_seconds,
         dequantize,
@@ -326,15 +298,16 @@ def _list_mlp_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple
     return (rows, width * (2 if model.gated_mlp else 1), h, copies), (rows, h, width, copies)
 
 
-def _attention(model: ModelSpec, tokens: float, sequence: float, tp: int, rates: Rates, constants: Constants) -> float:
+def _attention(job: Job, layout: Layout, tokens: float) -> float:
     """Return the seconds of the attention kernel."""
-    window = _compute_window(model, sequence)
-    seconds = 2.0 * tokens * window * model.heads / tp * (model.head_dim + (model.value_dim or model.head_dim))
+    model, rates = job.model, job.rates
+    window, heads = _compute_window(model, job.attended(layout.micro_batch)), model.heads / layout.tp
+    seconds = 2.0 * tokens * window * heads * (model.head_dim + (model.value_dim or model.head_dim))
     seconds /= rates.attention
     if model.head_dim % 8:
-        seconds *= constants.head_misalign
+        seconds *= job.constants["head_misalign"]
     if rates.score_bytes:
-        return seconds + rates.score_bytes * tokens * window * (model.heads / tp) / rates.hbm
+        return seconds + rates.score_bytes * tokens * window * heads / rates.hbm
     # Causal attention skips the upper triangle, except for the tiles on the diagonal.
     return seconds * (0.5 * (1.0 + rates.attention_short / window))
 
@@ -364,14 +337,13 @@ def _list_adapted(model: ModelSpec, tp: int, targets: tuple[str, ...]) -> list[t
     return [sides.get(target, (0.0, 0.0)) for target in targets]
 
 
-def head_cost(
-    model: ModelSpec, tokens: float, tp: int, rates: Rates, engine: Engine, *, fused: bool,
-    constants: Constants = DEFAULT,
-) -> tuple[float, float]:  # fmt: skip
+def head_cost(job: Job, layout: Layout, tokens: float) -> tuple[float, float]:
     """Return the output projection's forward seconds, and the vocabulary loss's forward and backward seconds."""
-    n = model.vocab / tp
-    gemm = 2.0 * tokens * n * model.hidden * _rate_loss(tokens, n, model.hidden, constants) / (rates.head or rates.gemm)
-    made = Engine if rates.device == "CPU" else engine  # the CPU constants already include it (docs/decisions/0023)
+    model, rates, fused = job.model, job.rates, layout.fused_cross_entropy or job.engine.chunks_loss
+    n = model.vocab / layout.tp
+    lost = _rate_loss(tokens, n, model.hidden, job.constants)
+    gemm = 2.0 * tokens * n * model.hidden * lost / (rates.head or rates.gemm)
+    made = Engine if rates.device == "CPU" else job.engine  # the CPU constants already include it (docs/decisions/0023)
     in_parts, whole = made.loss_bytes
     loss = tokens * n * (in_parts if fused else whole) / rates.hbm
     return gemm, loss + (gemm if fused and made.loss_again else 0.0)

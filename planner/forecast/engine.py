@@ -28,7 +28,6 @@ from planner.forecast.specs import (
     longest_row,
     lora_weights,
     mlp_width,
-    routed_weights,
     trained_weights,
     weights,
 )
@@ -152,7 +151,7 @@ def _count_weights(model: ModelSpec, train: TrainSpec, layers: float, tp: int, p
         largest = max(largest, (count.layer - count.mlp_per_layer + count.dense_mlp_per_layer) / tp)
     layer = (count.all_layers / count.layers - count.routed_per_layer * mixtures) / tp + experts * mixtures
     local = layers * layer + ends
-    routed = routed_weights(model, train)[1]
+    routed = expert_adapters(model, train)
     saved = (trained_weights(model, train) - lora_weights(model, train)) / tp
     whole = 0.0 if full else saved if pp == 1 else saved / max(1, len(train.saved_modules))  # first or last stage
     adapters = (lora_weights(model, train, tp) - routed // tp) / pp + whole + routed / (cut * pp)

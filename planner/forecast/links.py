@@ -9,38 +9,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from contracts.tables import read_table
 from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
-from topology.graph import ClusterTopology, NodeTopology, nvlink_bytes_per_second
+from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:  # not imported for a question without measurements
     from collectives.bench.results import Measurement
 
-# Latency per ring step: 512-byte all-gathers take 10 us (8x H100) to 16 us (8x A100, 8x B200) for 7 steps, and 16 MB
-# all-gathers 25-35 us more than their bandwidth explains (ai-dynamo/aiconfigurator nccl_perf).
-ALPHA_INTRA_SECONDS = 3e-6
-ALPHA_INTER_SECONDS = 12e-6
-# Published all-gather busbw divided by the smaller of NVLink plan and NIC total: 0.88 (p4d), 0.94 (A3 Mega), 0.95
-# (p6-b200), 0.98 (p5en): stas00/ml-engineering network/README.md, NVIDIA/aicr demos, aws-samples/aws-efa-eks.
-NETWORK_SHARE = 0.85
-# In NCCL's plan one direction of a PCIe x16 link carries 12, 24 or 48 GB/s (src/graph/topo.h). Far less was measured
-# through the CPUs on 4 and 8 GPUs (L40S: 4.7 and 1.2 GB/s). Without a measurement, use a cautious Gen4 value.
-ASSUMED_PCIE_BYTES_PER_SECOND = 10 * GIGA
-# gloo implements reduce-scatter by an all-reduce of the whole (torch ProcessGroupGloo), which doubles the traffic.
-GLOO_SCATTER_SHARE = 0.5
-GLOO_ALPHA_SECONDS = 3e-4  # 64 KiB all-gathers of two ranks on one host take 0.4 to 0.6 ms (docs/decisions/0023)
-ASSUMED_GLOO_BYTES_PER_SECOND = 1 * GIGA  # two local ranks over loopback reach about 1 GB/s
-# Upper limit of TCP on any interface: GKE A3 Mega falls back from 188 to about 4 GB/s (NVIDIA/aicr demos).
-TCP_CEILING_BYTES_PER_SECOND = 4 * GIGA
+_CONSTANTS: Mapping[str, float] = read_table(__file__, "constants.toml")["links"]
+NETWORK_SHARE = _CONSTANTS["network_share"]
+ASSUMED_PCIE_BYTES_PER_SECOND = _CONSTANTS["assumed_pcie"]
+TCP_CEILING_BYTES_PER_SECOND = _CONSTANTS["tcp_ceiling"]
 _LINKS = {None: "network", "efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}  # a plugin has its own name
-# A network with unknown rate: between the slowest measured pod network (60 Mb/s) and a 100 Gb/s interface. The forecast
-# assumes 10 Gb/s, and its interval covers the whole range.
-UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND = 0.006 * GIGA, 12.5 * GIGA
-ASSUMED_TCP_BYTES_PER_SECOND = 1.2 * GIGA  # a 10 Gb/s interface
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +45,10 @@ class Speed:
 
 def unknown_network(link: str, why: str = "no NIC rate known") -> Speed:
     """Return the assumed rate of a network that was not measured and whose NIC rate is unknown."""
-    return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=link, why=why,
-                 within=(UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND))  # fmt: skip
+    return Speed(bytes_per_second=_CONSTANTS["assumed_tcp"], how="assumed", link=link, why=why,
+                 within=(_CONSTANTS["unknown_least"], _CONSTANTS["unknown_most"]))  # fmt: skip
 
 
-# Fraction of a PCIe link's plan that reaches host memory: two GPUs share an uplink, or both directions are used.
-HOST_SHARE = 0.5
 HOST = Speed(bytes_per_second=12 * GIGA, how="assumed", link="PCIe to host memory",
              why="Gen4 x16, two GPUs behind one uplink")  # fmt: skip
 # The slower direction, from the GPU, measured on a GH200; the other carries 375 GB/s (arXiv 2407.07850).
@@ -82,8 +65,8 @@ class Links:
     island: Speed  # busbw within an island
     node: Speed  # busbw within a node across islands
     network: Speed | None  # from one node to the others, per direction, all rails; None: single node
-    alpha_intra_seconds: float = ALPHA_INTRA_SECONDS
-    alpha_inter_seconds: float = ALPHA_INTER_SECONDS
+    alpha_intra_seconds: float = _CONSTANTS["alpha_intra_seconds"]
+    alpha_inter_seconds: float = _CONSTANTS["alpha_inter_seconds"]
     host: Speed = HOST  # per rank, for offloading
     scatter_share: float = 1.0  # busbw of reduce-scatter relative to all-gather; gloo uses an all-reduce
 
@@ -200,12 +183,6 @@ def _find_island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
     table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
     if derived or table:
         return size, _choose_lower(derived, table, "NVLink", gpu)
-    links = max((p.nvlinks for p in node.pairs), default=0)
-    plan = nvlink_bytes_per_second(gpu.compute_capability if gpu else None)
-    if plan and links:
-        return size, Speed(
-            bytes_per_second=plan * links * 0.9, how="derived", link=f"NVLink x{links}", why="NCCL's plan x 0.9"
-        )
     xgmi = gpu is not None and gpu.interconnect == "xGMI"
     return size, Speed(bytes_per_second=40 * GIGA, how="assumed", link="xGMI" if xgmi else "NVLink")
 
@@ -257,7 +234,7 @@ def _find_host_speed(cluster: ClusterTopology, gpu: Gpu | None) -> Speed:
     if gpu and gpu.grace:
         return GRACE
     whole = _limit_to_links(replace(HOST, bytes_per_second=math.inf), cluster)
-    half = whole.bytes_per_second * HOST_SHARE
+    half = whole.bytes_per_second * _CONSTANTS["host_share"]
     return HOST if math.isinf(half) else replace(whole, bytes_per_second=half)
 
 
@@ -284,8 +261,6 @@ def _find_network(cluster: ClusterTopology) -> Speed:
         rate, why = cluster.inter_node_bytes_per_second * NETWORK_SHARE, f"NIC rates x {NETWORK_SHARE}"
         if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
             rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
-        elif transport not in _LINKS:
-            why += f", by a plugin; NCCL's own sockets reach {TCP_CEILING_BYTES_PER_SECOND / GIGA:.0f} GB/s at most"
         return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
     offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
     common = set.intersection(*offered)
@@ -314,7 +289,7 @@ def links_of(
     alpha = _measure_alpha(measurements)
     gpu = gpu_named(first.gpus[0].model) if first.gpus else None
     if not first.gpus:
-        node = Speed(bytes_per_second=ASSUMED_GLOO_BYTES_PER_SECOND, how="assumed", link="host memory (gloo)")
+        node = Speed(bytes_per_second=_CONSTANTS["assumed_gloo"], how="assumed", link="host memory (gloo)")
         size, island = per_node, node
     else:
         size, island = _find_island(first, gpu)
@@ -326,13 +301,14 @@ def links_of(
     network = None
     # the slowest link determines the backend: without a measurement, the type of gloo or NCCL
     slowest = across or inside
-    share = slowest[2] if slowest else 1.0 if first.gpus else GLOO_SCATTER_SHARE
+    share = slowest[2] if slowest else 1.0 if first.gpus else _CONSTANTS["gloo_scatter_share"]
     if nodes > 1:
         network = _find_network(cluster)
         if across:
             network = Speed(bytes_per_second=across[0], how="measured", link=network.link, why=across[1])
         size = _count_domain_ranks(cluster, per_node) or size
-    start, across_start = (ALPHA_INTRA_SECONDS, ALPHA_INTER_SECONDS) if first.gpus else (GLOO_ALPHA_SECONDS,) * 2
+    alphas = ("alpha_intra", "alpha_inter") if first.gpus else ("gloo_alpha", "gloo_alpha")
+    start, across_start = (_CONSTANTS[f"{name}_seconds"] for name in alphas)
     return Links(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,

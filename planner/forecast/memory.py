@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from contracts.layout import Layout
 from hardware.units import GIB
+from planner.forecast.compute import Job
 from planner.forecast.engine import NF4_SCALES, Engine, Share, share_of
 from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_weights
-from planner.forecast.step_time import Job
 
 # Memory of the allocator and of libraries in addition to tensors; docs/explanation/forecast.md.
 FRAGMENTATION = 1.05  # reserved by the caching allocator, relative to allocated memory
@@ -38,11 +38,6 @@ class MemoryParts(NamedTuple):
     def total(self) -> float:
         """Peak on the device."""
         return sum(self)
-
-    @property
-    def tensors(self) -> float:
-        """Value that torch.cuda.max_memory_allocated would return."""
-        return self.total - self.fragmentation - self.reserved - self.context
 
 
 class _StoredBytes(NamedTuple):

@@ -182,21 +182,15 @@ def expert_adapters(model: ModelSpec, train: TrainSpec) -> int:
     return train.lora_rank * model.experts * sides * (model.layers - model.dense_layers)
 
 
-def routed_weights(model: ModelSpec, train: TrainSpec) -> tuple[int, int]:
-    """Return the weights of all routed experts, and how many of them (or of their adapters) have a gradient."""
-    every = weights(model).routed_per_layer * (model.layers - model.dense_layers)
-    return every, every if train.method == "full" else expert_adapters(model, train)
-
-
-def trained_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
-    """Return the weights with a gradient, on one of `tp` tensor-parallel ranks."""
+def trained_weights(model: ModelSpec, train: TrainSpec) -> int:
+    """Return the weights with a gradient."""
     if train.method == "full":
-        return weights(model).total // tp
+        return weights(model).total
     whole = {"embed_tokens": model.vocab * model.hidden, "lm_head": model.vocab * model.hidden}
     unknown = [name for name in train.saved_modules if name not in whole]
     if unknown:
         raise ValueError(f"saved_modules={unknown[0]!r}: allowed are {', '.join(whole)}")
-    return lora_weights(model, train, tp) + sum(whole[name] for name in train.saved_modules) // tp
+    return lora_weights(model, train) + sum(whole[name] for name in train.saved_modules)
 
 
 Histogram = tuple[tuple[int, int], ...]

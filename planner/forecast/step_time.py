@@ -9,22 +9,13 @@ recomputation).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from contracts.layout import Layout
-from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_cost, layer_cost
-from planner.forecast.engine import NF4_BYTES, Engine, Share, last_stage, share_of
-from planner.forecast.links import Links
-from planner.forecast.specs import (
-    ModelSpec,
-    TrainSpec,
-    Weights,
-    document_length,
-    expected_longest,
-    mean_length,
-    weights,
-)
+from planner.forecast.compute import Job, LayerCost, head_cost
+from planner.forecast.engine import NF4_BYTES, Share, last_stage, share_of
+from planner.forecast.specs import ModelSpec, Weights, weights
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send")
 
@@ -59,71 +50,6 @@ class StepParts(NamedTuple):
         return float(sum(getattr(self, name) for name in COMMUNICATION))
 
 
-# DRAM traffic of an optimizer on a CPU: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and eight
-# ranks share the 150-300 GB/s of a two-socket server.
-ADAM_THREAD_BYTES_PER_SECOND = 5.5e9
-ADAM_RANK_BYTES_PER_SECOND = 20e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A run for which a layout is needed; costs of layers are cached over the evaluated layouts.
-
-    Not to be confused with a Kubernetes Job, `planner.kubernetes.manifests.JobSpec`.
-    """
-
-    model: ModelSpec
-    train: TrainSpec
-    links: Links
-    engine: Engine
-    rates: Rates
-    has_gpu: bool = True
-    compute_capability: tuple[int, int] | None = None
-    host_memory_bytes: float | None = None  # per node; None: unknown
-    constants: Constants = DEFAULT
-    host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
-    # dataclasses.replace starts with an empty cache, because fields without init are not copied.
-    _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict, init=False)
-
-    def sequence(self, micro_batch: int) -> float:
-        """Return the computed tokens per sequence: full length if packed, else padded to the micro-batch's longest."""
-        if self.train.length_histogram and not self.train.packing:
-            return expected_longest(self.train.length_histogram, micro_batch, self.train.sequence_length)
-        return float(self.train.sequence_length)
-
-    def attended(self, micro_batch: int) -> float:
-        """Return the tokens per sequence that attention sees; if the stack supports it, packed samples are separate."""
-        train = self.train
-        if train.packing and train.length_histogram and self.engine.splits_documents and train.attention != "eager":
-            return document_length(train.length_histogram, train.sequence_length)
-        return self.sequence(micro_batch)
-
-    def real_tokens(self, micro_batch: int) -> float:
-        """Return the tokens per sequence that are not padding."""
-        if self.train.length_histogram and not self.train.packing:
-            return mean_length(self.train.length_histogram, self.train.sequence_length)
-        return self.sequence(micro_batch)
-
-    def layer(self, layout: Layout, tokens: float) -> LayerCost:
-        """Cached `layer_cost`."""
-        fused = self.engine.fuses(layout)
-        key = (tokens, layout.micro_batch, layout.tp, layout.sequence_parallel, layout.ep, layout.cp, fused)
-        cost = self._layers.get(key)
-        if cost is None:
-            adapters = self.train.lora_targets if self.train.method != "full" else ()
-            cost = self._layers[key] = layer_cost(
-                self.model, tokens, self.attended(layout.micro_batch), layout.tp, layout.sequence_parallel, self.rates,
-                self.engine, ep=layout.ep, lora_targets=adapters, compiled=fused,
-                four_bit=self.train.method == "qlora", constants=self.constants,
-            )  # fmt: skip
-        return cost
-
-    def head(self, layout: Layout, tokens: float) -> tuple[float, float]:
-        """Return `head_cost` of this job."""
-        fused = layout.fused_cross_entropy or self.engine.chunks_loss
-        return head_cost(self.model, tokens, layout.tp, self.rates, self.engine, fused=fused, constants=self.constants)
-
-
 def _overlap_seconds(first: float, second: float, loss: float) -> float:
     """Return the seconds of two tasks that run concurrently and compete for the hardware."""
     return max(first, second) + loss * min(first, second)
@@ -141,7 +67,7 @@ def strides(layout: Layout) -> tuple[int, int, int, int]:
 
 
 def _time_over_groups(
-    collective: Callable[[float, int, int, float], float], step: _StepInputs, each: float, count: float, routed: float,
+    collective: Callable[[float, int, int, float], float], step: StepInputs, each: float, count: float, routed: float,
     messages: float, *, ranks: int,
 ) -> float:  # fmt: skip
     """Return the seconds of a collective over `ranks` data-parallel ranks, `each` bytes per weight.
@@ -157,7 +83,7 @@ def _time_over_groups(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StepInputs:
+class StepInputs:
     """The inputs from which the components of one layout's step are computed."""
 
     job: Job
@@ -226,7 +152,7 @@ class _StepInputs:
     def hooks(self) -> float:
         """Seconds of the hooks of one unit and pass."""
         hooked = self.share.sharded or (self.job.engine.hooks_one_rank and self.layout.sharding == "zero3")
-        return self.job.constants.unit_kernels * self.job.rates.launch_seconds if hooked else 0.0
+        return self.job.constants["unit_kernels"] * self.job.rates.launch_seconds if hooked else 0.0
 
 
 class _MicroBatchTimes(NamedTuple):
@@ -251,7 +177,7 @@ class _ExchangeTimes(NamedTuple):
 
 def step_parts(job: Job, layout: Layout) -> StepParts:
     """Forecast the step time of one layout."""
-    step = _prepare_step(job, job.engine.as_run(layout))
+    step = prepare_step(job, job.engine.as_run(layout))
     layout, cost = step.layout, step.cost
     micro = _time_micro_batch(step)
     exchange = _time_sharded(step, micro) if step.share.sharded else _time_replicated(step, micro)
@@ -279,46 +205,17 @@ def step_parts(job: Job, layout: Layout) -> StepParts:
     )
 
 
-def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str], float]:
-    """Return the bytes of the collectives in one step, on a rank of the first pipeline stage.
-
-    With `last`, on a rank of the last stage. Keys: (mesh dimension, kind of collective).
-
-    Each collective counts with its larger side; a tensor-parallel all-gather or reduce-scatter is half an all-reduce.
-    Collectives of at most one number per token are left out.
-    """
-    step = _prepare_step(job, job.engine.as_run(layout))
-    layout, share, engine, m = step.layout, step.share, job.engine, step.layout.gradient_accumulation
-    reduced, found = engine.reduced_bytes(job.train, layout), {}
-    if step.share.sharded:
-        gathers, again = engine.gathers(layout), engine.gathers_again(layout)
-        stored = again * step.stored_bytes
-        if last and layout.pp > 1 and engine.ends_apart:  # the last unit stays gathered after the first forward pass
-            stored = (gathers + again - 1) * step.head_bytes
-        found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
-        found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
-    if layout.dp_replicate > 1 or (layout.data_parallel * layout.cp > 1 and not step.share.sharded):
-        trained = share.part(share.trained, share.routed_trained, sharded=step.share.sharded)
-        found["dp_replicate", "all_reduce"] = reduced * trained
-    if layout.tp > 1:
-        rounds = step.share.layers * engine.tensor_parallel_rounds(layout)
-        rounds += engine.tensor_parallel_ends(job.train, layout, last=last)
-        found["tp", "all_reduce"] = m * rounds * step.hidden_bytes
-    if layout.pp > 1:
-        found["pp", "send"] = (2 * layout.virtual_stages - 1) * m * step.message_bytes
-    return found
-
-
-def _prepare_step(job: Job, layout: Layout) -> _StepInputs:
+def prepare_step(job: Job, layout: Layout) -> StepInputs:
+    """Compute the inputs of the components of a step; `layout` is as the engine runs it."""
     tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp
     on_cpu = job.rates.device == "CPU"
-    return _StepInputs(
+    return StepInputs(
         job=job, layout=layout, count=weights(job.model), on_cpu=on_cpu, tokens=tokens, cost=job.layer(layout, tokens),
         share=share_of(job.model, job.train, layout, on_cpu=on_cpu),
     )  # fmt: skip
 
 
-def _time_micro_batch(step: _StepInputs) -> _MicroBatchTimes:
+def _time_micro_batch(step: StepInputs) -> _MicroBatchTimes:
     cost, adapters = step.cost, step.share.adapters
     forward = cost.gemm + cost.attention + cost.elementwise
     # Frozen weights have no gradient, unless they are merged with their adapters.
@@ -334,7 +231,7 @@ def _time_micro_batch(step: _StepInputs) -> _MicroBatchTimes:
     forward = forward + cost.dequantize + tp / 2.0 + cp / 3.0 + ep / 2.0
     again = recompute + dequantize - cost.dequantize
     backward = backward + again + tp / 2.0 + cp * 2.0 / 3.0 + ep / 2.0 + host
-    head_gemm, head_loss = step.job.head(step.layout, step.tokens)
+    head_gemm, head_loss = head_cost(step.job, step.layout, step.tokens)
     head = head_gemm * (2.0 if adapters else 3.0) + head_loss
     layers, last, added = step.share.layers, last_stage(step.job.model, step.layout), step.accumulation
     if layers * (forward + backward) > last * (forward + backward) + head:
@@ -343,7 +240,7 @@ def _time_micro_batch(step: _StepInputs) -> _MicroBatchTimes:
     return _MicroBatchTimes(each, last, last * forward, backward, head, head_gemm, head_loss)
 
 
-def _time_launches(step: _StepInputs, forward: float, recompute: float, backward: float) -> float:
+def _time_launches(step: StepInputs, forward: float, recompute: float, backward: float) -> float:
     """Return the seconds of kernel launches that are not hidden by the kernels themselves."""
     full = step.layout.checkpointing == "full"
     forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
@@ -356,7 +253,7 @@ def _time_launches(step: _StepInputs, forward: float, recompute: float, backward
     return forward_host + again + backward_host
 
 
-def _time_tensor_parallel(step: _StepInputs, *, ends: bool = False) -> float:
+def _time_tensor_parallel(step: StepInputs, *, ends: bool = False) -> float:
     """Return the exposed seconds of all-reduces after attention and MLP, both passes; or of those outside layers."""
     layout, job = step.layout, step.job
     if layout.tp == 1:
@@ -364,11 +261,11 @@ def _time_tensor_parallel(step: _StepInputs, *, ends: bool = False) -> float:
     rounds = job.engine.tensor_parallel_rounds(layout)
     if ends:
         rounds = max(job.engine.tensor_parallel_ends(job.train, layout, last=last) for last in (False, True))
-    exposed = 1.0 - job.constants.tp_hidden if job.engine.hides_tensor_parallel(layout) else 1.0
+    exposed = 1.0 - job.constants["tp_hidden"] if job.engine.hides_tensor_parallel(layout) else 1.0
     return rounds * exposed * job.links.all_reduce_seconds(step.hidden_bytes, layout.tp, 1)
 
 
-def _time_context_parallel(step: _StepInputs) -> float:
+def _time_context_parallel(step: StepInputs) -> float:
     """Return the exposed seconds of context parallelism. A ring overlaps with attention; a gather with the own part."""
     layout, model, attention = step.layout, step.job.model, step.cost.attention
     if layout.cp == 1:
@@ -380,7 +277,7 @@ def _time_context_parallel(step: _StepInputs) -> float:
     return max(0.0, ring - hidden) + max(0.0, 2.0 * ring - 2.5 * hidden) + 0.3 * ring
 
 
-def _time_expert_parallel(step: _StepInputs) -> float:
+def _time_expert_parallel(step: StepInputs) -> float:
     """Return the seconds to send tokens to their experts and back, both passes; mean over the layers."""
     layout, model = step.layout, step.job.model
     if layout.ep == 1:
@@ -409,10 +306,10 @@ def _count_receivers(model: ModelSpec, of: float) -> float:
     return float(among * (1.0 - (1.0 - 1.0 / among) ** model.experts_per_token))
 
 
-def _time_sharded(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
+def _time_sharded(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     """Return the time to gather weights before each unit, scatter gradients after it, and all-reduce over replicas."""
     job, layout, links, share, units = step.job, step.layout, step.job.links, step.share, step.share.layers + step.ends
-    lost = {True: job.constants.overlap_loss_network, False: job.constants.overlap_loss}
+    lost = {True: job.constants["overlap_loss_network"], False: job.constants["overlap_loss"]}
     loss = lost[links.crosses(share.group, layout.tp) is links.network]
     each_reduced = job.engine.reduced_bytes(job.train, layout)
     gathered, reduced = step.gathered_bytes, each_reduced * share.trained
@@ -446,7 +343,7 @@ def _time_sharded(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     return _ExchangeTimes(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
 
 
-def _time_replicated(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
+def _time_replicated(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     """Return the time to reduce gradients over ranks with all weights; ZeRO-1 and 2 also gather updated weights."""
     job, layout, share = step.job, step.layout, step.share
     ranks = layout.data_parallel * layout.cp  # context-parallel ranks process other tokens of the same sequences
@@ -470,11 +367,11 @@ def _time_replicated(step: _StepInputs, micro: _MicroBatchTimes) -> _ExchangeTim
     return _ExchangeTimes(reduce=reduce)
 
 
-def _time_reduction(step: _StepInputs, micro: _MicroBatchTimes, one_way: float, back_way: float) -> float:
+def _time_reduction(step: StepInputs, micro: _MicroBatchTimes, one_way: float, back_way: float) -> float:
     """Return the seconds of a reduction that the backward pass does not hide."""
     layout, count = step.layout, step.count
     # gloo's threads share the cores of a host with compute; waiting for a network is hidden
-    loss = 1.0 if step.on_cpu and step.job.links.network is None else step.job.constants.overlap_loss
+    loss = 1.0 if step.on_cpu and step.job.links.network is None else step.job.constants["overlap_loss"]
     last = one_way / max(2.0, step.share.layers)
     if layout.pp == 1 and not step.share.adapters:  # the embedding's gradient comes last, in one bucket
         last = max(last, one_way * count.embedding / count.total)
@@ -485,7 +382,7 @@ def _time_reduction(step: _StepInputs, micro: _MicroBatchTimes, one_way: float, 
     return reduce + (_overlap_seconds(micro.forward, back_way, loss) - micro.forward)
 
 
-def _time_pipeline(step: _StepInputs, micro: _MicroBatchTimes, gather: float) -> tuple[float, float]:
+def _time_pipeline(step: StepInputs, micro: _MicroBatchTimes, gather: float) -> tuple[float, float]:
     """Return the seconds of the schedule's bubble, and of its sends.
 
     Each stage boundary carries activations forward and gradients back. In 1F1B a stage waits for both exchanges
@@ -504,7 +401,7 @@ def _time_pipeline(step: _StepInputs, micro: _MicroBatchTimes, gather: float) ->
     return bubble, max(send, (2.0 * layout.virtual_stages * one - hiding) * layout.gradient_accumulation)
 
 
-def _time_optimizer(step: _StepInputs, micro: _MicroBatchTimes) -> tuple[float, float]:
+def _time_optimizer(step: StepInputs, micro: _MicroBatchTimes) -> tuple[float, float]:
     """Return the seconds of the optimizer on the device, or of an offloaded optimizer and what moves with it."""
     job, layout, share, wide = step.job, step.layout, step.share, step.share.element
     trained = share.part(share.trained, share.routed_trained, sharded=layout.sharding != "ddp")
@@ -518,6 +415,6 @@ def _time_optimizer(step: _StepInputs, micro: _MicroBatchTimes) -> tuple[float, 
         moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)
         moved += wide * share.part(share.trained, share.routed_trained, sharded=True)
         hiding = (micro.forward + micro.backward) * job.engine.hides_offload
-        each = _overlap_seconds(hiding, moved / job.links.host.bytes_per_second, job.constants.overlap_loss) - hiding
+        each = _overlap_seconds(hiding, moved / job.links.host.bytes_per_second, job.constants["overlap_loss"]) - hiding
         offload += each * layout.gradient_accumulation
     return 0.0, offload

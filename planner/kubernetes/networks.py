@@ -22,7 +22,7 @@ from planner.advice import Recommendation
 from planner.kubernetes.manifests import Document, JobError, check_form, from_template
 from planner.nccl_env.devices import PortChoice, choose_ports, exact_if_needed
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.situation import NodeView, PortView, Reason, Setting, networks as subnets
+from planner.nccl_env.situation import NodeView, PortView, Setting, networks as subnets, setting
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 
@@ -32,8 +32,6 @@ PRIVATE = tuple(
     ipaddress.ip_network(block)
     for block in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 )
-
-_MULTUS = "Multus annotation k8s.v1.cni.cncf.io/networks"
 
 
 def ranges(cidr: str, gateway: str | None, count: int) -> list[tuple[str, str | None]]:
@@ -100,13 +98,12 @@ def attached(
     if not all(rails):
         return advice
     seen = f"net1 to net{len(networks)}: {', '.join(interfaces)}"
-    where = Reason(rule="A pod has GIDs only of the rails to which it has a network", evidence=seen, source=_MULTUS)
-    needs = [Setting(name="network", value=name, reason=where) for name in networks]
+    needs = [setting("rails.network", name, seen) for name in networks]
     if resource:
-        needs.append(Setting(name="resource", value=f"{resource}: 1", reason=where))
+        needs.append(setting("rails.resource", f"{resource}: 1", seen))
     pod_settings = _make_settings(advice.backend, nodes, rails, seen, len(networks))
-    named = {setting.name for setting in pod_settings}
-    others = [setting for setting in advice.settings if setting.name not in named]
+    named = {each.name for each in pod_settings}
+    others = [each for each in advice.settings if each.name not in named]
     notes = tuple(note for note in advice.notes if note.topic not in named)
     return replace(advice, needs=(*advice.needs, *needs), settings=(*pod_settings, *others), notes=notes)
 
@@ -114,11 +111,10 @@ def attached(
 def _make_settings(
     backend: str, nodes: Sequence[NodeView], rails: Sequence[Sequence[PortView]], seen: str, count: int
 ) -> list[Setting]:
-    first = Reason(rule="The first rail's network is every pod's net1", evidence=seen, source=_MULTUS)
     if backend != "nccl":
-        return [Setting(name="GLOO_SOCKET_IFNAME", value="net1", reason=first)]
+        return [setting("rails.gloo", "net1", seen)]
     name = exact_if_needed(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
-    made = [Setting(name="NCCL_SOCKET_IFNAME", value=name, reason=first)]
+    made = [setting("rails.first", name, seen)]
     values, has_others = set(), False
     for node, ports in zip(nodes, rails, strict=True):
         choice = PortChoice(chosen=tuple(ports), secondary={port.device.name: "net1" for port in ports})
@@ -127,12 +123,8 @@ def _make_settings(
     # With several values the nodes name their HCAs differently, so no single list is correct. Without other ports
     # NCCL chooses these by itself, and a list of names can become wrong.
     if len(values) == 1 and has_others:
-        rule = "A pod may see every HCA of the node, but only those behind its networks have a GID it can use"
-        known = Reason(rule=rule, evidence=seen, source="NCCL src/transport/net_ib/init.cc")
-        made.append(Setting(name="NCCL_IB_HCA", value=values.pop(), reason=known))
-    rule = "Each rail is a separate subnet, and the pod has no route between them"
-    apart = Reason(rule=rule, evidence=seen, source="NCCL docs/userguide/source/env.rst")
-    return [*made, Setting(name="NCCL_CROSS_NIC", value="0", reason=apart)]
+        made.append(setting("rails.hcas", values.pop(), seen))
+    return [*made, setting("rails.apart", "0", seen)]
 
 
 def _list_ports(node: NodeView) -> list[tuple[str, PortView]]:

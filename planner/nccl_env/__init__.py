@@ -191,6 +191,7 @@ class Platform:
     recognised: bool = True
     recipes: tuple[Recipe, ...] = ()
     script: tuple[str, ...] = ()  # scripts of the vendor to source before the job; the first existing one is used
+    library: tuple[str, ...] = ()  # libraries of the plugin
     plugin: str = ""
     machine: str | None = None
     catalogue: tuple[str, ...] = ()  # names for --machine
@@ -211,7 +212,7 @@ def platforms() -> tuple[Platform, ...]:
     }
     rows = []
     for row in data["platform"]:
-        lists = {key: tuple(row.get(key, ())) for key in ("script", "catalogue")}
+        lists = {key: tuple(row.get(key, ())) for key in ("script", "library", "catalogue")}
         rows.append(Platform(**{**row, **lists, "recipes": tuple(recipes[name] for name in row["recipes"])}))
     return tuple(rows)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue, machines
 from planner.advice import Recommendation
-from planner.nccl_env import RESERVED, devices, rdma
+from planner.nccl_env import devices, rdma
 from planner.nccl_env.devices import choose_ports, is_virtual_function
 from planner.nccl_env.situation import (
     RDMA_KINDS,
@@ -26,12 +26,10 @@ from planner.nccl_env.situation import (
     Situation,
     by_host,
     cloud_of,
+    list_published,
     note,
-    p2p_level_effect,
-    published,
     recognise,
     setting,
-    settings_as_published,
 )
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -53,10 +51,6 @@ def render_settings(settings: Sequence[Setting], form: str) -> str:
     `env:` list of a container as YAML, in which every value is a string, even if it looks like a number.
     """
     for each in settings:
-        if each.name in RESERVED:
-            raise RenderError(f"{each.name}: reserved for the launcher, must not be set")
-        if not each.name.isidentifier() or not each.name.isascii():
-            raise RenderError(f"{each.name!r}: not a name of an environment variable")
         if any(mark in each.value for mark in "\n\r\0"):
             raise RenderError(f"{each.name}: the value {each.value!r} has a line break, which no env file can carry")
     if form == "k8s":
@@ -201,17 +195,6 @@ def _find_azure_file(node: NodeView, files: Sequence[str]) -> str | None:
     return next((path for path in wanted if path in files), None)
 
 
-def p2p_level(case: Situation) -> Note | None:
-    """NCCL_P2P_LEVEL: never recommended; explained if the machine already has it set."""
-    topic = "NCCL_P2P_LEVEL"
-    for node in case.nodes:
-        info = node.facts(HostinfoFacts)
-        level = info.nccl_variables.get(topic) if info else None
-        if level is not None:
-            return Note(topic=topic, text=p2p_level_effect(level, node), evidence=f"{node.hostname}: {topic}={level}")
-    return None
-
-
 def allocator(case: Situation) -> Setting | None:
     """PYTORCH_CUDA_ALLOC_CONF: expandable segments, so that varying sequence lengths do not fragment the memory."""
     if not case.gpus:
@@ -220,8 +203,11 @@ def allocator(case: Situation) -> Setting | None:
     return setting("allocator", "expandable_segments:True", evidence)
 
 
-def omp_threads(case: Situation) -> Setting | Note | None:
-    """OMP_NUM_THREADS: torchrun sets it to 1 if several ranks share a node, and does not set it for a single rank."""
+def omp_threads(case: Situation) -> Setting | None:
+    """OMP_NUM_THREADS: torchrun sets it to 1 if several ranks share a node, and does not set it for a single rank.
+
+    One thread is enough for a rank that computes on a GPU. What offloading gains from more, the forecast says.
+    """
     counts = [] if case.amd else [(node, *found) for node in case.nodes if (found := _count_cores(node))]
     if not counts:
         return None
@@ -229,14 +215,8 @@ def omp_threads(case: Situation) -> Setting | Note | None:
     ranks, threads = case.ranks_on(node), _count_threads(case, node, cores, quota)
     evidence = f"{cores} cores{f', {quota:g} by cgroup' if quota else ''}, {ranks} rank{'s' if ranks > 1 else ''}"
     if ranks == 1:
-        if case.backend == "gloo" or quota:
-            return setting("omp.limited", str(threads), evidence)
-        return note("omp.alone", f"{node.hostname}: {evidence}")
-    if case.backend == "gloo":
-        if threads <= 1:
-            return note("omp.one_core")
-        return setting("omp.cpu", str(threads), evidence, ranks=ranks)
-    return note("omp.gpu", f"{node.hostname}: {evidence}", threads=threads)
+        return setting("omp.limited", str(threads), evidence) if case.backend == "gloo" or quota else None
+    return setting("omp.cpu", str(threads), evidence, ranks=ranks) if case.backend == "gloo" and threads > 1 else None
 
 
 def _count_cores(node: NodeView) -> tuple[int, float | None] | None:
@@ -252,21 +232,6 @@ def _count_cores(node: NodeView) -> tuple[int, float | None] | None:
 def _count_threads(case: Situation, node: NodeView, cores: int, quota: float | None) -> int:
     """Return the CPU cores that one rank can use."""
     return max((int(quota) if quota else cores) // case.ranks_on(node), 1)
-
-
-def cpu_binding(case: Situation) -> Note | None:
-    """Recommend to bind ranks to the NUMA node of their GPU."""
-    if case.backend != "nccl":
-        return None
-    for node in case.nodes:
-        facts = node.facts(GpuFacts)
-        nodes = {gpu.numa_node for gpu in facts.gpus if gpu.numa_node is not None} if facts else set()
-        if len(nodes) > 1:
-            is_published = published(case, "NCCL_IGNORE_CPU_AFFINITY") is not None
-            unset = "" if is_published else " (NCCL_IGNORE_CPU_AFFINITY stays unset)"
-            evidence = f"{node.hostname}: GPUs on NUMA nodes {', '.join(str(each) for each in sorted(nodes))}"
-            return note("cpu_binding", evidence, unset=unset)
-    return None
 
 
 # NCCL's troubleshooting page starts containers with --shm-size=1g. DataLoader workers pass batches through the same
@@ -352,7 +317,7 @@ _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
     rdma.cross_nic, rdma.net_plugin, slingshot_protocol, slingshot_tuning,
 )  # fmt: skip
-_LAST = (topo_file, p2p_level, mnnvl, allocator, omp_threads, cpu_binding)
+_LAST = (topo_file, mnnvl, allocator, omp_threads)
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (*_FIRST, *_BETWEEN_NODES, *_LAST)
 """Rules, in the order of their answers."""
 
@@ -366,7 +331,7 @@ def settings(case: Situation) -> Recommendation:
     notes = [answer for answer in answers if isinstance(answer, Note)]
     if between:  # published values replace notes about the same variables
         named = {each.name for each in chosen}
-        added = [each for each in settings_as_published(case) if each.name not in named]
+        added = [each for each in list_published(case).values() if each.name not in named]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
     if vendor_script(case) is not None:  # the script or its plugin sets NCCL's variables

@@ -32,10 +32,10 @@ from planner.nccl_env.situation import (
     by_host,
     gid_address,
     gid_addresses,
+    list_published,
     networks,
     note,
     port_subnet,
-    published,
     recognise,
     setting,
 )
@@ -319,7 +319,7 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     roce = _list_roce_ports(case)
     if not roce:
         return None
-    if (known := published(case, "NCCL_IB_TC")) is not None:
+    if (known := list_published(case).get("NCCL_IB_TC")) is not None:
         return known
     classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
@@ -360,7 +360,7 @@ def ib_service_level(case: Situation) -> Setting | Note | None:
     """NCCL_IB_SL, if the ports classify by the priority bits of the VLAN tag instead of by DSCP."""
     roce = _list_roce_ports(case)
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
-    if not _uses_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
+    if not _uses_pcp(roce) or not lossless or "NCCL_IB_TC" in list_published(case):
         return None
     evidence = _list_ports(roce, lambda view: f"{_describe_protected(view)}, trust pcp")
     if len(lossless) > 1:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
+from hardware.machines import catalogue
 from planner.nccl_env import Platform, Version, padded, platforms
 from probes.api import F, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
@@ -58,8 +59,9 @@ class NodeView:
 
     @property
     def nics(self) -> tuple[NicNode, ...]:
-        """The NICs of the topology."""
-        return self.topology.nics if self.topology else ()
+        """The NICs of the topology that the job may use."""
+        found = self.topology.nics if self.topology else ()
+        return tuple(nic for nic in found if nic.kind not in RDMA_KINDS) if self.sockets else found
 
     @property
     def links(self) -> tuple[Interface, ...]:
@@ -106,16 +108,16 @@ class NodeView:
         return tuple(found)
 
     def efa_count(self) -> int:
-        """Return the number of EFA devices."""
+        """Return the number of EFA devices that the job may use."""
         facts = self.facts(RdmaFacts)
-        if facts is not None:
-            return sum(device.kind == "efa" for device in facts.devices)
+        if facts is not None and not self.sockets:
+            return sum(device.kind == "efa" for device in facts.in_reach)
         return sum(nic.kind == "efa" for nic in self.nics)
 
     def verbs_ports(self) -> tuple[PortView, ...]:
-        """Return every port of a device that NCCL's IB transport could use, up or down."""
-        facts = self.facts(RdmaFacts)
-        devices = [device for device in facts.devices if device.kind in VERBS_KINDS] if facts else []
+        """Return every port of a device that NCCL's IB transport could use, up or down; none for a job over TCP."""
+        facts = None if self.sockets else self.facts(RdmaFacts)
+        devices = [device for device in facts.in_reach if device.kind in VERBS_KINDS] if facts else []
         return tuple(PortView(device=device, port=port) for device in devices for port in device.ports)
 
     def default_ports(self) -> tuple[PortView, ...]:
@@ -170,6 +172,27 @@ def recognise(node: NodeView) -> Platform | None:
         if all(conditions):
             return row
     return None
+
+
+def find_plugin(node: NodeView) -> tuple[str, str] | None:
+    """Return the vendor's plugin that carries GPU traffic over a node's Ethernet NICs, and its file ("": not found).
+
+    Return None on other machines.
+    """
+    row, info = recognise(node), node.facts(HostinfoFacts)
+    of_platform = (each for each in catalogue() if row is not None and each.name in row.catalogue)
+    name = next((each.network_plugin for each in of_platform if each.network_plugin), None)
+    if row is None or name is None:
+        return None
+    return name, next((path for path in (*row.script, *row.library) if info and path in info.vendor_files), "")
+
+
+def with_plugin(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> ClusterTopology:
+    """Return the cluster with a vendor's plugin as its network, if the scans of all nodes show the plugin's file."""
+    found = [find_plugin(NodeView(hostname=each.hostname, snapshot=each, topology=None)) for each in snapshots]
+    if cluster.inter_node_transport != "tcp" or not all(each and each[1] for each in found):
+        return cluster
+    return replace(cluster, inter_node_transport=next((each[0] for each in found if each), "tcp"))
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -248,13 +271,9 @@ def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | Non
 
 def p2p_level_effect(level: str, node: NodeView) -> str:
     """Describe the effect of NCCL_P2P_LEVEL on this node."""
-    gpus = node.gpu_count()
-    if gpus == 1:
-        key = "p2p_level.one_gpu"
-    elif level != "NVL":
-        key = "p2p_level.other"
-    else:
-        key = "p2p_level.all_nvlink" if gpus and all_nvlink(node) else "p2p_level.some_nvlink"
+    key = "p2p_level.other"
+    if level == "NVL":
+        key = "p2p_level.all_nvlink" if all_nvlink(node) else "p2p_level.some_nvlink"
     return str(read_table(__file__, "data/advice.toml")[key]["text"])
 
 
@@ -356,7 +375,7 @@ def situation(
         multi_node = True
     version = None if nccl_version is None else padded(nccl_version)
     if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
-        nodes = tuple(map(_over_sockets, nodes))
+        nodes = tuple(replace(node, sockets=True) for node in nodes)
     return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node,
                      ranks_per_node=ranks_per_node)  # fmt: skip
 
@@ -366,15 +385,6 @@ def _offers_rdma(node: NodeView) -> bool:
     if node.snapshot:
         return bool(node.efa_count() or node.default_ports())
     return any(nic.kind in RDMA_KINDS for nic in node.nics)
-
-
-def _over_sockets(node: NodeView) -> NodeView:
-    """Return a node without its RDMA devices."""
-    snapshot = node.snapshot and node.snapshot.with_facts(RdmaFacts, lambda facts: replace(facts, devices=()))
-    topology = node.topology and replace(
-        node.topology, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=()
-    )
-    return replace(node, sockets=True, snapshot=snapshot, topology=topology)
 
 
 def _list_nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:
@@ -462,28 +472,23 @@ def _read_advice(key: str, *more: str, **fields: object) -> tuple[Mapping[str, s
 # Settings that a platform publishes.
 
 
-def published(case: Situation, name: str) -> Setting | None:
-    """Return a variable's published value, if all nodes have one platform that recommends it."""
+def list_published(case: Situation) -> dict[str, Setting]:
+    """Return the published values that are recommended without change, if all nodes have one platform.
+
+    Variables that the machine's configuration file sets, possibly differently, are left out.
+    """
     probed = [node for node in case.nodes if node.snapshot] or list(case.nodes)
     rows = [recognise(node) for node in probed]
     row = rows[0] if rows and all(each == rows[0] for each in rows) else None
     if row is None or row.amd:
-        return None
-    value, recipe = row.values().get(name, ("", None))
-    if recipe is None or name not in recipe.set:
-        return None
-    if any(name in (info.nccl_conf or {}) for node in probed if (info := node.facts(HostinfoFacts))):
-        return None  # the machine's configuration file already sets it, possibly differently
+        return {}
+    configured = {name for node in probed if (info := node.facts(HostinfoFacts)) for name in info.nccl_conf or ()}
     evidence = "; ".join(dict.fromkeys(_describe_evidence(node, row) for node in probed))
     rule = f"Published for {row.name}. Nothing that a probe reads on a node can confirm the value"
-    return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=recipe.source))
-
-
-def settings_as_published(case: Situation) -> Iterator[Setting]:
-    """Yield every variable that the nodes' platform publishes and that is recommended without change."""
-    for name in dict.fromkeys(name for row in platforms() for recipe in row.recipes for name in sorted(recipe.set)):
-        if (found := published(case, name)) is not None:
-            yield found
+    return {
+        name: Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=recipe.source))
+        for name, (value, recipe) in sorted(row.values().items()) if name in recipe.set and name not in configured
+    }  # fmt: skip
 
 
 def _describe_evidence(node: NodeView, row: Platform) -> str:

@@ -313,7 +313,8 @@ def _report_hidden(others: list[BusGpu], bound: list[BusGpu], count: int, bus: G
 
 
 def _describe_bound(gpu: BusGpu) -> str:
-    bound = f"{DEVICES}/{gpu.bus_id}/driver: nvidia; "
+    logged = f"kernel log: Xid {', '.join(map(str, gpu.xids))}; " if gpu.xids else ""
+    bound = f"{logged}{DEVICES}/{gpu.bus_id}/driver: nvidia; "
     if gpu.minor is None:
         return f"{bound}{PROC}/{gpu.bus_id}: not there"
     if not gpu.node_exists:

@@ -139,6 +139,7 @@ class BusGpu:
     minor: int | None = None  # N of /dev/nvidiaN; None if the driver's /proc files do not show it
     node_exists: bool | None = None  # None if `minor` is unknown
     node_usable: bool | None = None  # whether this process may open it
+    xids: tuple[int, ...] = ()  # as in Gpu: NVML may not list this GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,6 +197,8 @@ def read(host: Host) -> GpuFacts:
         replace(gpu, xids=_select_xids(xids, gpu.bus_id), xid_events=None if events is None else events.get(gpu.index))
         for gpu in gpus
     )
+    if bus is not None:
+        bus = replace(bus, gpus=tuple(replace(gpu, xids=_select_xids(xids, gpu.bus_id) or ()) for gpu in bus.gpus))
     confidential, secret = _read_confidential(host)
     driver, cuda = (_query_host(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
     return GpuFacts(

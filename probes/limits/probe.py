@@ -48,9 +48,8 @@ def unjudged(facts: LimitsFacts) -> dict[str, str]:
     if not facts.of_agent:
         return {"limits.memlock.low": facts.elsewhere} if facts.elsewhere else {}
     why = "not judged: these limits are the agent's own, and a job gets those of its manifest or its shell"
-    return dict.fromkeys(
-        ("limits.shm.small", "limits.shm.full", "limits.shm.unknown", "limits.numa_policy.denied"), why
-    )
+    codes = ("shm.small", "shm.full", "shm.unknown", "cpu.quota", "numa_policy.denied")
+    return dict.fromkeys((f"limits.{code}" for code in codes), why)
 
 
 def samples(facts: LimitsFacts) -> Iterator[Sample]:
@@ -92,6 +91,8 @@ def check(facts: LimitsFacts) -> Iterator[Finding]:
     if facts.of_agent:  # see `unjudged`
         return
     yield from _check_shm(facts)
+    if facts.cgroup_cpus and facts.cgroup_cpus < (facts.gpus or 0):  # a rank needs a CPU to launch its kernels
+        yield finding(TEXTS, "limits.cpu.quota", facts=facts)
     if facts.container and facts.seccomp == "filter" and facts.sys_nice is False:
         yield finding(TEXTS, "limits.numa_policy.denied", facts=facts)
 

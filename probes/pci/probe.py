@@ -102,7 +102,7 @@ def check(facts: PciFacts) -> Iterator[Finding]:
             f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
             for d in found[:EVIDENCE_MAX]
         )
-        yield finding(TEXTS, "pci.gpu.unjudged", Status.UNKNOWN, "", seen, count=len(found))
+        yield finding(TEXTS, "pci.gpu.unsupported", Status.UNKNOWN, "", seen, count=len(found))
     yield from _check_rdma(facts)
     yield from _check_peermem(facts)
     yield from _check_virtual_tree(facts)
@@ -224,11 +224,12 @@ def _check_peermem(facts: PciFacts) -> Iterator[Finding]:
     if not gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
         return
     known = facts.peermem_loaded is False and facts.dmabuf_possible is False
-    loaded, opened = (
+    loaded, opened, dmabuf = (
         "unknown" if fact is None else "yes" if fact else "no"
-        for fact in (facts.peermem_loaded, facts.nvidia_open_module)
+        for fact in (facts.peermem_loaded, facts.nvidia_open_module, facts.dmabuf_possible)
     )
-    yield finding(TEXTS, "pci.peermem.missing" if known else "pci.peermem.unknown", loaded=loaded, opened=opened)
+    key = "pci.peermem.missing" if known else "pci.peermem.unknown"
+    yield finding(TEXTS, key, loaded=loaded, opened=opened, dmabuf=dmabuf)
 
 
 def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:

@@ -84,6 +84,11 @@ class RdmaFacts:
     pyverbs: str | None = None  # version, or the reason that it cannot be used
     memlock_proof: MemlockProof | None = None
 
+    @property
+    def in_reach(self) -> tuple[RdmaDevice, ...]:
+        """Return the devices that this process has a file of, because a pod sees others too; all if it has none."""
+        return tuple(device for device in self.devices if device.uverbs) or self.devices
+
 
 SOURCE = Source(name="rdma", facts=RdmaFacts, timeout_seconds=20.0)
 

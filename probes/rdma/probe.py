@@ -54,7 +54,9 @@ def rocev2_gid_index(port: RdmaPort) -> int | None:
 
 
 def check(facts: RdmaFacts) -> Iterator[Finding]:
-    """Check every port and device, then compare the devices of each role."""
+    """Check every port and device that is in reach, then compare the devices of each role."""
+    yield from (finding(TEXTS, "rdma.uverbs.missing", subject=each.name) for each in facts.devices if not each.uverbs)
+    facts = replace(facts, devices=facts.in_reach)
     yield from _check_active(facts)
     rails = tuple(device for device in facts.devices if device.role != OTHER)
     others = tuple(device for device in facts.devices if device.role == OTHER)
@@ -68,18 +70,22 @@ def check(facts: RdmaFacts) -> Iterator[Finding]:
 
 def _check_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
     """Compare devices of one role: all carry GPU traffic, or all serve something else."""
+    groups = list(_group_alike(devices))
+    odd = [found for members in groups for found in _compare_mtus(members)]
     for device in devices:
         for port in device.ports:
             yield from _check_down(facts, device, port)
             if device.kind != "efa" and port.state == "ACTIVE":
-                yield from check_width(device, port)
+                yield from check_rate(device, port)
                 yield from check_gids(device, port)
-                yield from check_mtu(device, port)
+                if all(found.subject != subject(device, port) for found in odd):
+                    yield from check_mtu(device, port)
                 yield from _check_bond(device, port)
-        yield from _check_permission(device)
-    for members in _group_alike(devices):
+        if device.uverbs_usable is False:
+            yield finding(TEXTS, "rdma.uverbs.permission", subject=device.name, node=device.uverbs)
+    for members in groups:
         yield from _compare_rates(members)
-        yield from _compare_mtus(members)
+    yield from odd
 
 
 def _lower_severity(found: Finding) -> Finding:
@@ -114,7 +120,8 @@ def _check_active(facts: RdmaFacts) -> Iterator[Finding]:
     states = [port.state for _, port in _list_ports(facts.devices)]
     if states and None not in states and "ACTIVE" not in states:
         seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:EVIDENCE_MAX])
-        yield finding(TEXTS, "rdma.port.none_active", None, "", seen, count=len(states))
+        waiting = " waiting" * (set(states) <= set(_WAITING))
+        yield finding(TEXTS, "rdma.port.none_active" + waiting, None, "", seen, count=len(states))
 
 
 def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
@@ -133,8 +140,10 @@ def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterato
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
         layers = {p.link_layer for _, p in kin if p.state == "ACTIVE" and p.link_layer}
         other = port.state == "DOWN" and bool(layers and port.link_layer) and port.link_layer not in layers
-        key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING) + " layer" * other
-        yield _report_port(key, device, port, status, state=state, sisters=counted, layers=" and ".join(sorted(layers)))
+        case = " efa" if device.kind == "efa" else f" {port.state}" * (port.state in _WAITING) + " layer" * other
+        key = "rdma.port.down" + case
+        others, listed = f", while {counted} ACTIVE" * bool(sisters), " and ".join(sorted(layers))
+        yield _report_port(key, device, port, status, state=state, others=others, layers=listed)
 
 
 def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
@@ -178,11 +187,15 @@ def _check_bond(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
 
 
 def _compare_rates(members: Ports) -> Iterator[Finding]:
-    """Report a port that is slower than ports of the same model."""
+    """Report a port with missing lanes, or one that is slower than ports of the same model."""
     best = max(port.rate_bytes_per_second or 0.0 for _, port in members)
     for device, port in members:
         rate = port.rate_bytes_per_second
-        if rate and rate < best:
+        # InfiniBand ports of adapters have four lanes; fewer lanes mean a degraded link. On Ethernet, the lane count in
+        # the rate's text only results from how the kernel formats a speed.
+        if port.link_layer == "InfiniBand" and any(lanes in (port.rate_text or "") for lanes in ("(1X ", "(2X ")):
+            yield _report_port("rdma.port.rate lanes", device, port)
+        elif rate and rate < best:
             yield _report_port(
                 "rdma.port.rate", device, port, by_loss(1.0 - rate / best), rate=gigabits(rate), best=gigabits(best)
             )
@@ -218,13 +231,6 @@ def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
         yield finding(TEXTS, "rdma.mtu.mismatch mixed", None, "", seen, mtus=listed)
 
 
-def _check_permission(device: RdmaDevice) -> Iterator[Finding]:
-    if device.uverbs is None:
-        yield finding(TEXTS, "rdma.uverbs.missing", subject=device.name)
-    elif device.uverbs_usable is False:
-        yield finding(TEXTS, "rdma.uverbs.permission", subject=device.name, node=device.uverbs)
-
-
 def _compare_firmware(facts: RdmaFacts) -> Iterator[Finding]:
     versions: dict[str, set[str]] = {}
     for device in facts.devices:
@@ -257,21 +263,8 @@ def where_of(device: RdmaDevice, port: RdmaPort) -> str:
     return f"{SYSFS}/{device.name}/ports/{port.port}"
 
 
-def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """Check the link width and type of an ACTIVE port."""
-    rate = port.rate_bytes_per_second
-    # InfiniBand ports of adapters have four lanes; fewer lanes mean a degraded link. On Ethernet, the lane count in the
-    # rate's text only results from how the kernel formats a speed.
-    if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
-        yield _report_port("rdma.port.rate lanes", device, port)
-    yield from _check_rate(device, port)
-    best = None if port.rate_max_bytes_per_second else fastest(device.model)
-    if best and rate and rate < best:
-        yield _report_port("rdma.port.family_rate", device, port, rate=gigabits(rate), best=gigabits(best))
-
-
-def _check_rate(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
-    """Compare the port's rate with its driver's maximum. A slower switch port may be intended, so this is a note."""
+def check_rate(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Compare an ACTIVE port's rate with its driver's maximum, else with the fastest card of the family."""
     rate, most = port.rate_bytes_per_second, port.rate_max_bytes_per_second
     virtual = device.is_vf or (device.model or "").endswith(" VF")  # the owner sets its rate
     if most is None and device.kind == "hca" and not virtual and fastest(device.model) is None:
@@ -279,6 +272,9 @@ def _check_rate(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     if rate and most and rate < most:
         values = {"rate": gigabits(rate), "most": gigabits(most), "megabits": most * 8 / 1e6, "share": rate / most}
         yield _report_port("rdma.port.below_max", device, port, None, (), **values)
+    best = None if most else fastest(device.model)
+    if best and rate and rate < best:
+        yield _report_port("rdma.port.family_rate", device, port, rate=gigabits(rate), best=gigabits(best))
 
 
 def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from kustomization import render
 from machine_built import address_of, link_of, routes_of
 from machine_tree import Netdev
 from rigs.recorded import NAMES, path_of, raised, view
+from rigs.tables import ROOT
 from scanned import scan
 
 from agent.base.units import parse_size
@@ -17,7 +18,6 @@ from probes.host.live import ENVIRONMENT, SECRET
 from probes.host.protocol import Json
 from probes.host.recording import RecordedHost, load
 
-ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = ROOT / "deploy/daemonset/overlays"
 Document = dict
 GROUP = "/kubepods/burstable/pod0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c/c0ffee00c0ffee00"

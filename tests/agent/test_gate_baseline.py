@@ -1,22 +1,19 @@
 """--baseline: only what got worse fails; --nodes and --selector: the gate over what agents publish; the exit codes."""
 
 import json
-import shutil
 import time
 
 import build
 import pytest
 from api_server import ApiServer, write_kubeconfig
 from click.testing import Result
-from machine_built import Machine
-from machine_tree import Tree
 from rigs.command import topoflight
 from rigs.fleet import record_of
 from rigs.recorded import H100, path_of
 from rigs.tables import each_row, rows_of
 
 from agent.checks.measured import compare_with_baseline
-from agent.cluster.nodes import Fleet, NodeRecord, checks_of, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, checks_of_nodes, to_resource
 from contracts.finding import Finding, Status
 from probes.scanner import dumps
 
@@ -53,31 +50,21 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path):
     assert "no problems found" in preflight("--host", GOOD, "--baseline", good).output
 
 
-@each_row(("buses", "subject"), [(("61", "c3"), "gpus=8"), (("4f",), "hcas=10")])
-def test_a_device_that_left_the_bus_is_worse_than_the_baseline(buses, subject, tmp_path):
+@each_row(
+    ("machine", "lost", "subject"),
+    [("lost-gpus", ("0000:61:00.0", "0000:c3:00.0"), "gpus=8"), ("lost-hca", ("0000:4f:00.0",), "hcas=10")],
+)
+def test_a_device_that_left_the_bus_is_worse_than_the_baseline(machine, lost, subject, tmp_path):
     """Nothing of it is left that a check could fail on; both ways round."""
 
-    def without(tree: Tree) -> Machine:
-        machine = build.MACHINES["hgx-h100-8xH100-8hca"](tree)
-        assert machine.nvml is not None
-        for bus in buses:
-            place = tree.root / tree.paths[f"0000:{bus}:00.0"].lstrip("/")
-            for one in (place / "infiniband").iterdir() if (place / "infiniband").exists() else ():
-                (tree.root / "sys/class/infiniband" / one.name).unlink()
-            shutil.rmtree(place)
-            (tree.root / f"sys/bus/pci/devices/0000:{bus}:00.0").unlink()
-        kept = [gpu for gpu in machine.nvml.gpus if gpu.bus_id[5:7] not in buses]
-        machine.nvml.gpus[:], machine.nvml.system["nvmlDeviceGetCount"] = kept, len(kept)
-        return machine
-
     now, before, after = (tmp_path / name for name in ("now.json", "before.json", "after.json"))
-    now.write_text(dumps(build.record(without)), encoding="utf-8")
+    now.write_text(dumps(build.record(build.MACHINES[machine])), encoding="utf-8")
     preflight("--host", GOOD, "--save", before)
     words = ("--host", now, "--baseline", before, "--save", after, "-o", "json")
     worse = preflight(*words)
-    (lost,) = [c for c in json.loads(worse.stdout)["checks"] if c["code"] == "expect.node.unmet"]
-    assert (worse.exit_code, lost["status"], lost["subject"]) == (3, "fail", subject)
-    assert all(f"0000:{bus}:00.0" in lost["message"] for bus in buses)
+    (unmet,) = [c for c in json.loads(worse.stdout)["checks"] if c["code"] == "expect.node.unmet"]
+    assert (worse.exit_code, unmet["status"], unmet["subject"]) == (3, "fail", subject)
+    assert all(place in unmet["message"] for place in lost)
     assert "expect.node.unmet" not in preflight(*words, "--skip", "expect.*").stdout
     more = preflight("--host", GOOD, "--baseline", after, "-o", "json")
     assert more.exit_code == 0 and "expect.node.unmet" not in more.stdout, "more than the baseline is not worse"
@@ -126,7 +113,7 @@ def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
     """The object is there, its status is not yet."""
     held = Fleet()
     held.replace([{"metadata": {"name": "n"}, "spec": {"nodeName": "n"}}])
-    (check,) = checks_of(["n"], held)
+    (check,) = checks_of_nodes(["n"], held)
     assert isinstance(held.records()[0], NodeRecord) and check.status == "fail"
 
 

@@ -100,7 +100,7 @@ def test_since_when_and_after_what(tray: Snapshot) -> None:
     body = exposition(shown[-1], "")[0].decode()
     shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)
     assert shown_at and float(shown_at[1]) == pytest.approx(START + late)
-    told = history.changed(shown[-1])
+    told = history.change_lines(shown[-1])
     assert sum("raised rdma.port.down" in line for line in told) == 3
 
 

@@ -189,7 +189,6 @@ def test_a_server_is_trusted_by_its_certificate_alone(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "key.pem")
     with ApiServer() as api:
-        assert api._server is not None
         api._server.socket = context.wrap_socket(api._server.socket, server_side=True)
         way = {"server": api.url.replace("http:", "https:")}
         with pytest.raises(ApiError, match="certificate"):

@@ -21,8 +21,7 @@ from agent.http.server import read_record
 from agent.jobs.launch import Launched, record_of
 from agent.jobs.preflight import blocking_failures
 from contracts import run_record
-from contracts.job_config import read_config
-from contracts.job_plan import dumps, read
+from contracts.job_config import dump_plan, read_config, read_plan
 from contracts.run_record import RunRecord
 from finetune import channels
 from planner.forecast.specs import TrainSpec
@@ -115,10 +114,8 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, ())
     config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
-    assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
-    assert advice.model is not None
     made_up = replace(advice, model=replace(advice.model, name="house-model"))
     assert untrainable(advice, {}).startswith("dataset_name: no data set is named")
     assert untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: where its weights are")
@@ -264,8 +261,8 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
     written = job_plan(advice, overrides=DATA, found=found)
-    (tmp_path / "plan.json").write_text(dumps(written))
-    plan = read(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text(dump_plan(written))
+    plan = read_plan(tmp_path / "plan.json")
     assert plan == written
     assert plan.transport.get("network") == network
     assert evidence in plan.transport.get("evidence", "")

@@ -13,7 +13,7 @@ from rigs.tables import ROOT, each_row
 from agent.base import units
 from agent.base.options import distinct_names
 from agent.checks.verdict import judge
-from agent.cluster.nodes import Fleet, NodeRecord, checks_of as gate_of_nodes
+from agent.cluster.nodes import Fleet, NodeRecord, checks_of_nodes as gate_of_nodes
 from agent.http import pages
 from agent.jobs.preflight import Report
 from agent.pages import report_page
@@ -30,7 +30,7 @@ def published(*records: NodeRecord) -> Fleet:
 
 
 def page(held: Fleet, **asked) -> str:
-    return pages.fleet_page(held, source="kubernetes", behind=None, **asked)
+    return pages.fleet_page(held, source="kubernetes", list_error=None, **asked)
 
 
 def shown(held: Fleet, **asked):

@@ -18,7 +18,7 @@ from agent.advice import advise
 from agent.advice.advise import Request
 from agent.checks.findings import grouped
 from agent.cli.bench import show_networks
-from agent.jobs.networks import Bar, NetworkBars
+from agent.jobs.networks import NetworkBar, NetworkBars
 from agent.terminal import advice as advice_view, findings as findings_view, hosts, topology
 from agent.terminal.measured import print_benchmark
 from contracts.finding import Finding, Status
@@ -81,13 +81,9 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     assert [len(group.checks) for group in grouped(made)] == [2, 1]
 
 
+tables = rows_of(__file__)
 LOG = "nccl.log"  # written by the test
-LOG_LINES = [
-    "gpu-a:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",
-    "gpu-a:100:130 [0] NCCL INFO GPU Direct RDMA Disabled for HCA 0 'mlx5_1'",
-    "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0",
-    "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
-]
+LOG_LINES = tables("staged_log")()
 SICK = path_of("sick-h100-dead-hca")
 
 
@@ -99,7 +95,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("job.env").write_text("NCCL_IB_HCA=mlx5_9\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_DISABLE=1\n")
     Path("good.env").write_text("NCCL_DEBUG=INFO\n")
     Path("nccl.log").write_text("\n".join(LOG_LINES))
-    Path("good.log").write_text(GOOD_LOG)
+    Path("good.log").write_text(tables("good_log")())
 
 
 def printed(words: str) -> str:
@@ -114,14 +110,14 @@ def printed(words: str) -> str:
     return result.output
 
 
-@each_row("words", rows_of(__file__)("shown"))
+@each_row("words", tables("shown"))
 def test_every_verb_is_plain_and_fits_a_pipe(words: str, folder: None) -> None:
     assert printed(words)
 
 
 def test_golden_texts(folder, golden):
     """The verdict comes first; ten times the same is said once; a line of a log is quoted to the letter."""
-    texts = [f"$ topoflight {words}\n{printed(words)}" for words in rows_of(__file__)("golden")()]
+    texts = [f"$ topoflight {words}\n{printed(words)}" for words in tables("golden")()]
     golden("terminal.txt", "\n".join(texts))
 
 
@@ -154,12 +150,6 @@ def test_a_terminal_has_colours_unless_they_are_switched_off() -> None:
 
 DATA = Path(__file__).parents[2] / "agent/data/completions"
 SOUND = (H100, "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "titan-rtx-2x-nv2", "cpu-only-vm")
-GOOD_LOG = """\
-n1:10:20 [0] NCCL INFO NCCL version 2.27.7+cuda12.9
-n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [receive] via NET/IB/0/GDRDMA
-n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA
-n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nranks 16 - Destroy COMPLETE
-"""
 
 
 def lines_of(*words: object, columns: int = 80) -> list[str]:
@@ -200,7 +190,9 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     sizes = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1 << 16, 1 << 20)]
     result = benchmark(*(measurement(op, bytes=size) for op, size in sizes))
     bars = tuple(
-        Bar(network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), carries="shaped")
+        NetworkBar(
+            network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), description="shaped"
+        )
         for name, step in (("eth0", 0.5), ("net1", 0.25))
     )
     found = NetworkBars(title="One fine-tune of a tiny Llama, by network", where="two namespaces of this host", nodes=2,

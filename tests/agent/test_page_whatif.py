@@ -68,7 +68,6 @@ def test_no_layout_is_called_slower_than_one_with_a_larger_step_time() -> None:
             advice = advise.for_view(view(name), Request.of(model="Llama-3.1-8B", method=method, nodes=2))
             for shown in (advice, advise.with_fsdp(advice)):
                 for other in shown.runners_up:
-                    assert shown.chosen is not None
                     step, mine = shown.chosen.forecast.step_seconds.mid, other.forecast.step_seconds.mid
                     word = re.match(r"[\d.]+% (slower|faster)", other.why)
                     said += word is not None

@@ -155,7 +155,6 @@ def outputs(tmp_path, caplog):
         ):
             found[f"error: {name}"] = client.get("/recommendations", params=params).text
         found["runs posted"] = client.get("/runs").text
-    assert state.view is not None
     record = record_of_view(state.view, name="node-a")
     found["NodeTopology"] = json.dumps(to_resource(record))
     found["facts of the NodeTopology"] = gzip.decompress(base64.b64decode(record.facts or "")).decode()

@@ -65,7 +65,7 @@ def test_a_token_added_to_the_file_is_in_at_once(tmp_path):
     judge = tokens(tmp_path)
     for token in (TOKEN, "z" * 20):
         (tmp_path / "tokens").write_text(f"{token}\n")
-        judged = judge.judge(asking("10.0.0.1", token), path="/preflight", verb="post")
+        judged = judge.authorize(asking("10.0.0.1", token), path="/preflight", verb="post")
         assert asyncio.run(judged) == "token-file"
 
 
@@ -97,7 +97,7 @@ def test_the_api_server_judges(api: ApiServer) -> None:
     api.allowed.add((USER, "post", "/preflight"))
     assert status(reviewing(api)) == 200
     judge = Tokens(client=Client(configuration(api.url), tries=1))
-    assert asyncio.run(judge.judge(asking("10.0.0.1", TOKEN), path="/preflight", verb="post")) == USER
+    assert asyncio.run(judge.authorize(asking("10.0.0.1", TOKEN), path="/preflight", verb="post")) == USER
     assert status(reviewing(api), "/runs") == 403, "each endpoint by itself"
     for audiences in (["https://kubernetes.default.svc"], []):  # another service's, and a server that names none
         api.reviewed[TOKEN]["audiences"] = audiences
@@ -164,7 +164,6 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
             http.post("/preflight", headers=bearer(f"{number:020d}"))
 
     with agent(tokens=Tokens(client=Client(way, tries=1, timeout_seconds=30))) as http:
-        assert http.portal is not None
         http.portal.call(lambda: setattr(to_thread.current_default_thread_limiter(), "total_tokens", 4))
         posts = [threading.Thread(target=post, args=(number,)) for number in range(8)]
         for one in posts:

@@ -130,7 +130,7 @@ def every_page(
         "report of nodes": Report(checks=view.checks, verdict=view.verdict, nodes=tuple(held.records())),
     }  # fmt: skip
     files = {name: report_page(report) for name, report in reports.items()} | {
-        "empty cluster": pages.fleet_page(Fleet(), source="kubernetes", behind=None),
+        "empty cluster": pages.fleet_page(Fleet(), source="kubernetes", list_error=None),
         "published": pages.published_page(held, held.records()[20], source="kubernetes"),
     }
     for name, text in files.items():
@@ -240,7 +240,7 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
         held = Fleet()
         held.replace(resources(nodes, sick=True))
         file = folder / f"{nodes}.html"
-        file.write_text(pages.fleet_page(held, source="kubernetes", behind=None), encoding="utf-8")
+        file.write_text(pages.fleet_page(held, source="kubernetes", list_error=None), encoding="utf-8")
         return file.as_uri()
 
     return made

@@ -1,13 +1,11 @@
 """Whole verdicts: of short logs (tests/golden/evidence.jsonl has a log a line), and experts' of the corpus's logs."""
 
 import json
-import os
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from rigs.logs import read
-from rigs.tables import golden_rows
+from rigs.tables import corpus_folder, each_row, golden_rows
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.codes import CODES
@@ -39,17 +37,14 @@ def test_golden_verdicts() -> None:
     golden_rows("evidence.jsonl", "verdict", lambda row: row_of(read(row["lines"])))
 
 
-LOGS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "nccl_logs"
-CASES = json.loads((LOGS / "index.json").read_text()) if (LOGS / "index.json").is_file() else []
 GDRDMA = {"on": True, "off": False, "partial": "partial", "none": None}
 
 
 @pytest.mark.corpus
-@pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
-def test_the_verdict_is_the_experts(case: dict) -> None:
+@each_row("case", lambda: json.loads((corpus_folder() / "nccl_logs/index.json").read_text()), ids=lambda c: c["file"])
+def test_the_verdict_is_the_experts(corpus, case: dict) -> None:
     """Every field that the index states, no problem beyond those it lists, and proof by number and text of lines."""
-    path = LOGS / case["file"]
+    path = corpus / "nccl_logs" / case["file"]
     verdict = evidence.read_files([path])
     got: dict = {
         "inter_node_transport": verdict.inter_node_transport,

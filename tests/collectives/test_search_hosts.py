@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from rigs.netns import RANKS_ON_HOSTS, hosts
 from rigs.tables import ROOT, each_row
+from rigs.waiting import eventually
 
 pytestmark = [pytest.mark.ranks, pytest.mark.netns, pytest.mark.timeout(1800), *RANKS_ON_HOSTS]
 
@@ -35,12 +35,10 @@ def search(tmp_path, rate, prepare, disturb, absent, count=HOSTS, more=(), after
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
             processes[host] = rig.popen(host, argv, own, **pipes)
         try:
-            until = time.monotonic() + 300
-            while disturb and time.monotonic() < until:
-                if journal.exists() and journal.read_text().count(after[0]) >= after[1]:
-                    disturb(rig)
-                    break
-                time.sleep(0.1)
+            if disturb:
+                told = lambda: journal.exists() and journal.read_text().count(after[0]) >= after[1]  # noqa: E731
+                eventually(told, f"{after} in the journal", 300)
+                disturb(rig)
             out, said = processes[0].communicate(timeout=600)
         finally:
             for process in processes.values():

@@ -22,6 +22,7 @@ import resident
 from rigs.netns import missing
 from rigs.recorded import snapshot
 from rigs.results import RUN
+from rigs.tables import ROOT
 from rigs.waiting import eventually
 
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
@@ -31,7 +32,6 @@ from collectives.bench.results import BenchResult
 from contracts import plain
 from contracts.run_record import record_of
 
-ROOT = Path(__file__).parents[2]
 MARK = "TOPOFLIGHT_DRILL"
 SMALL_BENCH = ("bench", "--ranks=2", "--size=1024", "--op=all_gather", "--budget=1", "--output=json")
 # Mounts the lock of this ground over the machine's, and runs the other mount commands of the drill.

@@ -19,8 +19,9 @@ import jsonschema
 import yaml
 from jsonschema.exceptions import best_match
 from kubernetes.client import Configuration
+from rigs.crds import strict
+from rigs.tables import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read_text())
 Json = dict
 Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
@@ -356,14 +357,4 @@ def validate(kind: str, document: Json) -> None:
 
 @cache
 def _definition() -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(closed(CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
-
-
-def closed(schema):
-    made = dict(schema)
-    if "properties" in made:
-        made["properties"] = {k: v if k == "metadata" else closed(v) for k, v in made["properties"].items()}
-        made["additionalProperties"] = False
-    if "items" in made:
-        made["items"] = closed(made["items"])
-    return made
+    return jsonschema.Draft202012Validator(strict(CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))

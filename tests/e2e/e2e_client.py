@@ -9,10 +9,9 @@ import resident
 import urllib3
 from api_server import ApiServer, configuration
 from kustomization import render
+from rigs.tables import ROOT
 
 from agent.cluster.client import Client
-
-ROOT = Path(__file__).parents[2]
 
 
 def client_of(server: ApiServer) -> Client:

@@ -5,7 +5,7 @@ from pathlib import Path
 from api_server import ApiServer, Json
 
 from contracts import run_record
-from contracts.job_plan import JobPlan, RunForecast, read
+from contracts.job_config import JobPlan, RunForecast, read_plan
 from contracts.run_record import Measured, NcclChannels, RunRecord
 from finetune.post import write_termination_message
 
@@ -44,7 +44,7 @@ class Networks(ApiServer):
             seen = {"transports": ["NET/IB/0/GDRDMA"], "nccl": NcclChannels(interfaces=[])}
         record = RunRecord(
             status="complete", steps_done=30, measured=Measured(step_seconds=self.seconds[network], counted_steps=28),
-            plan=JobPlan(forecast=self.forecast or read(self.folder / f"{network}.json").forecast), **seen,
+            plan=JobPlan(forecast=self.forecast or read_plan(self.folder / f"{network}.json").forecast), **seen,
         )  # fmt: skip
         run_record.save(self.folder / "run.json", record)
         write_termination_message(self.folder / "run.json", self.folder / "word")

@@ -27,7 +27,7 @@ from agent.cluster.nodes import (
     PLURAL,
     Fleet,
     NodeRecord,
-    checks_of,
+    checks_of_nodes,
     from_resource,
     record_of_view,
     row,
@@ -204,7 +204,7 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     back = from_resource(made)
     told = row(back)
     assert told["silent"] and (told["verdict"], told["last_verdict"]) == ("unknown", "warn")
-    (check,) = checks_of(["n1"], Fleet([back]))
+    (check,) = checks_of_nodes(["n1"], Fleet([back]))
     assert check.status == "fail" and "its agent ended" in check.message
     agent_runs(time.time() + 5)
     (again,) = api.of_kind("NodeTopology")

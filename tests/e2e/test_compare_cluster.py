@@ -15,7 +15,7 @@ from rigs.tables import each_row, rows_of
 from agent.cli.bench import compare_networks
 from agent.jobs import networks
 from contracts.finding import Interval
-from contracts.job_plan import RunForecast
+from contracts.job_config import RunForecast
 
 rows = rows_of(__file__)
 
@@ -47,7 +47,7 @@ def test_each_network_has_a_job_and_each_record_comes_back(cluster: Networks, tm
     assert code == 0, output
     bars = {bar["network"]: bar for bar in found["bars"]}
     assert {name: bar["step_seconds"] for name, bar in bars.items()} == SECONDS
-    assert [bar["inside"] for bar in bars.values()] == [False, True, True]
+    assert [bar["within"] for bar in bars.values()] == [False, True, True]
     assert bars["net1"]["proof"] == ["NCCL: NET/Socket over net1"]
     assert bars["rdma"]["proof"] == ["NET/IB/0/GDRDMA"]
     assert bars["eth0"]["cost"] == pytest.approx(9.0 * 100 * 2 * 98 / 3600)

@@ -11,7 +11,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
-from contracts.job_plan import JobPlan, read
+from contracts.job_config import JobPlan, read_plan
 
 rows = rows_of(__file__)
 
@@ -43,7 +43,7 @@ def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig):
 def planned(made: dict[str, dict], folder: Path) -> JobPlan:
     """What the job's own reader makes of the ConfigMap."""
     (folder / "plan.json").write_text(made["ConfigMap"]["data"]["plan.json"])
-    return read(folder / "plan.json")
+    return read_plan(folder / "plan.json")
 
 
 def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_path: Path) -> None:
@@ -54,7 +54,6 @@ def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_pa
     assert container["command"][-2:] == ["--plan", "/etc/config/plan.json"] and "--restarts=5" in container["command"]
     assert made["Job"]["spec"]["backoffLimit"] == 5 * 2, "for each of two pods"
     config = planned(made, tmp_path).config
-    assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.dataset_name, config.dataset_config) == ("openai/gsm8k", "main")
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -78,7 +77,6 @@ def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) 
     words = ["--host", str(H100), "--model", "NousResearch/Meta-Llama-3.1-8B", "--image", "r.example/f:1"]
     made = printed(*words, "--claim", "c", "--api", "job", "--nodes", "2", "--config", str(path), "--name", "sft")
     config = planned(made, tmp_path).config
-    assert config is not None
     assert (config.model_name_or_path, config.output_dir) == ("NousResearch/Meta-Llama-3.1-8B", "/mnt/shared/a")
 
 

@@ -23,9 +23,9 @@ WORDS = [
 DRA = ("--dra", "gpu=gpu.nvidia.com", "--dra", "nic=dranet.net")
 
 
-def run_job(*words: str, host: Path | None = None) -> Result:
+def run_job(*words: str, host: Path | None = None, code: int = 0) -> Result:
     done = CliRunner().invoke(launch, ["--host", str(host or path_of()), *WORDS, *words])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == code, done.output
     return done
 
 
@@ -91,18 +91,12 @@ def test_a_queue_is_told_of_classes_that_it_must_count(kubeconfig, words, classe
         assert (f"deviceClassMappings name {classes};" in done.stderr) == bool(queue)
 
 
-def refused(*words: str) -> Result:
-    done = CliRunner().invoke(launch, ["--host", str(path_of()), *WORDS, *words])
-    assert done.exit_code in (1, 2), done.output
-    return done
-
-
 def test_a_cluster_without_dra_refuses_the_claim(kubeconfig):
     """Its API server does, in the dry run, by its own words and the object; nothing is made."""
     for path in [path for path in kubeconfig.kinds if "resource.k8s.io" in path]:
         del kubeconfig.kinds[path]
-    done = refused(*DRA)
-    assert done.exit_code == 1 and "nothing was created" in done.output
+    done = run_job(*DRA, code=1)
+    assert "nothing was created" in done.output
     assert "resourceclaimtemplate/sft-gpu-nic: the API server says 404" in done.output
     assert "is resource.k8s.io/v1 served by this cluster?" in done.output
     assert kubeconfig.of_kind("Job") == []
@@ -111,8 +105,7 @@ def test_a_cluster_without_dra_refuses_the_claim(kubeconfig):
 @each_row(("words", "told"), rows("no_class"))
 def test_what_names_no_class_is_refused(kubeconfig, words, told):
     """By its option, as a usage error."""
-    done = refused(*words)
-    assert done.exit_code == 2 and told in done.output
+    assert told in run_job(*words, code=2).output
 
 
 def test_beside_multus_the_claim_takes_the_rdma_device_once(kubeconfig):
@@ -122,8 +115,7 @@ def test_beside_multus_the_claim_takes_the_rdma_device_once(kubeconfig):
     assert limits(made["Job"])["rdma/shared_eth"] == "1"
     forced = {each["kind"]: each for each in yaml.safe_load_all(run_job("--dry-run", *DRA, host=roce).stdout)}
     assert limits(forced["Job"]) == {}
-    both = CliRunner().invoke(launch, ["--host", str(roce), *WORDS, "--dry-run", *DRA, "--resource", "rdma/x=1"])
-    assert both.exit_code == 2
+    both = run_job("--dry-run", *DRA, "--resource", "rdma/x=1", host=roce, code=2)
     assert "--resource rdma/x: with --dra the claim requests GPU and NIC" in both.output
 
 

@@ -10,8 +10,7 @@ from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.cli.launch import launch
-from contracts.job_config import read_config
-from contracts.job_plan import read
+from contracts.job_config import read_config, read_plan
 
 USERS = Path(__file__).parents[1] / "finetune" / "jobs" / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
 
@@ -36,7 +35,7 @@ def test_the_user_s_file_is_launched_as_it_stands(kubeconfig, tmp_path, kind, cr
     assert printed["ConfigMap"]["data"]["plan.json"] == files["data"]["plan.json"]
     assert "--config" not in str(job) and "/etc/config/plan.json" in str(printed)
     (tmp_path / "plan.json").write_text(files["data"]["plan.json"])
-    plan, (config, _, notes) = read(tmp_path / "plan.json"), read_config(USERS)
+    plan, (config, _, notes) = read_plan(tmp_path / "plan.json"), read_config(USERS)
     assert plan.config == config  # every setting, and nothing beside it
     assert plan.notes == tuple(notes) and all(f"note: {text}" in done.stderr for text in notes)
     layout = plan.layout

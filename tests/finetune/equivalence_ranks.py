@@ -24,11 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from contracts.job_config import JobConfig
 from contracts.layout import Layout
-from finetune.data import Loader, prepare
 from finetune.loop import build_optimizer, clip_gradients
 from finetune.model import build_model
 from finetune.parallel import Engine, build_mesh
-from finetune.rows import load_tokenizer
+from finetune.rows import Loader, load_tokenizer, prepare
 from finetune.verify import compare, observe
 from finetune.weights import fill, place, source_of
 

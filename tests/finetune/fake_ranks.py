@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from contracts.job_config import JobConfig
 from contracts.layout import Layout
-from finetune.data import Batch
 from finetune.model import build_model
 from finetune.parallel import Engine, build_mesh
+from finetune.rows import Batch
 from finetune.verify import compare, observe
 
 KINDS = {

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,11 @@ from click.testing import CliRunner
 from rigs.benchmarks import OWN_LOCK
 from rigs.netns import hosts
 from rigs.tables import ROOT, each_row
+from rigs.waiting import eventually
 
 from agent.cli.bench import compare_networks
 from agent.jobs import namespaces
-from agent.jobs.networks import Bar, NetworkBars, _how_ended, bar_of, picture, priced, proof_of
+from agent.jobs.networks import NetworkBar, NetworkBars, _how_ended, add_cost, bar_of, picture, proof_of
 from contracts.finding import Interval
 from contracts.run_record import record_of
 
@@ -48,9 +48,9 @@ def test_a_run_stands_for_a_network_only_where_it_was_seen_to_take_it(members, i
 def test_only_a_proven_complete_run_is_a_bar():
     """What failed, was not proven or names no step time says why, and has no number."""
     over = {"transports": ["gloo: TCP over net1 (10.0.0.1)"]}
-    bar = Bar(network="net1")
+    bar = NetworkBar(network="net1")
     good = bar_of(bar, record(**over), "net1")
-    assert (good.status, good.step_seconds, good.inside) == ("measured", 1.1, True)
+    assert (good.status, good.step_seconds, good.within) == ("measured", 1.1, True)
     elsewhere = bar_of(bar, record(**over), "eth0")
     assert (elsewhere.status, elsewhere.step_seconds) == ("unproven", None)
     assert bar_of(bar, None, "net1").status == "failed"
@@ -61,11 +61,11 @@ def test_only_a_proven_complete_run_is_a_bar():
 
 def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_network():
     """Two nodes at 3.60 an hour cost 0.002 a second; what was not had has words in place of a bar."""
-    over = [bar_of(Bar(network=name), record(transports=[f"gloo: TCP over {name} (10.0.0.1)"]), name)
+    over = [bar_of(NetworkBar(network=name), record(transports=[f"gloo: TCP over {name} (10.0.0.1)"]), name)
             for name in ("eth0", "net1")]  # fmt: skip
-    found = priced(NetworkBars(
+    found = add_cost(NetworkBars(
         title="<title> & more", where="here", nodes=2, steps=1000, node_hour_price=3.60,
-        bars=(*over, Bar(network="RDMA", status="not available", why="no RDMA device")),
+        bars=(*over, NetworkBar(network="RDMA", status="not available", why="no RDMA device")),
     ))  # fmt: skip
     assert [bar.run_seconds for bar in found.bars] == [pytest.approx(1100.0)] * 2 + [None]
     assert [bar.cost for bar in found.bars] == [pytest.approx(2.2)] * 2 + [None]
@@ -75,7 +75,9 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
     rectangles = [one for one in drawn.iter() if one.tag.endswith("}rect") and one.get("fill") == "#1f6feb"]
     assert len(rectangles) == 2
     assert "no RDMA device" in "".join(drawn.itertext())
-    failed = replace(found, bars=(Bar(network="eth0", status="failed"), Bar(network="net1", status="unproven")))
+    failed = replace(
+        found, bars=(NetworkBar(network="eth0", status="failed"), NetworkBar(network="net1", status="unproven"))
+    )
     assert (failed.exit_code, replace(failed, bars=failed.bars[1:]).exit_code) == (3, 5)
 
 
@@ -87,7 +89,7 @@ def test_a_run_that_failed_names_the_rank_that_failed_first_and_its_error(tmp_pa
     told = _how_ended(codes, tmp_path)
     assert told == why
     bars = NetworkBars(title="", where="", nodes=2, steps=1, node_hour_price=None,
-                       bars=(Bar(network="eth0", status="failed", why=told),))  # fmt: skip
+                       bars=(NetworkBar(network="eth0", status="failed", why=told),))  # fmt: skip
     drawn = ElementTree.fromstring(picture(bars))  # noqa: S314 - our own
     assert told in " ".join(text.strip() for text in drawn.itertext())
 
@@ -116,7 +118,7 @@ def test_where_no_namespace_can_be_made_it_is_refused_with_the_reason_or_left_ou
     assert (left.returncode, left.stderr) == (0, f"networks: not compared: {why}\n")
 
 
-needs_namespaces = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "can")
+needs_namespaces = pytest.mark.skipif(bool(namespaces.why_unavailable()), reason=namespaces.why_unavailable() or "can")
 
 
 @needs_namespaces
@@ -136,13 +138,13 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
         gain = eth0["step_seconds"] - net1["step_seconds"]
         # as uncertain as the slow step
         least, most = (eth0["forecast"][end] - net1["forecast"]["mid"] for end in ("low", "high"))
-        if eth0["inside"] and net1["inside"] and least < gain < most:
+        if eth0["within"] and net1["within"] and least < gain < most:
             break
     assert [eth0["proof"], net1["proof"]] == [
         ["gloo: TCP over eth0 (10.244.0.1)"],
         ["gloo: TCP over net1 (10.244.1.1)"],
     ]
-    assert [eth0["inside"], net1["inside"]] == [True, True], done.stdout
+    assert [eth0["within"], net1["within"]] == [True, True], done.stdout
     assert least < gain < most, done.stdout
     slow, fast = (json.loads(Path(bar["record"]).read_text()) for bar in (eth0, net1))
     assert slow["loss"] == pytest.approx(fast["loss"], rel=1e-5), "the network changes the time and nothing else"
@@ -221,13 +223,9 @@ def test_nothing_is_left_however_it_ends(tmp_path, number):
     argv = [*OWN_LOCK, sys.executable, "-m", "agent.cli", "compare-networks", "--report", str(tmp_path)]
     verb = psutil.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 120
-        held = []
-        while len(held) < 2 and time.monotonic() < until:
-            held = [child for child in verb.children(recursive=True) if cmdline(child)[:1] == ["cat"]]
-            time.sleep(0.05)
+        holders = lambda: [one for one in verb.children(recursive=True) if cmdline(one)[:1] == ["cat"]]  # noqa: E731
+        eventually(lambda: len(holders()) == 2, "both hosts are there")
         children = verb.children(recursive=True)
-        assert len(held) == 2
         verb.send_signal(number)
         verb.wait(20)  # also while it imports torch
         assert not psutil.wait_procs(children, timeout=120)[1]

@@ -16,12 +16,11 @@ from finetune.parallel import refusals
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue
 from planner.forecast import machines
-from planner.forecast.compute import cpu_rates
+from planner.forecast.compute import Job, cpu_rates
 from planner.forecast.links import links_of
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import KNOWN, model_named
 from planner.forecast.specs import TrainSpec
-from planner.forecast.step_time import Job
 from planner.recommend import plan
 from planner.search import first_broken, search
 from planner.stacks import TOPOFLIGHT

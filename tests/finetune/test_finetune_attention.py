@@ -7,9 +7,8 @@ from rigs.command import python
 from rigs.tables import each_row
 
 from contracts.job_config import JobConfig
-from finetune.data import collate, pack, prepare
 from finetune.model import attend, cut, find_documents
-from finetune.rows import load_tokenizer
+from finetune.rows import collate, load_tokenizer, pack, prepare
 
 pytestmark = pytest.mark.long
 

@@ -14,13 +14,15 @@ from contracts import trl
 from contracts.job_config import (
     ConfigError,
     JobConfig,
+    JobPlan,
+    dump_plan,
     known_settings,
     parse_config,
     parse_layout,
     read_config,
+    read_plan,
     resolve_layout,
 )
-from contracts.job_plan import JobPlan, dumps, read as read_plan
 from contracts.layout import Layout
 from finetune.parallel import settle_layout
 
@@ -112,7 +114,7 @@ def test_the_plan_is_one_document(tmp_path):
     plan = JobPlan(config=config, layout=layout, notes=tuple(notes),
                    environment={"NCCL_DEBUG": "INFO"}, transport={"network": "IB"})  # fmt: skip
     path = tmp_path / "plan.json"
-    path.write_text(dumps(plan))
+    path.write_text(dump_plan(plan))
     assert read_plan(path) == plan
     other = read_plan(path, ["max_length=512", "layout.micro_batch=4"])
     assert (other.config.max_length, other.config.layout["micro_batch"]) == (512, 4)
@@ -120,7 +122,7 @@ def test_the_plan_is_one_document(tmp_path):
         settle_layout(other, 2, has_gpu=True)
     for odd, words in (({"job": {}}, "unknown 'job'"), ({"config": {"maximum": 7}}, "unknown setting 'maximum'"),
                        ({"config": 3}, "config: must be a mapping"), ({"schema_version": 9}, "reads 1")):  # fmt: skip
-        path.write_text(json.dumps({**json.loads(dumps(plan)), **odd}))
+        path.write_text(json.dumps({**json.loads(dump_plan(plan)), **odd}))
         with pytest.raises(ConfigError, match=words):
             read_plan(path)
     path.write_text("[1]")
@@ -169,27 +171,19 @@ def test_what_trl_says_of_the_layout(raw, layout):
 
 def test_all_wrong_settings_of_a_file_are_named_at_once():
     """One correction, not one a start; of a long value its beginning."""
-    several = {"push_to_hub": True, "trust_remote_code": True, "lora_r": "x", "lora_alpha": -1, "report_to": "wandb",
-               "fp16": True, "warmup_ratio": "y", "bf16": "perhaps", "fsdp": "all",
-               "deepspeed": "no.json",
-               "dataset_mixture": {"datasets": [{"id": f"org/name-{n}"} for n in range(50)]}}  # fmt: skip
+    several = SETTINGS["several"]
     with pytest.raises(ConfigError) as caught:
         parse_config(several)
     text = str(caught.value)
     assert [name for name in several if f"{name}=" in text] == [name for name in several if name != "fp16"]
-    with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr'; close: lora_r.*report_to='wandb'.*fp16=true"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr' \(close: lora_r.*report_to='wandb'.*fp16=true"):
         parse_config({"lora_rr": 8, "fp16": True, "report_to": "wandb"})
     assert "org/name-0" in text and "org/name-9" not in text
 
 
 def test_a_dump_of_transformers_defaults_asks_for_nothing():
     """What TrainingArguments.to_dict() writes beside the settings: -1, empty lists, empty mappings."""
-    raw = {"max_steps": -1, "warmup_ratio": 0.0, "warmup_steps": 0, "fsdp": [], "deepspeed": None, "debug": [],
-           "lr_scheduler_kwargs": {}, "optim": "adamw_torch_fused", "label_smoothing_factor": 0.0, "past_index": -1,
-           "fsdp_config": {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False},
-           "accelerator_config": {"split_batches": False}, "local_rank": 0, "torchdynamo": None, "data_seed": None,
-           "save_total_limit": None, "hub_token": None, "ddp_timeout": 1800, "no_cuda": False}  # fmt: skip
-    config, said, notes = parse_config(raw)
+    config, said, notes = parse_config(SETTINGS["dump"])
     assert said == {"warmup_steps": 0.0, "save_total_limit": None}
     assert dataclasses.replace(config, save_total_limit=1) == JobConfig()
     assert not [note for note in notes if "taken" in note]
@@ -199,10 +193,7 @@ def test_a_dump_of_transformers_defaults_asks_for_nothing():
 
 def test_quoted_truths_and_numbers_are_read_as_argparse_reads_them():
     """TrlParser makes a file's values its parser's defaults: texts among them go through transformers' own readers."""
-    raw = {"packing": "yes", "bf16": "True", "gradient_checkpointing": "false", "torch_compile": "t", "fsdp": "true",
-           "fsdp_config": {"offload_params": "no", "reshard_after_forward": "false"}, "do_train": "True",
-           "push_to_hub": "0", "max_steps": "8", "per_device_train_batch_size": "4"}  # fmt: skip
-    config, *_ = parse_config(raw)
+    config, *_ = parse_config(SETTINGS["quoted"])
     assert (config.packing, config.max_steps) == (True, 8)
     layout = {"precision": "bf16", "checkpointing": "none", "compile": True, "sharding": "zero3", "offload": "none",
               "reshard_after_forward": False, "micro_batch": 4}  # fmt: skip
@@ -211,14 +202,10 @@ def test_quoted_truths_and_numbers_are_read_as_argparse_reads_them():
     assert parse_config({"num_train_epochs": 0, "max_steps": 2})[0].max_steps == 2
 
 
-DECAYING = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}  # fmt: skip
-
-
 def test_a_schedule_of_deepspeed_is_transformers_own():
     """Where it leaves its numbers to the file; another one beside it is refused, and so are numbers of its own."""
-    assert parse_config({"deepspeed": DECAYING})[0].lr_scheduler_type == "linear"
-    constant = {**DECAYING, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    assert parse_config({"deepspeed": SETTINGS["decaying"]})[0].lr_scheduler_type == "linear"
+    constant = {**SETTINGS["decaying"], "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     config = parse_config({"deepspeed": constant, "lr_scheduler_type": "constant_with_warmup"})[0]
     assert config.lr_scheduler_type == "constant_with_warmup"
     with pytest.raises(ConfigError, match="lr_scheduler_type='constant_with_warmup', and the file says 'cosine'"):
@@ -261,6 +248,7 @@ def test_every_row_of_the_option_tables_is_sound():
     for name, member in (
         *names["in_layout"].items(),
         *((option, member) for member, option in names["spelled"].items()),
+        *((option, member) for member, row in names["switch"].items() for option in row["options"]),
         *names["deepspeed"]["members"].items(),
         *((word, member) for word, sets in names["fsdp"].items() for member in sets),
     ):

@@ -13,8 +13,7 @@ from rigs.tables import each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import rows as row_reader
-from finetune.data import Loader, collate, pack, prepare
-from finetune.rows import IGNORED, encode, load_tokenizer
+from finetune.rows import IGNORED, Loader, collate, encode, load_tokenizer, pack, prepare
 
 rows = rows_of(__file__)
 
@@ -279,11 +278,7 @@ def test_the_card_says_which_files_a_split_has(tmp_path):
         ("main", "test"): ["main/a.parquet", "main/b.jsonl"],
         ("socratic", "train"): ["socratic/one.parquet"],
     }
-    for settings, split, word in (
-        ({}, "train", "must be one of main, socratic"),
-        ({"dataset_config": "mian"}, "train", "'mian': must be one of main, socratic"),
-        ({"dataset_config": "socratic"}, "test", "socratic has train"),
-    ):
+    for settings, split, word in rows("card")():
         with pytest.raises(ConfigError, match=word):
             load_rows(job(tmp_path, **settings), split)
     split = "configs: [{config_name: a, data_files: [{split: x}]}]"  # without its path
@@ -347,31 +342,14 @@ def test_nothing_of_datasets_is_written_or_asked(tmp_path):
     python(code, HF_HOME="/proc/none", HOME="/proc/none", XDG_CACHE_HOME="/proc/none")
 
 
-BAD_ROWS = {  # file -> content, words of the message
-    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', ["broken.jsonl", "row 1"]),
-    "list.jsonl": (b'{"text": "a"}\n\n[1]\n', ["list.jsonl", "row 1", "from object to array"]),
-    "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', ["latin.jsonl", "utf-8"]),
-    "null.jsonl": (b'{"text": "a"}\n{"text": null}\n', ["null.jsonl: row 2", "dataset_text_field"]),
-    "number.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": 7}\n', ["number.jsonl: row 3", "dataset_text_field"]),
-    "half.jsonl": (b'{"question": "a?", "answer": "b"}\n{"question": "a?"}\n', ["half.jsonl: row 2", "question"]),
-    "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b'{"a":' * 12 + b"1" + b"}" * 12 + b"}\n", ["deep.jsonl: row 2"]),
-    "list.json": (b'[{"text": "a"}, {"text": "b"}, {"text": null}]', ["list.json: row 3"]),
-    "cut.json": (b'[{"text": "a"}, {"text": ', ["cut.json"]),
-    "empty.jsonl": (b"", ["empty.jsonl", "no rows"]),
-    "rows.csv": (b'question,answer\n"a', ["rows.csv"]),
-    "rows.txt": (b"a", ["rows.txt", ".jsonl"]),
-}  # fmt: skip
-
-
 def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path):
     """A broken line, a row that is no mapping, a null cell, a number in place of a text; each in one line."""
     parquet(tmp_path / "null.parquet", [{"text": "a"}, {"text": None}])
-    rows = {**BAD_ROWS, "null.parquet": (None, ["null.parquet: row 2", "dataset_text_field"])}
     wrong = []
-    for name, (content, words) in rows.items():
+    for name, (content, words) in rows("unread")().items():
         path = tmp_path / name
         if content is not None:
-            path.write_bytes(content)
+            path.write_bytes(content.encode("latin-1"))
         config = job(path)
         try:
             prepare(config, "train", load_tokenizer(config))

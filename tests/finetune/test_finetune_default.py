@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from contracts.job_config import read_config
-from finetune import data
+from finetune import rows
 from finetune.rows import IGNORED, load_tokenizer
 
 ROWS = "dataset_rows=320"  # 20 steps of 16
@@ -55,7 +55,7 @@ def test_the_adapter_in_plain_transformers_has_the_loss_of_the_trained_engine(tr
 
     _, record = trained
     config, _, _ = read_config(None, [ROWS])
-    examples, _ = data.prepare(config, config.dataset_test_split, load_tokenizer(config))
+    examples, _ = rows.prepare(config, config.dataset_test_split, load_tokenizer(config))
 
     def padded(rows, name, fill):  # on the right, where causal attention never looks
         return pad_sequence([torch.tensor(getattr(one, name)) for one in rows], batch_first=True, padding_value=fill)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from rigs.hub import Hub, parquet, silent
+from rigs.hub import Hub, parquet
 from rigs.tables import ROOT, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -27,19 +27,13 @@ from transformers import (
 )
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
-SMALL = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
-}  # fmt: skip
+JOBS = yaml.safe_load((Path(__file__).with_name("jobs") / "hub.yaml").read_text())
+SMALL, JOB = JOBS["small"], JOBS["job"]
 # Llama 3's shape of a talk, with a mark that stands nowhere else, so that a test sees whose template was used.
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-JOB = {
-    "use_peft": True, "lora_r": 4, "learning_rate": 1e-2, "max_length": 96, "per_device_train_batch_size": 4,
-    "max_steps": 2, "save_strategy": "no", "profile_steps": 0, "logging_steps": 1, "completion_only_loss": True,
-}  # fmt: skip
 # One interpreter for each hub and cache, as their variables are read while libraries are imported, which takes longer
 # than the training itself. It runs the jobs of each line of standard input in forks, one fork for each rank.
 DRIVER = """
@@ -96,11 +90,15 @@ def tokenizer_of(folder, unused=0):
 
 
 def model_at(folder, shape, **more):
-    """A random model with tokenizer, in shards."""
+    """A random model with tokenizer, in shards that only the index names."""
     size = tokenizer_of(folder)
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(shape(vocab_size=size, **SMALL, **more))
     made.save_pretrained(folder, max_shard_size="40KB")
+    index = folder / "model.safetensors.index.json"
+    for shard in folder.glob("model-*.safetensors"):
+        shard.rename(folder / shard.name.replace("model-", "part-"))
+    index.write_text(index.read_text().replace('"model-', '"part-'))
     return folder
 
 
@@ -225,7 +223,6 @@ class Driver:
 
 
 GSM = {"dataset_name": "openai/gsm8k", "dataset_config": "main"}
-JOBS = yaml.safe_load((Path(__file__).with_name("jobs") / "hub.yaml").read_text())
 
 
 def job_of(row):
@@ -376,7 +373,8 @@ def test_no_token_is_written_anywhere(online, home):
 
 def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(online, driver, hub, tmp_path):
     """What the cache holds is trained; what it does not hold is refused, naming the hub; nothing waits without end."""
-    listening, mute = silent()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)  # takes connections and never says a word
+    mute = f"http://127.0.0.1:{listening.getsockname()[1]}"
     new = ({"model_name_or_path": "meta/unseen", **GSM}, {})
     hub.failing = 503
     with ThreadPoolExecutor(1) as beside, Driver(tmp_path, mute, HF_HUB_ETAG_TIMEOUT="1") as alone:

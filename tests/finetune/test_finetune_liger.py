@@ -5,17 +5,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from rigs.tables import ROOT
 
-ROOT = Path(__file__).parents[2]
 CODE = """
 import json, sys, torch
 from filled import filled_model
 
 from contracts.job_config import JobConfig
-from finetune.data import collate, prepare
+from finetune.rows import collate, prepare
 from finetune.model import cut
 from finetune.rows import load_tokenizer
 

@@ -19,12 +19,11 @@ from contracts.job_config import ConfigError, JobConfig
 from contracts.layout import ROPE_TYPES, Layout
 from finetune import train
 from finetune.checkpoint import start_moments, training_state
-from finetune.data import collate, pack, prepare
 from finetune.loop import build_schedule, clip_gradients
 from finetune.model import build_model, causal_lm, cut
 from finetune.parallel import parallelize, refusals, stage_bounds
 from finetune.recorder import measure_communication
-from finetune.rows import IGNORED, load_tokenizer
+from finetune.rows import IGNORED, collate, load_tokenizer, pack, prepare
 from planner.forecast.engine import share_of
 from planner.forecast.memory import checkpoint_bytes
 from planner.forecast.models import model_from_config
@@ -33,10 +32,7 @@ from planner.stacks import TOPOFLIGHT
 
 pytestmark = pytest.mark.long
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
-SMALL = {
-    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16, "tie_word_embeddings": False,
-}  # fmt: skip
+SMALL = ROWS["small"]
 FAMILIES = {
     "llama": None,
     "mistral": MistralConfig(**SMALL),

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rigs.tables import ROOT
 
 from finetune.checkpoint import list_checkpoints
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("forked_ranks")]
-ROOT = Path(__file__).parents[2]
 STEPS = 60  # max_steps of the job
 JOB = Path(__file__).with_name("resume_job.yaml").read_text(encoding="utf-8")
 

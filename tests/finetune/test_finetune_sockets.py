@@ -4,40 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from rigs.tables import ROOT, each_row
 
 from finetune.channels import gloo_transports
 
-INTERFACES = {"10.0.0.1": "net1", "192.0.2.1": "eth0", "10.0.0.2": "net1", "192.0.2.2": "eth0"}
-OVER_NET1 = (("10.0.0.1", 4001), ("10.0.0.2", 5001))
-OVER_ETH0 = (("192.0.2.1", 4002), ("192.0.2.2", 5002))
-ROUTED = (("10.0.0.1", 4001), ("192.0.2.2", 5003))
-TO_A_HUB = (("192.0.2.1", 4003), ("198.51.100.7", 443))
+ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 
 
-UNKNOWN = "gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"
-
-
-@each_row(
-    ("first", "second", "interfaces", "told"),
-    [
-        # another connection, to a hub say, is not the ranks'
-        ((OVER_NET1, TO_A_HUB), (OVER_NET1[::-1],), INTERFACES, ["gloo: TCP over net1 (10.0.0.1)"]),
-        # rank 0 accepts at net1's address what a route brings over eth0
-        ((ROUTED,), (ROUTED[::-1],), INTERFACES,
-         ["gloo: TCP over net1 (10.0.0.1)", "gloo: TCP over eth0 (192.0.2.2)"]),
-        ((OVER_ETH0,), (OVER_ETH0[::-1],), {**INTERFACES, "192.0.2.1": "an unknown interface"},
-         ["gloo: TCP over an unknown interface (192.0.2.1)", "gloo: TCP over eth0 (192.0.2.2)"]),
-        ((OVER_NET1,), ((OVER_NET1[1], ("172.16.5.9", 3)),), INTERFACES, [UNKNOWN]),  # translated
-        ((), (), {}, [UNKNOWN]),
-        ((OVER_NET1,), None, INTERFACES, []),  # a rank that is alone has no transport to know
-    ],
-)  # fmt: skip
+@each_row(("first", "second", "interfaces", "told"), ROWS["connections"])
 def test_connections_between_ranks_are_told_with_their_interface(first, second, interfaces, told):
     """Those of which two ranks hold the two ends."""
-    ranks = [{ends: interfaces[ends[0][0]] for ends in seen} for seen in (first, second) if seen is not None]
+    ranks = [{tuple(map(tuple, ends)): interfaces[ends[0][0]] for ends in seen}
+             for seen in (first, second) if seen is not None]  # fmt: skip
     assert gloo_transports(ranks) == told
 
 

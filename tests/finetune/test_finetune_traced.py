@@ -25,7 +25,7 @@ from planner.forecast import machines
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights
-from planner.forecast.step_time import sent
+from planner.forecast.step_time import prepare_step
 from planner.recommend import plan
 from planner.search import search
 from planner.stacks import TOPOFLIGHT as ENGINE
@@ -110,12 +110,38 @@ def traced(folder, cases):
     return found
 
 
+def counted(job, layout, last):
+    """The bytes of a step's collectives by mesh dimension and kind, on a rank of the first or of the last stage.
+
+    Each counts with its larger side; a tensor-parallel all-gather or reduce-scatter is half an all-reduce.
+    """
+    step, engine = prepare_step(job, ENGINE.as_run(layout)), ENGINE
+    layout, share, micro = step.layout, step.share, step.layout.gradient_accumulation
+    found, reduced = {}, engine.reduced_bytes(job.train, layout)
+    if share.sharded:
+        gathers, again = engine.gathers(layout), engine.gathers_again(layout)
+        stored = again * step.stored_bytes
+        if last and layout.pp > 1:  # the last unit stays gathered after the first forward pass
+            stored = (gathers + again - 1) * step.head_bytes
+        found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
+        found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
+    if layout.dp_replicate > 1 or (layout.data_parallel > 1 and not share.sharded):
+        found["dp_replicate", "all_reduce"] = reduced * share.part(share.trained, 0.0, sharded=share.sharded)
+    if layout.tp > 1:
+        rounds = share.layers * engine.tensor_parallel_rounds(layout)
+        rounds += engine.tensor_parallel_ends(job.train, layout, last=last)
+        found["tp", "all_reduce"] = micro * rounds * step.hidden_bytes
+    if layout.pp > 1:
+        found["pp", "send"] = (2 * layout.virtual_stages - 1) * micro * step.message_bytes
+    return found
+
+
 def hold(got, name, method, layout, layers=None, stage=0):
     """One traced stage of a layout against the forecast's bytes."""
     assert got["mismatches"] == [], got["name"]
     model = replace(model_named(name), layers=layers or layers_of(layout))
     job = planned(model, method, layout.world_size).job
-    due, heard = sent(job, layout, last=stage > 0), Counter()
+    due, heard = counted(job, layout, last=stage > 0), Counter()
     between = 0 < stage < layout.pp - 1
     if between:  # hands on in both directions
         due["pp", "send"] *= 2 * layout.virtual_stages / (2 * layout.virtual_stages - 1)

@@ -11,7 +11,7 @@ from test_finetune_hub import model_at, sums
 from transformers import LlamaConfig
 
 from agent.cli.launch import launch
-from contracts import job_plan, run_record
+from contracts import job_config, run_record
 from finetune.checkpoint import list_checkpoints
 
 USERS = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
@@ -40,10 +40,10 @@ def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path
     words = ("launch", "--config", USERS, "--ranks", "2", "--no-preflight", "--output", out)
     done = interpreter("-m", "agent.cli", *words, seconds=800, without=("HF_", "KUBE"), **environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    record, plan = run_record.read(out / "run.json"), job_plan.read(out / "plan.json")
+    record, plan = run_record.read(out / "run.json"), job_config.read_plan(out / "plan.json")
     assert (record.status, record.exit_code) == ("complete", 0)
     assert record.steps_done == 10  # 10 epochs of one step: 64 rows, 2 ranks x 32
-    assert record.plan == plan and plan.config is not None and plan.layout is not None
+    assert record.plan == plan
     layout = plan.layout
     assert (layout.family, layout.micro_batch, layout.gradient_accumulation) == ("FSDP", 32, 1)
     assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)

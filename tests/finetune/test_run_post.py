@@ -13,7 +13,7 @@ from rigs.command import interpreter
 from rigs.serving import answering
 from rigs.tables import ROOT, each_row
 
-from contracts.job_plan import JobPlan
+from contracts.job_config import JobPlan
 from contracts.layout import Layout
 from finetune import post
 from finetune.recorder import Recorder

@@ -14,25 +14,20 @@ import yaml
 from click.testing import CliRunner
 from rigs.command import ROOT, interpreter
 from rigs.hub import Hub, parquet
+from rigs.tables import rows_of
 from test_finetune_hub import model_at
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from contracts import run_record
-from contracts.job_config import ConfigError, JobConfig
-from contracts.job_plan import JobPlan, parse_layout, read
-from finetune.data import Loader
+from contracts.job_config import ConfigError, JobConfig, JobPlan, parse_layout, read_plan
+from finetune.rows import Loader
 
+rows = rows_of(__file__)
 HERE = Path(__file__).parent
 RECIPES = yaml.safe_load((HERE / "jobs" / "recipes.yaml").read_text())
-# architectures that the built-in trainer does not have, with what their configurations call otherwise
-OTHERS: dict[str, dict[str, int]] = {
-    "falcon": {},
-    "gpt_neox": {},
-    "phi": {},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-}
+OTHERS: dict[str, dict[str, int]] = rows("others")()
 SIZES = {**OTHERS, "gemma": {"head_dim": 8}, "smollm3": {"pad_token_id": 1}}
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -73,7 +68,7 @@ def planned(folder: Path, settings: dict, *words: str) -> tuple:
     if done.exit_code:
         return None, f"exit code {done.exit_code}: {' '.join(done.output.split())}"
     (folder / "plan.json").write_text(done.stdout)
-    return read(folder / "plan.json"), done.stderr
+    return read_plan(folder / "plan.json"), done.stderr
 
 
 def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[int]:
@@ -83,7 +78,7 @@ def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[in
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         ports = [one.getsockname()[1] for one in sockets]
-    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read(plan).environment}
+    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read_plan(plan).environment}
              for (plan, stop), port in zip(plans, ports, strict=True)]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "no_proxy": "*"}
@@ -120,12 +115,7 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
     """All refusals of a file in one answer; a layout that TRL's trainer lacks; what only the built-in one makes."""
     whole = {"model_name_or_path": "own/llama", "dataset_name": "own/sums", "use_peft": True}
     wrong = []
-    for settings, words, told in (
-        ({"dataset_mixer": {"a": 1.0}, "lora_rr": 1, "max_steps": "x"}, (), ["dataset_mixer", "'lora_rr'", "='x'"]),
-        ({"lr_scheduler_type": "polynomial", "layout": {"pp": 2}}, (), ["PP", "polynomial"]),
-        ({"report_to": "wandb", "fp16": True}, ("--trainer", "topoflight"), ["wandb", "fp16=true"]),
-        ({"model_name_or_path": "random:tiny-llama"}, ("--trainer", "trl"), ["random:tiny-llama: only the built-in"]),
-    ):  # fmt: skip
+    for settings, words, told in rows("refused")():
         plan, said = planned(tmp_path, {**whole, **settings}, "--ranks", "2", *words)
         if plan is not None or any(word not in said for word in told):
             wrong.append((settings, said[-600:]))
@@ -133,7 +123,7 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
 
 
 def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of an unknown kind or with a broken line. Neither is a traceback."""
+    """Rows of an unknown kind or with a broken line, and a mixture without data sets. None is a traceback."""
     from finetune import sft_trl
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -145,6 +135,9 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=word):
             sft_trl.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
+    for mixture in (3, {}, {"datasets": []}, {"datasets": [{"path": "own/sums"}]}):
+        with pytest.raises(ConfigError, match="mappings with id"):
+            sft_trl.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
 
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:

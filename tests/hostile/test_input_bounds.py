@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fuzz_targets import targets
 from rigs.command import process, python
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice.advise import Request
 from agent.base.options import InputError, RequestError, read_input
@@ -24,8 +24,7 @@ from collectives.traces.ras import RasError, read as read_ras
 from contracts import bounded, run_record
 from contracts.bounded import ArchiveError, TooLargeError, open_regular, zip_files
 from contracts.host_list import HostListError, expand_host_list
-from contracts.job_config import ConfigError, read_mapping
-from contracts.job_plan import read as read_plan
+from contracts.job_config import ConfigError, read_mapping, read_plan
 from contracts.plain import PlainError, loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
@@ -39,6 +38,7 @@ from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
 
+tables = rows_of(__file__)
 MIB = 1 << 20
 DEEP = b"[" * 100_000
 JUST_TOO_DEEP = b"[" * 900 + b"]" * 900  # which Python's own reader still takes
@@ -161,20 +161,13 @@ def test_an_archive_costs_no_more_than_its_files(tmp_path: Path) -> None:
         unpack_bundle(b"x" * 2048)
 
 
-READERS = [
-    "evidence {0}", "why {0}", "why --ras {0} {1}", "lint-env {0}", "topo --from {0}",
-    "scan --host {0}", "diff {0} {1}", "preflight --host {1} --expect-file {0}", "preflight --host {1} --baseline {0}",
-    "wrap {0}", "launch --config {0} --host {1} --dry-run", "recommend --host {1} --model {0}",
-    "recommend --host {1} --calibration {0}",
-]  # fmt: skip
-
-
 def test_a_pipe_or_a_device_given_as_a_file_is_refused_at_once(tmp_path: Path) -> None:
     """Opening a pipe waits for its writer; reading /dev/zero never ends. Standard input is the way for a pipe."""
     machine = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
     os.mkfifo(pipe := tmp_path / "pipe.json", 0o600)
     (link := tmp_path / "link.json").symlink_to("/dev/zero")
-    rows = [[word.format(name, machine) for word in row.split()] for row in READERS for name in (pipe, link)]
+    verbs = tables("readers")()
+    rows = [[word.format(name, machine) for word in row.split()] for row in verbs for name in (pipe, link)]
     code = """
 import json, sys
 from click.testing import CliRunner
@@ -209,12 +202,4 @@ def test_the_bound_is_the_last_size_that_is_read(tmp_path: Path) -> None:
 
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     """A new target is thought about."""
-    bounded = {
-        "recording", "network_status", "baseline", "run", "bench_result", "machine",
-        "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
-        "topo_xml", "flight_recorder", "ras_answer", "rank_state", "batch_script",
-    }  # fmt: skip
-    # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice;
-    # 64 MiB of the own child
-    flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file", "outcome"}
-    assert set(targets()) == bounded | flat
+    assert set(targets()) == set(tables("bounded")()) | set(tables("flat")())

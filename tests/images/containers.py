@@ -14,8 +14,8 @@ from pathlib import Path
 
 import yaml
 from rigs.packages import CACHE, apt_installed, debian_root, one_installs
+from rigs.tables import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 HOME = CACHE / "containers"
 BASE = "localhost/base:debian"
 SECONDS = 900.0

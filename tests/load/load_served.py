@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 import resident
+from rigs.recorded import path_of
 
-ROOT = Path(__file__).parent.parent.parent
-H100 = ROOT / "tests" / "machines" / f"{resident.MACHINE}.json"
+H100 = path_of(resident.MACHINE)
 
 
 class Served:

@@ -155,7 +155,6 @@ def test_a_process_that_is_killed_is_replaced(agent: Served) -> None:
     with ask(agent, "/endless") as one:
         eventually(lambda: works(agent), "it is computed")
         process = worker(agent)
-        assert process is not None
         process.kill()
         assert read(one).startswith(b"HTTP/1.1 503 ")
     assert cheap(agent, 8) == 200
@@ -165,7 +164,6 @@ def test_where_memory_ends_the_worker_goes_first(agent: Served) -> None:
     """And the scrape is scheduled before it."""
     assert cheap(agent, 9) == 200
     process = worker(agent)
-    assert process is not None
     assert Path(f"/proc/{process.pid}/oom_score_adj").read_text() == "1000\n"
     assert process.nice() > psutil.Process(agent.pid).nice()
 
@@ -187,7 +185,6 @@ def test_it_ends_with_the_agent(tmp_path: Path) -> None:
             with ask(served, "/endless"):
                 eventually(lambda served=served: works(served), "it is computed")
                 process = worker(served)
-                assert process is not None
                 os.kill(one.pid, how)
                 eventually(lambda process=process: not process.is_running(), "the worker has gone too")
                 one.wait(60)

@@ -85,7 +85,10 @@ def _device(row: Row, nets: Mapping[str, Netdev], changes: Row) -> Dev:
     """A device of a row of `pci`, with everything below it; its first word is its kind."""
     kind = next(word for word in ("gpu", "hca", "port", "switch", "function") if word in row)
     more = {word: value for word, value in row.items() if word not in (kind, "below", "rdma")}
-    below = [_device(each, nets, changes) for each in row.get("below", ())]
+    gone = set(changes.get("gone", ()))
+    below = [
+        _device(each, nets, changes) for each in row.get("below", ()) if not gone.intersection(map(str, each.values()))
+    ]
     card = _card(row["rdma"], changes) if "rdma" in row else None
     for word in {"net", "netdev"} & more.keys():
         more[word] = nets[more[word]]
@@ -123,8 +126,9 @@ def _describe(name: str) -> Callable[[Tree], Machine]:
 
     def made(tree: Tree) -> Machine:
         of_nets = changes.get("nets", {})
-        nets = {net["name"]: Netdev(**_frozen(net | of_nets.get(net["name"], {}))) for net in whole["nets"]}
-        for root, numa, *devices in whole["pci"]:
+        all_nets = [*whole["nets"], *changes.get("more_nets", ())]
+        nets = {net["name"]: Netdev(**_frozen(net | of_nets.get(net["name"], {}))) for net in all_nets}
+        for root, numa, *devices in [*whole["pci"], *changes.get("more_pci", ())]:
             tree.pci(root, numa, *(_device(each, nets, changes) for each in devices))
         for net in nets.values():
             if not (tree.root / f"sys/class/net/{net.name}").exists():
@@ -132,7 +136,9 @@ def _describe(name: str) -> Callable[[Tree], Machine]:
         words = _frozen({**whole["machine"], **changes.get("machine", {})})
         words["cpu"] = CPUS[words["cpu"]]
         common, *each = whole["gpus"]
-        gpus = _gpus(common, each, changes.get("gpus", {}))
+        gpus = [
+            one for one in _gpus(common, each, changes.get("gpus", {})) if one.bus_id not in changes.get("gone", ())
+        ]
         nvml = answers(gpus, words["cpu"], *whole.get("driver", ()))
         return Machine(source=source, nvml=nvml, netdevs=(LOOPBACK, *nets.values()), **words)
 
@@ -140,7 +146,9 @@ def _describe(name: str) -> Callable[[Tree], Machine]:
 
 
 MACHINES = {name: _describe(name) for name in ROWS}
-ELSEWHERE = ("demo", "four-rails", "r760xa-ipvlan", "sriov-pod")  # not kept in this folder
+BESIDE_RAILS = ("lom", "one-cable", "same-cards", "spark")  # NICs that are no rails of GPUs
+# not kept in this folder
+ELSEWHERE = ("demo", "four-rails", "r760xa-ipvlan", "sriov-pod", "hgx-roce", *BESIDE_RAILS, "lost-gpus", "lost-hca")
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from pathlib import Path
 import cattrs
 import pytest
 from rigs.netns import missing
+from rigs.tables import ROOT
 
 from probes.interfaces import probe as interfaces
 from probes.interfaces.facts import Interface, InterfacesFacts
 
-ROOT = Path(__file__).parents[2]
 SCRIPT, HOST, POD_DEVICES, POD = (
     Path(__file__).with_name(f"{name}.sh").read_text() for name in ("host_and_pod", "host", "pod_devices", "pod")
 )

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from rigs.tables import each_row, rows_of
 
-from contracts.job_config import parse_config
-from contracts.job_plan import JobPlan
+from contracts.job_config import JobPlan, parse_config
 from contracts.layout import EIGHT_BITS, Layout
 from contracts.tables import read_table
 from finetune.parallel import settle_layout
@@ -181,7 +180,7 @@ def test_a_framework_that_cannot_is_refused_with_the_reason(name, layout, train,
 
 def test_every_refusal_names_a_format_and_attributes_of_the_request() -> None:
     """A list of precisions has all of eight bits."""
-    for row in read_table(exports.__file__, "refusals.toml")["refusal"]:
+    for row in read_table(exports.__file__, "exports.toml")["refusal"]:
         assert {*row["formats"]} <= {*FORMATS} and {*row} <= {"formats", "when", "unless", "why"}
         for name, wanted in {**row.get("when", {}), **row.get("unless", {})}.items():
             attrgetter(name)(request(FSDP))

@@ -113,7 +113,6 @@ def test_this_host_is_measured_for_real() -> None:
         hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=32, tokens=256, sequence=64, copies=2, threads=1
     )
     answer = parse_calibration(calibrate(request))
-    assert answer.gemm_flops_per_second is not None
     assert answer.gemm_flops_per_second > 1e8
     assert answer.layer.backward_seconds > 0
     chosen = recommend(cluster(), (), model_named("tiny"), TRAIN, calibration=answer, ranks_per_node=2).chosen

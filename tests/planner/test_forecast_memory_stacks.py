@@ -7,13 +7,12 @@ from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout
 from hardware.units import GIB
-from planner.forecast.compute import cpu_rates
+from planner.forecast.compute import Job, cpu_rates
 from planner.forecast.engine import share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import NCCL_BYTES, RESERVED_RANKS_BYTES, memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
-from planner.forecast.step_time import Job
 from planner.search import list_broken
 from planner.stacks import engine_named
 

@@ -7,13 +7,13 @@ from rigs.tables import each_row
 
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
-from planner.forecast.compute import gpu_rates
+from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.engine import Engine, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
-from planner.forecast.step_time import Job, StepParts, step_parts
+from planner.forecast.step_time import StepParts, step_parts
 from planner.stacks import engine_named
 
 DEEPSEEK_V3 = ModelSpec(

@@ -8,14 +8,14 @@ from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from hardware.units import GIB
 from planner.explain import sigmas_of_rates
-from planner.forecast.calibration import SIGMA_LAUNCH
-from planner.forecast.compute import cpu_rates, gpu_rates
+from planner.forecast.calibration import SIGMAS
+from planner.forecast.compute import Job, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
-from planner.forecast.step_time import Job, step_parts
+from planner.forecast.step_time import step_parts
 from planner.stacks import engine_named
 
 GB = 1e9
@@ -179,7 +179,7 @@ def test_shards_that_cross_the_network_hide_less_well() -> None:
         (1, replace(wide, world_size=8, dp_shard=8), False),
     ):  # fmt: skip
         given = job(links(nodes))
-        even = replace(given, constants=replace(given.constants, overlap_loss_network=given.constants.overlap_loss))
+        even = replace(given, constants={**given.constants, "overlap_loss_network": given.constants["overlap_loss"]})
         assert (step_parts(given, layout).total > step_parts(even, layout).total) == slower, layout
 
 
@@ -191,7 +191,7 @@ def test_what_the_host_takes_is_not_known_before_it_is_measured() -> None:
         one = job(links(1), replace(FULL, method="lora", sequence_length=length))
         sigmas.append(sigmas_of_rates(one, layout, step_parts(one, layout)))
     (faster, slower), hidden = sigmas
-    assert (faster, slower) == pytest.approx((SIGMA_LAUNCH, SIGMA_LAUNCH), rel=0.05)
+    assert (faster, slower) == pytest.approx((SIGMAS["launch"], SIGMAS["launch"]), rel=0.05)
     assert hidden == (0.0, 0.0)
     assert sigmas_of_rates(one, layout, step_parts(one, layout), host_measured=True) == (0.0, 0.0)
 
@@ -202,7 +202,7 @@ def test_deepspeed_runs_its_hooks_on_one_rank_too() -> None:
     short = replace(FULL, sequence_length=64)
     host = [step_parts(job(links(1), short, "deepspeed"), at).host for at in (one, replace(one, sharding="ddp"))]
     given = job(links(1), short)
-    hooks = 3 * 32 * given.constants.unit_kernels * given.rates.launch_seconds
+    hooks = 3 * 32 * given.constants["unit_kernels"] * given.rates.launch_seconds
     assert host[0] - host[1] == pytest.approx(hooks, rel=0.05)
 
 
@@ -218,8 +218,8 @@ def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
     count = weights(MODEL)
     twice = 2 * (count.total + lora_weights(MODEL, train)) - count.head  # the head is still there for its backward pass
     assert parts.gather == pytest.approx(two.ring_seconds(4.0 * twice, 2, 1))
-    kernels = given.constants.kernels_eager + given.constants.lora_kernels * 7
-    hooks = (32 + 2) * 2 * given.constants.unit_kernels  # a unit for each layer, the embedding and the head
+    kernels = given.constants["kernels_eager"] + given.constants["lora_kernels"] * 7
+    hooks = (32 + 2) * 2 * given.constants["unit_kernels"]  # a unit for each layer, the embedding and the head
     assert parts.host == pytest.approx((32 * 2.7 * kernels + hooks) * given.rates.launch_seconds)
     half = replace(given, rates=replace(given.rates, element_bytes=2.0))
     assert step_parts(half, layout).elementwise < parts.elementwise

@@ -1,7 +1,6 @@
 """The recommendation: one answer on catalogue and recorded machines, and honest about what it does not know."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from rigs.recorded import changed, snapshot as host
@@ -148,21 +147,9 @@ def test_a_network_of_ones_own_joins_the_nodes() -> None:
         machines.over_network(machines.cluster("gb200-nvl72", 4), "100G")
 
 
-@each_row(
-    ("model", "length", "requested", "reason"),
-    [
-        ("Llama-3.1-8B", 1024, ("checkpointing", "selective"), "topoflight does not support selective checkpointing"),
-        ("Llama-3.1-8B", 1024, ("offload", "optimizer"), "topoflight does not support offloading (optimizer)"),
-        ("Llama-3.1-8B", 1024, ("compile", True), "topoflight does not support torch.compile"),
-        ("mistralai/Mistral-7B-Instruct-v0.1", 8192, ("tp", 1), "a sliding window (4096 tokens)"),
-        ("mistralai/Mistral-7B-v0.1", 4096, ("tp", 1), None),
-        ("mistralai/Mistral-7B-v0.3", 8192, ("tp", 1), None),
-    ],
-)
-def test_what_the_built_in_trainer_lacks_is_named(
-    model: str, length: int, requested: tuple[str, Any], reason: str | None
-) -> None:
-    train = TrainSpec(sequence_length=length, fixed_layout=(requested,))
+@each_row(("model", "length", "requested", "reason"), rows("lacking"))
+def test_what_the_built_in_trainer_lacks_is_named(model: str, length: int, requested: list, reason: str | None) -> None:
+    train = TrainSpec(sequence_length=length, fixed_layout=(tuple(requested),))
     answer = recommend(machines.cluster("p5.48xlarge"), (), model_named(model), train)
     assert reason in answer.rejected[0].reason if reason else answer.chosen is not None
 
@@ -312,3 +299,16 @@ def test_offloading_needs_a_gain_beyond_the_error() -> None:
     planned = plan(machines.cluster("8xrtx3090"), (), model_named("Llama-3.1-70B"), train)
     assert search(planned).best[0].layout.offload == "none"
     assert search(planned, {"offload": "all", "dp_shard": 8}).best[0].layout.micro_batch == 8
+
+
+def test_offloading_without_recomputation_is_planned_where_the_settings_ask_for_both() -> None:
+    """What such a layout needs too much is a number of bytes."""
+    train = TrainSpec(
+        method="full", sequence_length=1024, packing=True, fixed_layout=(("offload", "all"), ("checkpointing", "none"))
+    )
+    answer = recommend(machines.cluster("p4d.24xlarge"), (), model_named("Llama-3.1-8B"), train)
+    assert (answer.chosen.layout.offload, answer.chosen.layout.checkpointing) == ("all", "none")
+    answer = recommend(
+        machines.cluster("p4d.24xlarge"), (), model_named("Llama-3.1-8B"), replace(train, sequence_length=131_072)
+    )
+    assert answer.chosen is None and not any("inf" in row.reason for row in answer.rejected)

@@ -8,12 +8,11 @@ from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout, LayoutError
 from planner.forecast import machines
-from planner.forecast.compute import cpu_rates
+from planner.forecast.compute import Job, cpu_rates
 from planner.forecast.engine import uneven_stages
 from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.forecast.step_time import Job
 from planner.recommend import plan, recommend
 from planner.search import first_broken, list_broken, search
 from planner.stacks import ENGINES, engine_named
@@ -43,7 +42,6 @@ def job(
 def test_each_rule_forbids_what_it_names(rule, engine, settings, layout, says):
     """The named rule is the one that answers, with the number in question."""
     reason = dict(list_broken(job(engine, **settings), Layout(**layout))).get(rule)
-    assert reason is not None
     assert says in reason
 
 

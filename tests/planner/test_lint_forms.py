@@ -42,50 +42,11 @@ def test_forms(name: str) -> None:
     assert found.names() == ("NCCL_DEBUG", "NCCL_IB_HCA")
 
 
-def test_variables_of_the_script_are_not_nccls() -> None:
-    """Neither helpers with NCCL in their names, nor what is shown on the terminal, nor comments."""
-    found = reading(
-        """
-        #!/bin/bash
-        var_NCCL_DEBUG=TRACE
-        NCCL_TESTS=/opt/nccl-tests
-        nccl_dir=/usr/lib
-        # export NCCL_ALGO=Ring
-        export NCCL_DEBUG=WARN
-        echo "NCCL_PROTO=$NCCL_PROTO, NCCL_NET=IB"
-        $NCCL_TESTS/all_reduce_perf
-        """
-    )
-    assert only(found).environment == {"NCCL_DEBUG": "WARN"}
-    assert lint(only(found).environment, unexported=only(found).unexported) == ()
-
-
 def test_a_variable_that_is_never_exported() -> None:
     """NCCL does not see it, and only known names are named."""
     found = only(reading("#!/bin/bash\nexport NCCL_DEBUG=WARN\nNCCL_IB_HCA=mlx5_0\nNCCL_OWN=1\ntorchrun t.py\n"))
     (finding,) = lint(found.environment, unexported=found.unexported)
     assert (finding.code, finding.subject) == ("env.name.unexported", "NCCL_IB_HCA")
-
-
-def test_env_from_joins_the_pod_and_its_config_map() -> None:
-    """Pairs of settings are judged together; a ConfigMap of elsewhere is named."""
-    found = reading(
-        """
-        kind: ConfigMap
-        metadata: {name: nccl}
-        data: {NCCL_IB_DISABLE: "1"}
-        ---
-        kind: Pod
-        metadata: {name: p}
-        spec:
-          containers:
-            - name: c
-              envFrom: [{configMapRef: {name: nccl}}, {configMapRef: {name: other}}]
-              env: [{name: NCCL_IB_HCA, value: mlx5_0}]
-        """
-    )
-    assert only(found).environment == {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"}
-    assert found.files == ("ConfigMap other",)
 
 
 @each_row(("text", "says"), rows("unread"))

@@ -143,10 +143,7 @@ def restricted(container: dict, pod: dict) -> list[str]:
 
 
 FULL = replace(SPEC, agent="http://a:1", shm_bytes=1 << 30, token_secret="hub")  # noqa: S106 - its name
-ROOT_KEEPS = [
-    "capabilities",
-    "runAsNonRoot",
-]  # IPC_LOCK, which only root gets; everything else is dropped
+ROOT_KEEPS = ["capabilities", "runAsNonRoot"]  # IPC_LOCK, which only root gets; everything else is dropped
 
 
 @each_row("api", APIS)
@@ -196,11 +193,7 @@ def test_the_gate_judges_with_the_jobs_environment_and_the_hubs_cache_is_on_the_
     assert variables_of(manifests.APIS[api](named))["HF_HOME"] == "/mnt/shared/hub"
 
 
-GIVEN = {
-    "image": "registry.example/finetune:1", "namespace": "default", "nodes": 2, "resources": ("rdma/shared=1",),
-    "node_selector": (), "tolerate": (), "claim": "shared", "queue": None, "topology": None, "service_account": None,
-    "preflight_image": None, "require": (), "dra": False, "name": "sft",
-}  # fmt: skip
+GIVEN: dict = rows("given")()
 
 
 def test_nccl_writes_its_log() -> None:

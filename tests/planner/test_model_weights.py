@@ -11,7 +11,9 @@ from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout
 from planner.advice import ExportError, ExportRequest
-from planner.forecast.compute import cpu_rates, layer_cost
+from planner.forecast import machines
+from planner.forecast.compute import Job, cpu_rates
+from planner.forecast.links import links_of
 from planner.forecast.models import ModelError, model_from_config, model_from_file, model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.stacks import TOPOFLIGHT
@@ -19,11 +21,6 @@ from planner.stacks.exports import export
 
 rows = rows_of(__file__)
 
-FAMILIES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2",
-    "gemma3_text", "gpt2", "phi3", "deepseek_v3", "gpt_oss", "llama4_text", "glm", "glm4", "glm4_moe", "granite",
-    "minimax_m2", "olmo2", "olmo3",
-)  # fmt: skip
 # Every key may also be left out, and each family meets keys that only others have.
 CHOICES: dict[str, list] = rows("choices")()  # fmt: skip
 
@@ -44,7 +41,7 @@ def odd_configs(family: str, count: int) -> list[dict]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rows("families")())
 def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(family: str, tmp_path: Path) -> None:
     """Read from the same config.json, as is; the model is built without memory."""
     torch = pytest.importorskip("torch", reason="the fine-tune extra is not installed")
@@ -129,7 +126,10 @@ def test_a_layer_without_experts_and_a_shared_expert_take_time() -> None:
 
     def seconds(**change: int) -> float:
         model = replace(base, ffn=12288, **change)
-        return layer_cost(model, 8192.0, 4096.0, 1, False, cpu_rates(4.0, None), TOPOFLIGHT).gemm
+        train = TrainSpec(method="full", sequence_length=4096)
+        links = links_of(machines.cluster("dgx-h100"))
+        job = Job(model=model, train=train, links=links, engine=TOPOFLIGHT, rates=cpu_rates(4.0, None))
+        return job.layer(Layout(world_size=1), 8192.0).gemm
 
     assert seconds(shared_expert_ffn=1536) > 1.1 * seconds()
     dense, sparse = seconds(experts=0), seconds()
@@ -139,11 +139,7 @@ def test_a_layer_without_experts_and_a_shared_expert_take_time() -> None:
 
 def test_adapters_go_to_experts_shared_experts_and_dense_layers() -> None:
     """Counted by hand: r x (in + out) for each matrix; 3 layers with experts, 1 without."""
-    spec = model_from_config({
-        "model_type": "qwen2_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "num_hidden_layers": 4, "vocab_size": 96, "intermediate_size": 100, "num_experts": 5,
-        "moe_intermediate_size": 30, "shared_expert_intermediate_size": 70, "mlp_only_layers": [2],
-    })  # fmt: skip
+    spec = model_from_config(rows("some_experts")())
     train = TrainSpec(lora_rank=2, lora_targets=("up_proj",))
     assert lora_weights(spec, train) == 2 * (3 * (5 * (64 + 30) + (64 + 70)) + (64 + 100))
 
@@ -175,15 +171,7 @@ def test_dense_layers_that_are_no_list_of_numbers_are_refused(named: object) -> 
         model_from_config({**config, "vocab_size": 96, "mlp_only_layers": named})
 
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256, "max_position_embeddings": 131072,
-}  # fmt: skip
-
-
-def test_lora_counts_the_adapters_of_all_seven_projections() -> None:
-    """As PEFT prints them of rank 16."""
-    assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040
+LLAMA: dict = rows("llama")()
 
 
 @each_row(("change", "says"), rows("broken"))

@@ -97,12 +97,11 @@ def test_each_format_is_what_its_reader_takes() -> None:
     assert yaml.safe_load(render_settings([], "k8s")) == []
 
 
-@each_row("bad", [setting("PET_NNODES", "2"), setting("A B", "1"), setting("NCCL_NET", "a\nB=c")])
-def test_what_no_format_can_carry_is_refused(bad: Setting) -> None:
-    """Reserved names, names that are none, and line breaks that would smuggle in a second setting."""
+def test_what_no_format_can_carry_is_refused() -> None:
+    """A line break would smuggle in a second setting."""
     for form in FORMATS:
-        with pytest.raises(RenderError, match=bad.name.split()[0]):
-            render_settings([bad], form)
+        with pytest.raises(RenderError, match="NCCL_NET"):
+            render_settings([setting("NCCL_NET", "a\nB=c")], form)
 
 
 # NCCL's minor releases came every 2 to 4 months from 2.18 (April 2023) to 2.32 (September 2026): a table of half a year

@@ -15,7 +15,7 @@ from rigs.recorded import H100, NAMES, snapshot
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice.advise import Request, of_cluster
-from agent.checks.host_checks import checks_of_snapshot, covered
+from agent.checks.host_checks import checks_of_snapshot, mark_required
 from agent.checks.verdict import judge
 from contracts.tables import read_table
 from planner.advice import Recommendation
@@ -137,6 +137,29 @@ def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[s
         assert "nccl-env-profile.sh" in str(found.notes)
 
 
+@each_row(
+    ("machine", "change", "link", "says"),
+    [
+        ("gcp-a3-mega", {}, "GPUDirect-TCPXO", "nccl-env-profile.sh is on"),
+        ("gcp-a3-mega", {"files": {}}, "TCP", "no file of the GPUDirect-TCPXO plugin"),
+        ("gcp-a3-high", {}, "TCP", "no file of the GPUDirect-TCPX plugin"),
+        (
+            "gcp-a3-high",
+            {"files": {"/usr/local/tcpx/lib64/libnccl-net.so": ""}},
+            "GPUDirect-TCPX",
+            "libnccl-net.so is on",
+        ),
+    ],
+)
+def test_the_forecast_names_the_network_of_the_vendors_plugin(machine: str, change: dict, link: str, says: str) -> None:
+    """Its rate is that of the NICs only if the scan shows a file of the plugin."""
+    request = Request.of(model="Llama-3.1-8B", method="full", nodes=2)
+    scanned = seen(machine, **change)
+    found = of_cluster(request, request.cluster((scanned,)), (scanned,))
+    (network,) = [line for line in found.unknowns if line.startswith("network between the nodes")]
+    assert f": {link} at " in network and says in network
+
+
 def test_recipes_are_whole() -> None:
     """Each has its source with a date and sets only what it publishes; NCCL or a plugin reads every name.
 
@@ -163,7 +186,6 @@ def published(recipe: Recipe) -> dict:
 
 def compared(row: Platform) -> list[tuple[str, str, str, str]]:
     """(variable, published, ours, reason) of one platform: its recipe first, then what ours adds."""
-    assert row.machine is not None
     found = advice(row.machine)
     ours = transport(found)
     lines = []
@@ -255,9 +277,9 @@ def test_page_of_platforms_is_drawn_from_the_data() -> None:
 def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> None:
     """No pass over GPUs that nothing read, no layout over zero GPUs, and no setting of NCCL's own."""
     snapshot = built.snapshot("oci-mi300x")
-    (said,) = [one for one in checks_of_snapshot(snapshot) if one.code == "pci.gpu.unjudged" and one.status != "pass"]
-    assert "AMD GPUs were found" in said.message
-    checks = covered(snapshot, checks_of_snapshot(snapshot))
+    (said,) = [one for one in checks_of_snapshot(snapshot) if one.code == "pci.gpu.unsupported"]
+    assert said.status == "unknown" and "AMD GPUs were found" in said.message
+    checks = mark_required(snapshot, checks_of_snapshot(snapshot))
     assert judge([one for one in checks if one.code.startswith("gpu.")]).word == "unknown"
     found = of_cluster(Request.of(model="tiny-llama"), Request().cluster([snapshot]), [snapshot])
     assert found.backend == "rccl"

@@ -159,10 +159,7 @@ def test_an_alias_and_kept_newlines_at_the_end_take_an_addition() -> None:
     assert extended(text, wanted) == made
 
 
-FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
-         "fsdp.yaml": "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 16\nmixed_precision: bf16\n"
-                      "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}\n",
-         "sft.yaml": "model_name_or_path: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 4\n"}  # fmt: skip
+FILES: dict[str, str] = rows("files")()
 
 
 def test_a_text_without_a_last_newline_gets_none() -> None:

@@ -4,14 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
+import nvml_profile
 import pytest
+from rigs.recorded import path_of
 
 from probes.gpu.probe import PROBE
 from probes.scanner import Scanner
-
-TESTS = Path(__file__).parent.parent
-
-import nvml_profile  # noqa: E402 - found through the line above
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +23,7 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recording():
     """A recording's content by its name."""
-    return lambda name: json.loads((TESTS / "machines" / f"{name}.json").read_text(encoding="utf-8"))
+    return lambda name: json.loads(path_of(name).read_text(encoding="utf-8"))
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import copy
 import dataclasses
 import json
 from functools import cache
-from pathlib import Path
 
+from rigs.recorded import path_of
 from scanned import scan
 
 from probes.api import Ok, Snapshot
@@ -13,14 +13,13 @@ from probes.gpu.facts import Gpu, GpuFacts, GpuProcess, NvLink
 from probes.gpu.probe import PROBE
 from probes.host.recording import RecordedHost
 
-MACHINES = Path(__file__).parent.parent / "machines"
 H100, GB200, TITAN = "hgx-h100-8xH100-8hca", "gb200-nvl72-tray", "titan-rtx-2x-nv2"
 
 
 @cache
 def recorded(name: str = H100) -> dict:
     """A recording, which no test changes."""
-    content: dict = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
+    content: dict = json.loads(path_of(name).read_text(encoding="utf-8"))
     return content
 
 

@@ -9,7 +9,7 @@ from rigs.recorded import with_facts
 from rigs.tables import each_row, rows_of
 from scanned import scan
 
-from agent.checks.verdict import build_view, for_next_job
+from agent.checks.verdict import build_view, fail_full_gpus
 from agent.metrics import _link_values as link_values
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -173,7 +173,7 @@ def test_full_memory_fails_the_next_job_whoever_holds_it(share: float, busy: flo
     now = with_facts(snapshot, gpu=dataclasses.replace(facts, gpus=gpus))
     checks = build_view((now,)).checks
     found = [{c.status for c in each if c.code == "gpu.memory.in_use" and c.subject == "GPU2"}
-             for each in (checks, for_next_job(checks, (now,)))]  # fmt: skip
+             for each in (checks, fail_full_gpus(checks, (now,)))]  # fmt: skip
     assert found == [{scanned}, {gate}]
 
 

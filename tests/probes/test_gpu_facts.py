@@ -76,6 +76,9 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     found = [f for f in PROBE.check(facts) if f.code == "gpu.device.missing"]
     assert [(f.subject, f.status) for f in found] == [(subject, Status.FAIL) for subject in told]
     assert all(f"Xid {number}" in f.message and place in f.evidence[0] for f in found)
+    facts_of_seven = dataclasses.replace(facts, gpus=facts.gpus[:7])
+    (unlisted,) = [f for f in PROBE.check(facts_of_seven) if f.subject == "0000:df:00.0"]
+    assert (f"Xid {number};" in unlisted.evidence[1]) == (place == "0000:df:00"), "on the bus, and not in NVML's list"
     lost = dataclasses.replace(facts.gpus[7], bus_id=None, error="GPU_IS_LOST (nvmlDeviceGetHandleByIndex)")
     gone = PROBE.check(dataclasses.replace(facts, gpus=(*facts.gpus[:7], lost), bus=None))
     assert "gpu.device.missing" not in {f.code for f in gone}

@@ -63,17 +63,6 @@ def test_an_h100_host_reads_as_its_data_sheet_says(scanner_of):
     assert facts.pairs[-1].p2p_read == "ok"
 
 
-@pytest.mark.parametrize("symbol", ["nvmlDeviceGetHandleByIndex", "*"])
-def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol, scanner_of):
-    """Whichever call finds out that it is lost."""
-    with scanner_of(H100, inject=f"{symbol}@gpu5=gpu_lost") as scanner:
-        snapshot = scanner.scan()
-    facts = snapshot.facts(GpuFacts)
-    assert [gpu.index for gpu in facts.gpus if gpu.error] == [5]
-    assert len(facts.pairs) == 21, "pairs of the seven that answer"
-    assert [(f.code, f.subject) for f in findings(snapshot)] == [("gpu.device.lost", "GPU5")]
-
-
 def test_nonsense_in_one_answer_leaves_the_other_gpus_alone(scanner_of, tmp_path):
     """A driver that fills a structure with rubbish must not spread it."""
     replayed = facts_of(recorded())
@@ -121,13 +110,8 @@ def test_a_count_that_is_nonsense_costs_only_the_gpu_probe(scanner_of):
     assert isinstance(snapshot.outcomes["hostinfo"], Ok)
 
 
-def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(scanner_of, recording):
+def test_without_driver_a_host_without_gpus_is_absent(recording):
     """DRIVER_NOT_LOADED is a fault only where there is something to drive."""
-    with scanner_of(H100, inject="nvmlInit=driver_not_loaded") as scanner:
-        snapshot = scanner.scan()
-    found = findings(snapshot)
-    assert [(f.code, f.status) for f in found] == [("gpu.driver.unusable", "fail")]
-    assert "8 NVIDIA GPU(s)" in found[0].message
     bare = recording("cpu-only-vm")
     bare["answers"]["nvml"] = {"nvmlDeviceGetCount": {"": {"$nvml": "DRIVER_NOT_LOADED"}}}
     assert isinstance(scan(RecordedHost(bare)).outcomes["gpu"], Absent)
@@ -145,8 +129,8 @@ def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(scanner
         third = scanner.scan().facts(GpuFacts)
         failures.write_text("")
         fourth = scanner.scan().facts(GpuFacts)
-    assert first is not None and second is not None and third is not None
     assert [gpu.index for gpu in second.gpus if gpu.error] == [5]
+    assert len(second.pairs) == 21, "pairs of the seven that answer"
     assert [gpu.index for gpu in third.gpus if not gpu.nvlinks_known] == [2]
     assert fourth == first
 
@@ -173,4 +157,5 @@ def test_a_container_without_device_files_is_no_broken_driver(loaded, error, sev
     with made:
         found = made.scan()
     (one,) = [f for f in findings(found) if f.code == "gpu.driver.unusable"]
+    assert loaded or "8 NVIDIA GPU(s)" in one.message
     assert one.status is severity and one.evidence == (f"nvmlInit = {error}",)

@@ -31,12 +31,6 @@ SICK = 2
 SAYS_NOTHING = "UNKNOWN"
 """A code after which a fact is neither there nor missing; all others are tried on a smaller machine."""
 
-ANSWERS = {
-    "NOT_SUPPORTED", "VGPU_ECC_NOT_SUPPORTED", "FREQ_NOT_SUPPORTED", "NO_DATA", "FUNCTION_NOT_FOUND", "DEPRECATED",
-    "ARGUMENT_VERSION_MISMATCH",
-}  # fmt: skip
-"""Codes that are an answer: there is no such thing, on this board or in this driver."""
-
 
 class FailingHost(RecordedHost):
     """A recorded machine whose NVML answers one function with an error."""
@@ -95,7 +89,7 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
     unread = [*facts.gpus[SICK].unread, *(q for pair in facts.pairs for q in pair.unread)]
     assert changed == set() or unread, f"{changed} went unsaid"
     assert all(question.startswith(symbol) and question.endswith(f"= {SAYS_NOTHING}") for question in unread)
-    assert len(changed) <= _LARGEST.get(symbol, 2), f"it cost {changed}"
+    assert len(changed) <= rows("largest")().get(symbol, 2), f"it cost {changed}"
     status = {check.code: check.status for check in checks_of_snapshot(snapshot)}
     for question in unread:
         codes = codes_of(question)
@@ -104,13 +98,6 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
         assert all(f"GPU{SICK}" in f.subject or f.code == "gpu.p2p.refused" for f in said.values())
         assert "pass" not in {status.get(code) for code in codes}, question
     _nothing_claimed(snapshot, symbol)
-
-
-_LARGEST = {  # functions that tell more than two facts
-    "nvmlDeviceGetGpuFabricInfoV": 6, "nvmlDeviceGetRemappedRows": 4, "nvmlDeviceGetFieldValues": 6,
-    "nvmlDeviceGetSramEccErrorStatus": 3, "nvmlDeviceGetEccMode": 3, "nvmlDeviceGetPciInfo": 3,
-    "nvmlDeviceGetTotalEccErrors": 3, "nvmlDeviceGetMigMode": 3,
-}  # fmt: skip
 
 
 def _fields(gpu: Gpu) -> dict:
@@ -137,7 +124,7 @@ def _nothing_claimed(snapshot: Snapshot, what: str) -> None:
     assert not [f.message for f in topology_check(node) if "NVLink" in f.message], what
 
 
-OTHERS = sorted(ERROR_CODES.keys() - ANSWERS - LOST)
+OTHERS = sorted(ERROR_CODES.keys() - set(rows("answers")()) - LOST)
 
 
 def with_codes(codes: list[str], *each: str) -> list[tuple[str, str]]:

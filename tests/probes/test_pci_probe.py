@@ -154,10 +154,7 @@ def test_iommu_mode(kind: str | None, files: dict[str, Content], mode: str | Non
 
 @each_row("paths", [OWN_ROOTS, ONE_ROOT])
 def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> None:
-    azure: dict[str, Content] = {
-        "/proc/cpuinfo": "flags\t: hypervisor\n", "/sys/class/dmi/id/sys_vendor": "Microsoft Corporation\n",
-        "/sys/class/dmi/id/product_name": "Virtual Machine\n", "/opt/microsoft/ndv4-topo.xml": "<system/>",
-    }  # fmt: skip
+    azure = rows("azure")()
     host = virtual(paths).host(files=azure)
     assert "Hyper-V" in str(read_pci(host).virtual_tree)
     (found,) = (f for f in pci.check(read_pci(host)) if f.code == "pci.tree.virtual")

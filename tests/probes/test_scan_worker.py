@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import cattrs
@@ -16,6 +15,7 @@ import pytest
 from rigs.command import python
 from rigs.recorded import NAMES, PATHS, findings, path_of, snapshot, with_outcomes
 from rigs.tables import each_row, rows_of
+from rigs.waiting import eventually
 from scanned import scan
 
 from contracts.finding import Status
@@ -104,13 +104,8 @@ def _child(scanner: Scanner) -> psutil.Process:
     return psutil.Process(scanner.child_pid or 0)
 
 
-def _gone(process: psutil.Process, seconds: float = 60.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
+def wait_for_end(process: psutil.Process) -> None:
+    eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the child has ended")
 
 
 def test_the_child_is_kept_between_scans_and_gone_after_close() -> None:
@@ -119,7 +114,7 @@ def test_the_child_is_kept_between_scans_and_gone_after_close() -> None:
     child = _child(scanner)
     assert _child(scanner).pid == child.pid
     scanner.close()
-    assert _gone(child)
+    wait_for_end(child)
 
 
 def test_a_killed_child_costs_at_most_one_probe() -> None:
@@ -127,7 +122,7 @@ def test_a_killed_child_costs_at_most_one_probe() -> None:
     with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"])) as scanner:
         child = _child(scanner)
         os.kill(child.pid, signal.SIGKILL)
-        assert _gone(child)
+        wait_for_end(child)
         broken = scanner.scan()
         assert isinstance(broken.outcomes["limits"], Failed)
         assert "SIGKILL" in broken.outcomes["limits"].error
@@ -192,7 +187,7 @@ def test_no_child_outlives_a_parent_that_is_killed(stopped: bool) -> None:
         if stopped:
             child.suspend()
         parent.kill()
-        assert _gone(child)
+        wait_for_end(child)
 
 
 def test_recordings_are_replayed_in_a_child_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

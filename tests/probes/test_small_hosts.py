@@ -92,17 +92,11 @@ def test_unlimited_is_exported_as_infinity_and_unknown_not_at_all() -> None:
     assert not [s for s in limits.samples(read_limits(DictHost())) if s.metric == "limits_memlock_bytes"]
 
 
-ENVIRONMENTS: dict[str, dict[str, str]] = {
-    "slurmd": {"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"}, "a shell": {},
-    "a step": {"SLURMD_NODENAME": "n1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
-}  # fmt: skip
-
-
 @each_row(("conf", "of", "reason"), TABLES["slurm"])
 def test_the_memlock_limit_is_the_jobs_or_is_not_judged(conf: str | None, of: str, reason: str | None) -> None:
     """Slurm gives a job the limit of the shell that submits it, or slurmd's; the other one says nothing."""
     files = {} if conf is None else {"/etc/slurm/slurm.conf": f"ClusterName=c\n{conf}\n"}
-    facts = read_limits(host(files=files, environment=ENVIRONMENTS[of]))
+    facts = read_limits(host(files=files, environment=TABLES["slurm_environments"][of]))
     raised = any(found.code == "limits.memlock.low" for found in limits.check(facts))
     why = limits.unjudged(facts).get("limits.memlock.low")
     assert (raised, why is None) == (reason is None, reason is None) and (reason or "") in (why or "")

@@ -43,15 +43,19 @@ def definition(corpus: Path, api_version: str, kind: str) -> Any:
     held = [one for path in files for one in yaml.load_all(path.read_text(), Loader=LOADER)
             if one["spec"]["names"]["kind"] == kind]  # fmt: skip
     assert held, f"no definition of {kind} of {api_version}"
-    schema = next(one for one in held[0]["spec"]["versions"] if one["name"] == version)["schema"]["openAPIV3Schema"]
+    return of_version(next(one for one in held[0]["spec"]["versions"] if one["name"] == version), kind)
+
+
+def of_version(version: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The strict schema of a version in a CRD."""
+    schema = version["schema"]["openAPIV3Schema"]
     schema["properties"].update(apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"})
-    return strict(schema)
+    made = without_required(strict(schema))
+    if kind == "ClusterPolicy":  # a patch: the operator's own fields are required of the whole only
+        made["properties"]["spec"] = without_required(made["properties"]["spec"])
+    return made
 
 
 def validate(corpus: Path, document: dict[str, Any]) -> None:
     """Raise where the object has a field that its API would drop, or a value that it would refuse."""
-    schema = without_required(definition(corpus, document["apiVersion"], document["kind"]))
-    if document["kind"] == "ClusterPolicy":  # a patch: the operator's own fields are required of the whole only
-        spec = without_required(schema["properties"]["spec"])
-        schema = {**schema, "properties": {**schema["properties"], "spec": spec}}
-    jsonschema.validate(document, schema)
+    jsonschema.validate(document, definition(corpus, document["apiVersion"], document["kind"]))

@@ -156,14 +156,6 @@ class Hub:
         })  # fmt: skip
 
 
-def silent() -> tuple[Any, str]:
-    """A listening socket that takes connections and never says a word, and its address."""
-    import socket
-
-    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
-    return listening, f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
 def _entry(path: Path, folder: Path) -> dict[str, Any]:
     content = path.read_bytes()
     oid = _sha1(b"blob %d\0" % len(content) + content)

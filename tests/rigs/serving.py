@@ -3,13 +3,13 @@
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 import psutil
+from rigs.waiting import eventually
 
 START_SECONDS = 300.0  # a busy machine is slow
 
@@ -25,10 +25,8 @@ def serving(app: Any) -> Iterator[int]:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
-        end = time.monotonic() + START_SECONDS
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < end, "the agent did not start"
-            time.sleep(0.02)
+        eventually(lambda: server.started or not thread.is_alive(), "the agent listens", START_SECONDS)
+        assert server.started, "the agent did not start"
         yield listening.getsockname()[1]
         server.should_exit = True
         thread.join(10)

@@ -20,6 +20,14 @@ import yaml
 ROOT = Path(__file__).parents[2]  # of the repository
 
 
+def corpus_folder() -> Path:
+    """The folder of real data; the test is skipped where it is not there."""
+    path = Path(os.environ.get("TOPOFLIGHT_CORPUS", ROOT.parent / "shared" / "corpus"))
+    if not path.is_dir():
+        pytest.skip(f"no corpus at {path}; set TOPOFLIGHT_CORPUS")
+    return path
+
+
 def each_row(
     names: str | Sequence[str],
     values: Iterable[Any] | Callable[[], Iterable[Any]],

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from rigs.forking import forking_environment
 from rigs.slurm import Slurm, slurm_cluster
+from rigs.tables import ROOT
 from rigs.waiting import eventually
 
 from topology.slurm_conf import Placement, topology_conf
 
-ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "deploy" / "slurm"
 
 pytestmark = pytest.mark.ranks

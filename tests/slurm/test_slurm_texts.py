@@ -192,7 +192,6 @@ def test_a_signal_before_the_first_checkpoint_names_the_time_limit(tmp_path: Pat
     squeue = 'case "$*" in *%T*) echo RUNNING ;; *) date -d "2 minutes" +%Y-%m-%dT%H:%M:%S ;; esac'
     environment = commands(tmp_path, srun=step, scancel=cancels, squeue=squeue, scontrol="echo n1")
     job = subprocess.Popen(["bash"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert job.stdin is not None and job.stdout is not None
     job.stdin.write(done.stdout)
     job.stdin.close()
     assert any(line == "safe path: 1\n" for line in job.stdout)
@@ -433,7 +432,6 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports() -> None:
     """Not by that of its management port; the command writes the same."""
     recorded = snapshot()
     facts, rdma = recorded.facts(InterfacesFacts), recorded.facts(RdmaFacts)
-    assert facts is not None and rdma is not None
     ports = {port.netdev for device in rdma.devices for port in device.ports}
     links = tuple(replace(link, neighbour="leaf7 Ethernet1/5" if link.name in ports else "mgmt 3")
                   for link in facts.interfaces)  # fmt: skip

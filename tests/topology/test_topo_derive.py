@@ -48,13 +48,7 @@ def plan(topology, scope="node", op="all_gather"):
     return next(e for e in with_expectations(topology).expectations if (e.scope, e.op) == (scope, op))
 
 
-HYBRID_MESH = {
-    (0, 1): "NV1", (0, 2): "NV1", (0, 3): "NV2", (0, 4): "NV2", (1, 2): "NV2", (1, 3): "NV1", (1, 5): "NV2",
-    (2, 3): "NV2", (2, 6): "NV1", (3, 7): "NV1", (4, 5): "NV1", (4, 6): "NV1", (4, 7): "NV2", (5, 6): "NV2",
-    (5, 7): "NV1", (6, 7): "NV2",
-}  # fmt: skip
-
-
+HYBRID_MESH = {(a, b): word for a, b, word in rows("hybrid_mesh")()}
 MESH = node(8, HYBRID_MESH, capability=V100)
 CHAIN = node(3, {(0, 1): "NV2", (1, 2): "NV2"})
 TWO_PAIRS = node(4, {(0, 1): "NV12", (2, 3): "NV12"})

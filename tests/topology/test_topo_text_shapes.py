@@ -2,7 +2,9 @@
 
 import json
 import re
+from pathlib import Path
 
+import yaml
 from rigs.tables import each_row
 from topo_samples import ALL
 
@@ -15,18 +17,6 @@ def gist(node):
     """Everything but evidence and warnings."""
     pairs = [(pair.a, pair.b, pair.label) for pair in node.pairs]
     return node.gpus, node.nics, pairs, node.islands, node.nearest_nic, node.rails, node.source
-
-
-def numbered(form):
-    return lambda text: "\n".join(form.format(n, line) for n, line in enumerate(text.split("\n"), 1))
-
-
-def each_line(change):
-    return lambda text: "\n".join(change(line) for line in text.split("\n"))
-
-
-def prefix(words):
-    return each_line(lambda line: words + line)
 
 
 def underlined(escape):
@@ -48,48 +38,30 @@ def glued_cells(text):
     return re.sub(r"(NODE|PIX|PXB|PHB|SYS|SOC)\s+(?=NODE|PIX|PXB|PHB|SYS|SOC|X)", r"\1", rows) + legend + rest
 
 
+def each_line(form):
+    return lambda text: "\n".join(form.format(line, n=n) for n, line in enumerate(text.split("\n"), 1))
+
+
+FORMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SHAPES = {
-    "as printed": lambda text: text,
+    **{name: each_line(form) for name, form in FORMS["lines"].items()},
+    **{name: form.format for name, form in FORMS["texts"].items()},
+    **{name: lambda text, pair=pair: text.replace(*pair) for name, pair in FORMS["replaced"].items()},
     "tabs to columns of 8": lambda text: text.expandtabs(8),
     "tabs to columns of 4": lambda text: text.expandtabs(4),
     "one blank between cells": lambda text: re.sub(r"[ \t]+", " ", text),
-    "two tabs between cells": lambda text: text.replace("\t", "\t\t"),
-    "tab and blanks between cells": lambda text: text.replace("\t", "\t    "),
-    "commented": prefix("#"),
-    "commented with a blank": prefix("# "),
-    "C comment": prefix("// "),
-    "quoted mail": prefix("> "),
-    "indented": prefix("        "),
-    "srun label": prefix("0: "),
-    "mpirun tag": prefix("[1,0]<stdout>:"),
-    "time stamp": prefix("2024-05-01T10:20:30.123Z "),
-    "Ray worker": prefix("(RayWorker pid=123, ip=10.0.0.1) "),
-    "host name": prefix("gpu-node-12: "),
-    "Windows line ends": lambda text: text.replace("\n", "\r\n"),
     "header glued": glued_header,
-    "header broken apart": lambda text: text.replace("CPU Affinity", "CPU    Affinity"),
-    "titles glued": lambda text: text.replace("CPU Affinity\tNUMA Affinity", "CPU AffinityNUMA Affinity"),
     "cells glued": glued_cells,
     "underlined header": underlined("\x1b"),
     "underline spelled out": underlined("^["),
     "escape character lost": underlined(""),
-    "leading tab lost": lambda text: text.replace("\tGPU0\tGPU1", "GPU0\tGPU1", 1),
-    "lines stripped": each_line(str.strip),
-    "blanks at the end": each_line(lambda line: line + "   "),
-    "blank line after each": lambda text: text.replace("\n", "\n\n"),
-    "in a README": lambda text: f"We have GPU0 and GPU1 here.\n```\n$ nvidia-smi topo -m\n{text}```\nGPU0 is fine.\n",
-    "in HTML": lambda text: f"<pre>{text}</pre>",
-    "with HTML line breaks": each_line(lambda line: line + "<br>"),
+    "lines stripped": lambda text: "\n".join(map(str.strip, text.split("\n"))),
     "in JSON": lambda text: json.dumps({"stdout": text}),
-    "in a container runtime's log": each_line(lambda line: json.dumps({"log": line + "\n", "stream": "stdout"})),
-    "in a Python string": lambda text: f'OUTPUT = """{text}"""',
-    "hard blanks": lambda text: text.replace("\t", "\xa0\xa0\xa0"),
+    "in a container runtime's log": lambda text: "\n".join(
+        json.dumps({"log": line + "\n", "stream": "stdout"}) for line in text.split("\n")),
     "Markdown table": lambda text: ROW.sub(lambda m: "| " + re.sub(r"\s+", " | ", m[1].strip()) + " |", text),
     "printed twice": lambda text: text + "\n" + text,
-    "cat -n": numbered("{:6d}\t{}"),
-    "an editor's gutter": numbered("{:>4} | {}"),
-    "log lines between": lambda text: text.replace("\nGPU2", "\n[INFO] worker started\nGPU2"),
-}
+}  # fmt: skip
 
 
 @each_row("sample", ALL, ids=str)

@@ -1,13 +1,11 @@
 """What matrices of `nvidia-smi topo -m` and files of NCCL say, by golden/topology.jsonl and by the corpus."""
 
 import json
-import os
 from collections import Counter
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
-from rigs.tables import golden_rows
+from rigs.tables import corpus_folder, each_row, golden_rows
 
 from topology.check import check
 from topology.formats import TopologyFileError, text, xml
@@ -70,25 +68,15 @@ def test_golden_texts() -> None:
     golden_rows("topology.jsonl", "says", said)
 
 
-CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "topo"
-INDEX = CORPUS / "index.json"
-XML_INDEX = CORPUS / "nccl_xml" / "index.json"
+def indexed(name):
+    """The rows of an index of the corpus."""
+    return json.loads((corpus_folder() / "topo" / name).read_text())
 
 
-def entries(index):
-    return json.loads(index.read_text()) if index.is_file() else []
-
-
-def of_corpus(test):
-    """Mark a test that needs the corpus."""
-    there = pytest.mark.skipif(not INDEX.is_file(), reason=f"no corpus at {CORPUS}: set TOPOFLIGHT_CORPUS")
-    return pytest.mark.corpus(there(test))
-
-
-@of_corpus
-@pytest.mark.parametrize("entry", entries(INDEX), ids=lambda entry: entry["file"])
-def test_matrix_text(entry):
-    node = parse((CORPUS / entry["file"]).read_text(), entry["file"])
+@pytest.mark.corpus
+@each_row("entry", lambda: indexed("index.json"), ids=lambda entry: entry["file"])
+def test_matrix_text(corpus, entry):
+    node = parse((corpus / "topo" / entry["file"]).read_text(), entry["file"])
     document = json_document(node)
     verdict = entry["verdict"]
     assert document["pairs_by_class"]["gpu_gpu"] == entry["gpu_pairs"]
@@ -107,10 +95,10 @@ def test_matrix_text(entry):
     assert affinity == entry["affinity"]
 
 
-@of_corpus
-@pytest.mark.parametrize("entry", entries(XML_INDEX), ids=lambda entry: entry["file"])
-def test_nccl_xml(entry):
-    node = xml.parse((CORPUS / entry["file"]).read_text(), entry["file"])
+@pytest.mark.corpus
+@each_row("entry", lambda: indexed("nccl_xml/index.json"), ids=lambda entry: entry["file"])
+def test_nccl_xml(corpus, entry):
+    node = xml.parse((corpus / "topo" / entry["file"]).read_text(), entry["file"])
     assert (len(node.gpus), len(node.nics)) == (entry["gpus"], entry["nic_pci"])
     bus_ids = {gpu.name: gpu.bus_id for gpu in node.gpus}
     nearest = {bus_ids[n.gpu]: {"level": n.label, "nics": list(n.nics)} for n in node.nearest_nic}
@@ -120,8 +108,8 @@ def test_nccl_xml(entry):
         assert counts == entry["nvlinks_per_gpu"]
 
 
-@of_corpus
-@pytest.mark.parametrize("path", sorted((CORPUS / "lookalikes").glob("*")), ids=lambda path: path.name)
+@pytest.mark.corpus
+@each_row("path", lambda: sorted((corpus_folder() / "topo" / "lookalikes").glob("*")))
 def test_lookalikes_are_refused(path):
     with pytest.raises(TopologyFileError, match="line 3: "):
         parse(path.read_text(), path.name)
