@@ -12,7 +12,7 @@ from planner.nccl_env import __file__ as names_file, names, plugin_of, torch_nam
 
 OTHERS = {
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",
-    "TP_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+    "TP_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE",
 }  # fmt: skip
 WHERE = ("efa", "unknown", "several_nodes", "unknown_size")
 
