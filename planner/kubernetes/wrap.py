@@ -30,6 +30,7 @@ _OTHERS = {"MPIJob": "mpi_job", "RayJob": "ray", "RayCluster": "ray", "RayServic
 _MAIN = {"PyTorchJob": "pytorch", "TrainingRuntime": "node", "ClusterTrainingRuntime": "node"}
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"  # label of the replicated jobs of a runtime
 _OF_A_NETWORK = re.compile(r"_SOCKET_IFNAME$|_IB_HCA$|_GID_INDEX$")  # values that are only valid on one network
+_MPIRUN = re.compile(r"\bmpi(?:run|exec)\b")
 _GPU = re.compile(r"(nvidia|amd)\.com/(p?gpu|mig-.*)|gpu\.intel\.com/.*")
 _LIKE_GPU = re.compile(r"gpu|cuda|/mig-", re.IGNORECASE)  # also other vendors' names of GPUs and of shared GPUs
 _text = read_texts(__file__, "notes.toml")
@@ -107,7 +108,7 @@ class Job:
     parts: tuple[Part, ...]
     nodes: int | None
     ranks_per_node: int | None
-    command: list[str]  # of the first part that has one, such as the launcher
+    command: list[str]  # that starts the ranks
     files: dict[str, str] = field(default_factory=dict)  # path in the container -> text
 
     @property
@@ -205,7 +206,7 @@ class _Wrapper:
         ranks, is_runtime = self._job.ranks_per_node or 0, self._job.kind.endswith("Runtime")
         if part.gpus and ranks > part.gpus and not is_runtime:  # a TrainJob may replace the GPUs of its runtime
             self._note("too_many_ranks", ranks=ranks, gpus=part.gpus)
-        if wanted.settings and re.search(r"\bmpi(?:run|exec)\b", " ".join(self._job.command)):
+        if wanted.settings and _MPIRUN.search(" ".join(self._job.command)):
             self._note("mpirun")
         self._add_resources()
         if part.pod is None:
@@ -509,7 +510,9 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
         raise WrapError(f"{kind}/{name}: is not built as a {kind} is: {error}") from None
     if not parts:
         raise WrapError(f"{kind}/{name}: no container, or several without GPUs, so the one that trains is unknown")
-    command = next((part.command for part in parts if part.command), [])
+    # The command that starts the ranks: mpirun of a launcher, or that of a part with GPUs
+    commands = [part.command for part in sorted(parts, key=lambda part: not part.gpus) if part.command]
+    command = next((each for each in commands if _MPIRUN.search(" ".join(each))), commands[0] if commands else [])
     parts = tuple(part for part in parts if part.gpus) or parts  # a launcher pod without GPUs has no rank
     counted = [part.replicas for part in parts]
     nodes = sum(n or 0 for n in counted) if None not in counted else None
