@@ -114,18 +114,24 @@ def _check_aliases(text: str, most_aliases: int) -> None:
             raise YamlTextError(f"more than {MOST_NODES} nodes, with the anchors of its aliases written out")
 
 
-def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = False) -> list[Any]:
-    """Parse every document in the text.
+def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = False, first: int = 1) -> list[Any]:
+    """Parse every document in the text, whose first line has the number `first`.
 
     With `texts`, scalars stay text. With `once`, a repeated key in a mapping is an error. Raises YamlTextError.
     """
+
+    def make_loader(text: str) -> _Loader:
+        loader = (_Texts if texts else _UniqueKeyLoader if once else _Loader)(text)
+        loader.line = first - 1
+        return loader
+
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
     if _measure_depth(text) > MOST_LEVELS:
         raise YamlTextError(f"brackets nested more than {MOST_LEVELS} levels deep")
     try:
         _check_aliases(text, most_aliases)
-        return list(yaml.load_all(text, Loader=_Texts if texts else _UniqueKeyLoader if once else _Loader))
+        return list(yaml.load_all(text, Loader=make_loader))  # type: ignore[arg-type]  # PyYAML only calls it
     except YamlTextError:
         raise
     except yaml.YAMLError as error:

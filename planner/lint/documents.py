@@ -15,6 +15,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from contracts.finding import Status
@@ -45,7 +46,7 @@ _INSTRUCTIONS = words()["documents"]["instructions"]
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
-def _parse(text: str, kind: str) -> list[Any]:
+def _parse(text: str, kind: str, first: int) -> list[Any]:
     """Return the documents of YAML, JSON or TOML. Raises EnvironmentTextError."""
     try:
         if kind == "toml":
@@ -53,12 +54,12 @@ def _parse(text: str, kind: str) -> list[Any]:
         if kind == "json":
             return [json.loads(text)]
         filled = pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, text))
-        return load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True)
+        return load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True, first=first)
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise EnvironmentTextError(str(error)) from None
 
 
-def _without_templates(text: str) -> tuple[list[str], list[Unread]]:
+def _without_templates(text: str, first: int) -> tuple[list[str], list[Unread]]:
     """Remove Helm and Jinja templates: lines with only a template are dropped, values become unknown (OPEN).
 
     Returns a text with the first branch of each condition, and more until each branch is in one of them; and the
@@ -81,7 +82,7 @@ def _without_templates(text: str) -> tuple[list[str], list[Unread]]:
         row = "" if drops else pattern("template").sub(OPEN, row)
         rows.append((row, {block: last[block] for block in inside}))
     texts: list[str] = []
-    left = [(at, *row) for at, row in enumerate(rows, start=1)]
+    left = [(at, *row) for at, row in enumerate(rows, start=first)]
     while left and len(texts) < _MOST_BRANCHES:
         # Take the branches that have the first line that is in no text yet. Each other condition takes its next branch.
         taken = [left[0][2].get(block, min(len(texts), most)) for block, most in enumerate(last)]
@@ -92,15 +93,15 @@ def _without_templates(text: str) -> tuple[list[str], list[Unread]]:
     return texts or [""], [Unread(line=at, why=why) for at, row, _ in left if NAMED.search(row)]
 
 
-def read_documents(text: str, kind: str) -> tuple[str, dict[str, Script]]:
+def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Script]]:
     """Return the name of the format, and the variables of each place in the documents, by the place's name.
 
     Settings that only a later branch of a template has are conditional. Raises EnvironmentTextError.
     """
     is_template = kind == "yaml" and re.search(r"\{[{%]", text) is not None
-    texts, unread = _without_templates(text) if is_template else ([text], [])
-    branches = [_parse(each, kind) for each in texts]
-    first: dict[str, Script] = {}
+    texts, unread = _without_templates(text, first) if is_template else ([text], [])
+    branches = [_parse(each, kind, first) for each in texts]
+    found: dict[str, Script] = {}
     for number, documents in enumerate(branches):
         walk = _Walk(documents)
         _compare_replicas(walk.found)
@@ -109,7 +110,7 @@ def read_documents(text: str, kind: str) -> tuple[str, dict[str, Script]]:
             has_content = any(script.settings()) or script.inner or script.unread or script.files
             if walk.config_of.get(source) in used or not has_content:
                 continue
-            before = first.setdefault(source, Script() if number else script)
+            before = found.setdefault(source, Script() if number else script)
             if number:
                 more = {name: each for name, each in script.always.items() if each != before.always.get(name)}
                 before.ways += [(f"branch {number + 1} of the template", more)] if more else []
@@ -117,8 +118,8 @@ def read_documents(text: str, kind: str) -> tuple[str, dict[str, Script]]:
                     known = getattr(before, part)
                     known.extend(each for each in getattr(script, part) if each not in known)
     if unread:
-        first.setdefault("document", Script()).unread += unread
-    return _form(branches[0], kind), first
+        found.setdefault("document", Script()).unread += unread
+    return _form(branches[0], kind), found
 
 
 def _compare_replicas(found: Mapping[str, Script]) -> None:
@@ -159,6 +160,7 @@ class _Walk:
         self.taken: dict[str, set[str]] = {}  # source -> ConfigMaps that it includes with envFrom
         self._configs = dict(_configs(documents))
         self._left = _LIMIT_NODES
+        self._read_shell = cache(read_shell)  # a script with an anchor occurs several times
         self._compose = _form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
         for document in documents:
@@ -182,7 +184,8 @@ class _Walk:
             self.config_of[source] = str(node["metadata"].get("name"))
         if self._kubernetes and key in _CONTAINERS:
             self._container(node, source)
-        if pattern("own").match(str(node.get("name"))) and "value" in node:  # an item that a patch adds
+        is_item = pattern("own").match(str(node.get("name"))) is not None  # of `env`, which a patch adds
+        if is_item and isinstance(node.get("value"), str | int | float):
             self._entry(node, node["name"], source)
             return
         here = bool(pattern("place").fullmatch(key))
@@ -190,7 +193,9 @@ class _Walk:
             if (key == "environment" and self._compose) or (key == "data" and source in self.config_of):
                 self._check_type(source, str(name), value)
             word = name if isinstance(name, str) else ""
-            if (pattern("own").match(word) or (here and NAME.match(word))) and not isinstance(value, dict | list):
+            if pattern("own").match(word) and isinstance(value, dict):
+                self._add(source, word, value.get("value", value.get("default", OPEN)))
+            elif (pattern("own").match(word) or (here and NAME.match(word))) and not isinstance(value, dict | list):
                 is_inherited = self._compose and isinstance(value, Plain) and value in ("", "~", "null")
                 self._add(source, word, f"${{{word}}}" if is_inherited else value, getattr(value, "line", 0))
             else:
@@ -286,7 +291,7 @@ class _Walk:
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
         first = next((getattr(word, "line", 0) for word in words if lines or NAMED.search(word)), 0)
-        self._at(source).add(read_shell("\n".join(words) if lines else shlex.join(words), line=first))
+        self._at(source).add(self._read_shell("\n".join(words) if lines else shlex.join(words), line=first))
 
     def _text(self, text: str, source: str, key: str) -> None:
         """Take a string value that contains assignments, a script, a command line or another document."""
@@ -304,7 +309,7 @@ class _Walk:
         elif pattern("document").search(text) and "\n" in text and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=line))
         else:
-            self._at(source).add(read_shell(text, line=line))
+            self._at(source).add(self._read_shell(text, line=line))
 
     def _add(self, source: str, name: str, value: Any, line: int = 0) -> None:
         text = scalar(value)

@@ -55,6 +55,7 @@ def settings() -> Mapping[str, Any]:
 
 # Settings that disable a whole transport or algorithm.
 _COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_PXN_DISABLE")
+_ALL_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 
@@ -97,13 +98,16 @@ def lint(
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, machine, source)
     nodes = nodes if nodes is not None else nodes_of(environment)
+    several_ranks = any((whole_number(environment.get(name, "")) or 0) > 1 for name in _ALL_RANKS)
     conditions = {
         "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu),
         "one_node": nodes == 1,
         "efa": machine is not None and machine.has_efa,
         "unknown": machine is None and nodes != 1,
         "several_nodes": machine is None and (nodes or 0) > 1,
-        "unknown_size": machine is None and nodes is None,
+        "several_ranks": machine is None and nodes is None and several_ranks,
+        "unknown_size": machine is None and nodes is None and not several_ranks,
+        "own_net": machine is None and nodes != 1 and not other_net(environment),
     }
     case = _Case(
         version=padded(nccl_version) if nccl_version is not None else None, machine=machine, source=source, own=own,

@@ -114,7 +114,7 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
     elif name_of(words[0]) in _NAMES["remote"] and re.search(r"\s", text):
         yield "run", Assigned("", text, raw, line)
     elif NAMED.search(text):
-        text = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=", text) else text
+        text = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=|\w+=[\[{]", text) else text
         if text.lstrip().startswith(("{", "[")) and '"' in text:
             yield "option.json", Assigned("", text, raw, line)
         elif pattern("commands").search(text):
@@ -123,12 +123,12 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
 
 def _key_paths(words: Sequence[Word], at: int) -> Iterator[Part]:
     """Yield the variables of `env.NAME=VALUE,env.NAME=VALUE` and of `env[0].name=NAME,env[0].value=VALUE`."""
-    command = ",".join(each.text for each in words)[:MOST_OPTIONS]
+    near = ",".join(each.text for each in words[max(0, at - 20) : at + 20])[:MOST_OPTIONS]
     for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", words[at].text):
         if match := pattern("dotted").match(part) or pattern("item_value").match(part):
             value, name = part[match.end() :].strip("\"'").replace("\\,", ","), match[1]
             if "[" in name:  # the path of an item
-                names = re.findall(rf"(?:^|[,=]){re.escape(name)}\.name=(\w+)", command)
+                names = re.findall(rf"(?:^|[,=]){re.escape(name)}\.name=(\w+)", near)
                 name = names[-1] if names else ""
             yield "set", Assigned(name, value, words[at].raw, words[at].line)
 

@@ -125,6 +125,7 @@ class _Reader(Expander):
         self._roots: dict[str, Node | None] = {}
         self._commands = self._blocks = 0
         self._active: tuple[str, ...] = ()  # functions on the call stack
+        self._arguments = [OPEN]  # of the function that is followed; those of the script are unknown
         self._hidden: dict[str, Assigned | None] = {}  # what local variables of the function hide
         self._left = ""  # how this block was left: exit, return, break or continue
         self._target = ""  # the file or program that gets the output; empty: none that is known
@@ -574,7 +575,10 @@ class _Reader(Expander):
         elif of_shell and program in self.scope.functions and program not in self._active:
             self._call(words[at:], line)
         elif program:
-            self._calls_any = self._calls_any or (of_shell and OPEN in program)
+            if of_shell and OPEN in program:  # a function may call another one that its arguments name: `run setup`
+                self._calls_any = self._calls_any or any(OPEN in each for each in self._arguments)
+                for name in {*self._arguments}.intersection(self.scope.functions).difference(self._active):
+                    self._call([Word(name, name)], line)
             with self.during(scope=self.scope.copy()):
                 self._start(words, at, line)
             self._left = "exit" if "exec" in wrappers else self._left
@@ -587,7 +591,8 @@ class _Reader(Expander):
         body, source, first = self.scope.functions[words[0].text]
         self._called.add(words[0].text)
         active = (*self._active, words[0].text)
-        with self.during(source=source, first=first, loops=0, _active=active, _hidden={}):
+        arguments = [each.text for each in words[1:]]
+        with self.during(source=source, first=first, loops=0, _active=active, _hidden={}, _arguments=arguments):
             self._follow([body])
             self._restore(self._hidden)
         self._left = "" if self._left == "return" else self._left

@@ -163,7 +163,7 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
     if kind in _DOCUMENTS:
         from planner.lint.documents import read_documents
 
-        title, found = read_documents("\n" * (first - 1) + text, kind)
+        title, found = read_documents(text, kind, max(first, 1))
         parts: _Parts = []
         for place, script in found.items():
             parts += [(place, script), *_inner(script, place, depth)]

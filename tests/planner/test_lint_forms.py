@@ -101,6 +101,10 @@ ENDLESS: dict[str, Callable[[int], str]] = {
     "texts": lambda n: "A='x '\n" + 'A="$A$A"\n' * 14 + 'eval "$A"\n' * n,
     "names": lambda n: "export" + "".join(f" NCCL_A{i}=1" for i in range(n)) + "".join(
         f"\nexport NCCL_B={i}\ntorchrun a\n" for i in range(200)),
+    "one word": lambda n: "x " + "abc" * 20 * n + "\n", "blanks": lambda n: "echo '$" + " " * 40 * n + "'\n",
+    "a script with an anchor": lambda n: "x: &s |\n" + "".join(
+        f"  if $a{i}; then export NCCL_X={i}; fi\n" for i in range(20)) + "y:\n" + "- {a: *s}\n" * (n // 5),
+    "files of a script": lambda n: "export NCCL_X=1\n" + "cat > a <<E\nenv:\n  NCCL_X: 2\nE\n" * n,
     "array": lambda n: "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
 }  # fmt: skip
 
