@@ -25,7 +25,7 @@ from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, is
 from agent.cluster.nodes import NodeRecord, seconds_of
 from agent.terminal import advice as plan_words, measured
 from agent.terminal.hosts import hardware_properties, outcome_lines
-from collectives.bench.results import BenchResult, Measurement
+from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import list_names
 from planner.advice import RankedLayout, Recommendation
@@ -174,12 +174,6 @@ def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
     return next((word for word in ("fail", "warn") if word in statuses), "")
 
 
-def _best_gather(bench: BenchResult | None) -> Measurement | None:
-    """Return the largest all-gather that was verified."""
-    found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    return max(found, key=lambda m: m.bytes, default=None)
-
-
 # Nodes as rows of a table, and the summary of one node.
 
 
@@ -248,7 +242,8 @@ def by_name(text: str) -> list[tuple[int, str]]:
 def node_summary(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
     """Return the main facts about a machine as the terminal shows them, and the newest measurement."""
     yield from hardware_properties(snapshot, node)
-    best = _best_gather(bench)
+    gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
+    best = max(gathers, key=lambda m: m.bytes, default=None)
     rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
     yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
     yield "recognised as", node.sku or "no known machine type"

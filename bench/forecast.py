@@ -135,11 +135,16 @@ def _heavier(row: Row, layout: Layout) -> list[Layout]:
     return [replace(layout, checkpointing=kind) for kind in more if kind in row.stack.engine.checkpointing] or [layout]
 
 
+def _sum_tensors(parts: MemoryParts) -> float:
+    """Return the value that torch.cuda.max_memory_allocated would return."""
+    return parts.total - parts.fragmentation - parts.reserved - parts.context
+
+
 def _memory(row: Row, layout: Layout, *, first_stage: bool = False) -> MemoryParts:
     """Return the memory at the peak of the fullest rank: in a micro-batch, in loading, or in the optimizer's step."""
     made = memory_parts(row.model, row.train, layout, row.stack.engine, first_stage=first_stage)
     loaded = made.weights + row.stack.bytes_outside_passes(share_of(row.model, row.train, layout))
-    if loaded + made.gathered <= made.tensors:
+    if loaded + made.gathered <= _sum_tensors(made):
         return made
     fragmentation = (loaded + made.gathered) * (FRAGMENTATION - 1.0)
     return MemoryParts(weights=loaded, gathered=made.gathered, fragmentation=fragmentation, reserved=made.reserved,
@@ -254,7 +259,7 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     """Forecast one row."""
     seconds, readings = seconds_of(row, layout, constants)
     printed = _memory(row, layout, first_stage=row.first_stage)
-    memory = printed.tensors if row.memory_kind == "tensors" else printed.total
+    memory = _sum_tensors(printed) if row.memory_kind == "tensors" else printed.total
     if row.train.method == "lora" and not row.stack.known and layout.dp_shard > 1 and layout.sharding == "zero3":
         loading = _loading(row, layout)
         memory = max(memory, loading if loading <= row.gpu.memory_bytes else 0.0)

@@ -241,7 +241,7 @@ def _machine() -> Any:
 
 
 NCCL_LOG, ALIASES, ENVIRONMENT, LAYOUT_ERRORS = (
-    seed("nccl.log"), seed("aliases.yaml"), seed("environment.env"), (LayoutError, RequestError),
+    seed("nccl.log"), seed("aliases.yaml"), seed("environment.env"), (ConfigError, LayoutError, RequestError),
 )  # fmt: skip
 
 # --- readers

@@ -50,6 +50,7 @@ def option_names() -> dict[str, Any]:
     }
 
 
+MOST_LISTED = 24  # names that a message lists
 MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
 
 
@@ -80,11 +81,13 @@ def flag(name: str, value: Any) -> bool | None:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return the name that another trainer's option has here, or known names similar to it, in brackets."""
+    """Return in brackets the name that another trainer's option has here, or known names: all, or only similar ones."""
     if here := option_names()["elsewhere"].get(name):
         return f" (here it is {here})"
-    close = difflib.get_close_matches(name, [*known], n=3)
-    return f" (close: {', '.join(close)})" if close else ""
+    names = [*known]
+    if close := difflib.get_close_matches(name, names, n=3):
+        return f" (close: {', '.join(close)})"
+    return f" (known: {', '.join(names)})" if 0 < len(names) <= MOST_LISTED else ""
 
 
 def require(name: str, value: Any, row: Mapping[str, Any]) -> None:

@@ -243,7 +243,8 @@ def show_networks(out: Console, found: NetworkBars, *, verbose: bool = False) ->
         out.print(escape(found.where))
         for bar in filter(lambda bar: bar.step_seconds, found.bars):
             rate = f"; measured before: {units.rate(bar.busbw_bytes_per_second)}" if bar.busbw_bytes_per_second else ""
-            out.print(escape(f"{bar.network}: {bar.carries}; proven by {'; '.join(bar.proof)}{rate}"), highlight=False)
+            line = f"{bar.network}: {bar.description}; proven by {'; '.join(bar.proof)}{rate}"
+            out.print(escape(line), highlight=False)
 
 
 def _verdict_on_networks(found: NetworkBars, *, verbose: bool) -> str:

@@ -108,14 +108,14 @@ class NetworkBar:
     """One network. Without seconds there is no bar, and `why` says what is missing."""
 
     network: str  # "eth0", "net1", "RDMA"
-    carries: str = ""  # known properties: "shaped to 200 Mbit/s", "default/net1"
+    description: str = ""  # known properties: "shaped to 200 Mbit/s", "default/net1"
     status: str = "unknown"  # "measured", "not available", "failed", "unproven", "unknown"
     why: str = ""
     proof: tuple[str, ...] = ()  # quotes from the sockets or NCCL's log
     busbw_bytes_per_second: float | None = None  # of the all-gather over it, measured before the run
     step_seconds: float | None = None
     forecast: Interval | None = None  # of a step
-    inside: bool | None = None
+    within: bool | None = None  # whether the measured step lies within the forecast
     run_seconds: float | None = None  # of the whole run
     run_forecast: Interval | None = None
     cost: float | None = None
@@ -168,7 +168,7 @@ def bar_of(bar: NetworkBar, record: run_record.RunRecord | None, interface: str,
     if step.measured is None:
         return replace(bar, proof=words, why="its record has no step time")
     return replace(
-        bar, status="measured", proof=words, step_seconds=step.measured, forecast=step.forecast, inside=step.within
+        bar, status="measured", proof=words, step_seconds=step.measured, forecast=step.forecast, within=step.within
     )
 
 
@@ -198,7 +198,7 @@ class _Local:
 
     def bar(self, rig: Rig, network: Network, result: BenchResult, timed: Calibration) -> NetworkBar:
         """Forecast and run the job over one network."""
-        bar = NetworkBar(network=network.name, carries=f"shaped to {units.bits(network.bytes_per_second)}")
+        bar = NetworkBar(network=network.name, description=f"shaped to {units.bits(network.bytes_per_second)}")
         measured = tuple(m for m in result.measurements if m.verified)
         gather = next((m for m in measured if m.op == "all_gather"), None)
         if gather is None:
@@ -439,7 +439,7 @@ def documents(
 
 def run(client: Client, made: Sequence[Document], network: Network, api: str, *, seconds: float) -> NetworkBar:
     """Create the job of one network, wait for its end, and read its record. Raises ApiError if it cannot be created."""
-    bar = NetworkBar(network=network.name, carries=network.attachment or "the pods' own network")
+    bar = NetworkBar(network=network.name, description=network.attachment or "the pods' own network")
     for line in cluster_job.create(client, made):
         print_text(line, err=True)
     job, until = made[-1], time.monotonic() + seconds
@@ -473,5 +473,5 @@ def words_of(bar: NetworkBar, best: float) -> tuple[str, str]:
     factor = f" ({step / best:.2f} x)" if best and step > best else ""
     cost = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""
     whole = f", {units.duration(bar.run_seconds)} in all{cost}" if bar.run_seconds is not None else ""
-    place = {True: "inside", False: "outside", None: ""}[bar.inside]
+    place = {True: "inside", False: "outside", None: ""}[bar.within]
     return f"{units.seconds(step)} a step{factor}{whole}", f"forecast {units.interval(bar.forecast, 's')}: {place}"

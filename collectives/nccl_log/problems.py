@@ -189,8 +189,9 @@ class _Findings:
     # --- lines and hosts
 
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
-        """Return the hosts by their whole names, each once."""
-        return tuple(dict.fromkeys(self.names.get(host, host) for host in hosts if host))
+        """Return the hosts by their whole names, each once; the name with its domain where both are in the log."""
+        names = dict.fromkeys(self.names.get(host, host) for host in hosts if host)
+        return tuple(name for name in names if not any(other.startswith(f"{name}.") for other in names))
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""

@@ -187,18 +187,13 @@ _SHOWN = {code: note for note, codes in _TABLE["shown"].items() for code in code
 RULES = frozenset({*_HOW, *_SHOWN})
 ENDS = frozenset(_TABLE["ends"])
 
-_BY_SETTING = {  # faults that the recommended environment fixes
-    "NCCL_SOCKET_IFNAME": ("interfaces.choice.wrong",),
-    "NCCL_NET_GDR_LEVEL": ("topology.gdr.path", "topology.gpu_nic.far"),
-}
-
 
 def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
     """Return the findings that slow down a job with these settings: failures, and warnings about clocks.
 
     Findings about ports that NCCL_IB_HCA excludes are ignored.
     """
-    solved = {code for name in settings for code in _BY_SETTING.get(name, ())}
+    solved = {code for name in settings for code in _TABLE["solved"].get(name, ())}
     hcas = settings.get("NCCL_IB_HCA", "")
 
     def is_excluded(one: Finding) -> bool:

@@ -39,11 +39,6 @@ class MemoryParts(NamedTuple):
         """Peak on the device."""
         return sum(self)
 
-    @property
-    def tensors(self) -> float:
-        """Value that torch.cuda.max_memory_allocated would return."""
-        return self.total - self.fragmentation - self.reserved - self.context
-
 
 class _StoredBytes(NamedTuple):
     """Bytes that the forward pass keeps for the backward pass."""

@@ -44,12 +44,6 @@ SAVE_SECONDS = 100  # minimum time from SIGTERM to the saved checkpoint
 END_SECONDS = 20  # time from the checkpoint to the end of the pod, or of Slurm's batch script
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
 _LEAST = {"nodes": 1, "processes_per_node": 1, "restarts": 0, "peer_wait_seconds": 1, "save_seconds": 1}
-# The format of each setting, as a row of names.toml.
-_FORM_OF = {
-    "namespace": "namespace", "name": "job", "image": "image", "preflight_image": "image", "agent": "agent",
-    # Names of other objects. With an invalid name the pods would wait forever for the object.
-    "claim": "object", "token_secret": "object", "queue": "object", "service_account": "object",
-}  # fmt: skip
 
 
 class JobError(ValueError):
@@ -156,9 +150,10 @@ class JobSpec:
         for what, least in _LEAST.items():
             if getattr(self, what) < least:
                 raise JobError(f"{what}={getattr(self, what)}: must be at least {least}")
-        for what, form in _FORM_OF.items():
-            if (value := getattr(self, what)) is not None:
-                check_form(form, f"{what}=", value)
+        for form, row in read_table(__file__, "names.toml").items():
+            for what in row.get("settings", ()):
+                if (value := getattr(self, what)) is not None:
+                    check_form(form, f"{what}=", value)
         last = f"-worker-{self.nodes - 1}"  # the longest suffix of PyTorchJob and JobSet ("-node-0-1")
         if len(self.name) + len(last) > _NAME_LIMIT:
             allowed = str(_NAME_LIMIT - len(last))

@@ -203,8 +203,11 @@ def allocator(case: Situation) -> Setting | None:
     return setting("allocator", "expandable_segments:True", evidence)
 
 
-def omp_threads(case: Situation) -> Setting | Note | None:
-    """OMP_NUM_THREADS: torchrun sets it to 1 if several ranks share a node, and does not set it for a single rank."""
+def omp_threads(case: Situation) -> Setting | None:
+    """OMP_NUM_THREADS: torchrun sets it to 1 if several ranks share a node, and does not set it for a single rank.
+
+    One thread is enough for a rank that computes on a GPU. What offloading gains from more, the forecast says.
+    """
     counts = [] if case.amd else [(node, *found) for node in case.nodes if (found := _count_cores(node))]
     if not counts:
         return None
@@ -212,14 +215,8 @@ def omp_threads(case: Situation) -> Setting | Note | None:
     ranks, threads = case.ranks_on(node), _count_threads(case, node, cores, quota)
     evidence = f"{cores} cores{f', {quota:g} by cgroup' if quota else ''}, {ranks} rank{'s' if ranks > 1 else ''}"
     if ranks == 1:
-        if case.backend == "gloo" or quota:
-            return setting("omp.limited", str(threads), evidence)
-        return note("omp.alone", f"{node.hostname}: {evidence}")
-    if case.backend == "gloo":
-        if threads <= 1:
-            return note("omp.one_core")
-        return setting("omp.cpu", str(threads), evidence, ranks=ranks)
-    return note("omp.gpu", f"{node.hostname}: {evidence}", threads=threads)
+        return setting("omp.limited", str(threads), evidence) if case.backend == "gloo" or quota else None
+    return setting("omp.cpu", str(threads), evidence, ranks=ranks) if case.backend == "gloo" and threads > 1 else None
 
 
 def _count_cores(node: NodeView) -> tuple[int, float | None] | None:

@@ -59,8 +59,9 @@ class NodeView:
 
     @property
     def nics(self) -> tuple[NicNode, ...]:
-        """The NICs of the topology."""
-        return self.topology.nics if self.topology else ()
+        """The NICs of the topology that the job may use."""
+        found = self.topology.nics if self.topology else ()
+        return tuple(nic for nic in found if nic.kind not in RDMA_KINDS) if self.sockets else found
 
     @property
     def links(self) -> tuple[Interface, ...]:
@@ -107,15 +108,15 @@ class NodeView:
         return tuple(found)
 
     def efa_count(self) -> int:
-        """Return the number of EFA devices."""
+        """Return the number of EFA devices that the job may use."""
         facts = self.facts(RdmaFacts)
-        if facts is not None:
+        if facts is not None and not self.sockets:
             return sum(device.kind == "efa" for device in facts.in_reach)
         return sum(nic.kind == "efa" for nic in self.nics)
 
     def verbs_ports(self) -> tuple[PortView, ...]:
-        """Return every port of a device that NCCL's IB transport could use, up or down."""
-        facts = self.facts(RdmaFacts)
+        """Return every port of a device that NCCL's IB transport could use, up or down; none for a job over TCP."""
+        facts = None if self.sockets else self.facts(RdmaFacts)
         devices = [device for device in facts.in_reach if device.kind in VERBS_KINDS] if facts else []
         return tuple(PortView(device=device, port=port) for device in devices for port in device.ports)
 
@@ -374,7 +375,7 @@ def situation(
         multi_node = True
     version = None if nccl_version is None else padded(nccl_version)
     if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
-        nodes = tuple(map(_over_sockets, nodes))
+        nodes = tuple(replace(node, sockets=True) for node in nodes)
     return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node,
                      ranks_per_node=ranks_per_node)  # fmt: skip
 
@@ -384,15 +385,6 @@ def _offers_rdma(node: NodeView) -> bool:
     if node.snapshot:
         return bool(node.efa_count() or node.default_ports())
     return any(nic.kind in RDMA_KINDS for nic in node.nics)
-
-
-def _over_sockets(node: NodeView) -> NodeView:
-    """Return a node without its RDMA devices."""
-    snapshot = node.snapshot and node.snapshot.with_facts(RdmaFacts, lambda facts: replace(facts, devices=()))
-    topology = node.topology and replace(
-        node.topology, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=()
-    )
-    return replace(node, sockets=True, snapshot=snapshot, topology=topology)
 
 
 def _list_nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from contracts.layout import Layout
 from contracts.tables import read_table
@@ -20,23 +20,8 @@ from planner.forecast.models import hub_id
 from planner.search import engine_lacks
 from planner.stacks import ENGINES, TOPOFLIGHT, is_sharded, is_wrapped
 
-
-class _Format(NamedTuple):
-    stack: str  # engine of the stack that reads it
-    framework: str  # its name in an error
-    template: str
-
-
-_FORMATS = {
-    "finetune": _Format("topoflight", "the fine-tune job", "finetune.yaml"),  # without data set and output folder
-    "accelerate": _Format("trl", "accelerate", "accelerate.yaml"),  # for one machine; machine_rank differs per machine
-    # for TRL's SFT script; launch it with the accelerate file if not only FSDP is used
-    "trl": _Format("trl", "TRL", "trl.yaml"),
-    "deepspeed": _Format("deepspeed", "DeepSpeed", "deepspeed.json"),  # transformers replaces "auto" by its arguments
-    "torchtitan": _Format("torchtitan", "torchtitan", "torchtitan.toml"),  # without tokenizer, data set and checkpoints
-    "megatron": _Format("megatron", "Megatron-LM", "megatron.txt"),  # without data, learning rate and checkpoints
-}
-FORMATS = tuple(_FORMATS)
+_TABLE = read_table(__file__, "exports.toml")
+FORMATS = tuple(_TABLE["format"])
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
 # Have other names in the job's YAML, or follow from the number of started ranks.
 _NAMED = ("micro_batch", "gradient_accumulation", "fused_cross_entropy", "compile", "world_size")
@@ -62,7 +47,7 @@ def export(name: str, request: ExportRequest) -> str:
     """Export the layout in one format. Raises ExportError with all reasons why the framework cannot run it."""
     if name not in FORMATS:
         raise ExportError(f"format={name!r}: allowed are {', '.join(FORMATS)}")
-    stack, framework, template = _FORMATS[name]
+    stack, framework, template = (_TABLE["format"][name][key] for key in ("stack", "framework", "template"))
     if reasons := "; ".join(_list_refusals(name, request)):
         method = request.train.method
         change = "" if method in ENGINES[stack].methods and f"{method}:" not in reasons else " --method full"
@@ -79,11 +64,11 @@ def export(name: str, request: ExportRequest) -> str:
 
 
 def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
-    """Yield the reasons why a format's framework cannot run the layout: rows of refusals.toml, and more."""
+    """Yield the reasons why a format's framework cannot run the layout: rows of exports.toml, and more."""
     layout, model, train = request.layout, request.model, request.train
     if name == "finetune" and (lacks := engine_lacks(TOPOFLIGHT, model, train, layout, has_gpu=request.on_gpu)):
         yield lacks
-    for row in read_table(__file__, "refusals.toml")["refusal"]:
+    for row in _TABLE["refusal"]:
         excepted = "unless" in row and _matches(request, row["unless"])
         if name in row["formats"] and _matches(request, row.get("when", {})) and not excepted:
             yield row["why"].format(layout=layout, model=model, train=train)
@@ -92,7 +77,7 @@ def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
 
 
 def _matches(request: ExportRequest, conditions: Mapping[str, Any]) -> bool:
-    """Whether all attributes have the values of a row of refusals.toml."""
+    """Whether all attributes have the values of a row of exports.toml."""
     return all(_is_among(attrgetter(name)(request), wanted) for name, wanted in conditions.items())
 
 

@@ -191,7 +191,7 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     result = benchmark(*(measurement(op, bytes=size) for op, size in sizes))
     bars = tuple(
         NetworkBar(
-            network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), carries="shaped"
+            network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), description="shaped"
         )
         for name, step in (("eth0", 0.5), ("net1", 0.25))
     )

@@ -47,7 +47,7 @@ def test_each_network_has_a_job_and_each_record_comes_back(cluster: Networks, tm
     assert code == 0, output
     bars = {bar["network"]: bar for bar in found["bars"]}
     assert {name: bar["step_seconds"] for name, bar in bars.items()} == SECONDS
-    assert [bar["inside"] for bar in bars.values()] == [False, True, True]
+    assert [bar["within"] for bar in bars.values()] == [False, True, True]
     assert bars["net1"]["proof"] == ["NCCL: NET/Socket over net1"]
     assert bars["rdma"]["proof"] == ["NET/IB/0/GDRDMA"]
     assert bars["eth0"]["cost"] == pytest.approx(9.0 * 100 * 2 * 98 / 3600)

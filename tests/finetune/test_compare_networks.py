@@ -50,7 +50,7 @@ def test_only_a_proven_complete_run_is_a_bar():
     over = {"transports": ["gloo: TCP over net1 (10.0.0.1)"]}
     bar = NetworkBar(network="net1")
     good = bar_of(bar, record(**over), "net1")
-    assert (good.status, good.step_seconds, good.inside) == ("measured", 1.1, True)
+    assert (good.status, good.step_seconds, good.within) == ("measured", 1.1, True)
     elsewhere = bar_of(bar, record(**over), "eth0")
     assert (elsewhere.status, elsewhere.step_seconds) == ("unproven", None)
     assert bar_of(bar, None, "net1").status == "failed"
@@ -138,13 +138,13 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
         gain = eth0["step_seconds"] - net1["step_seconds"]
         # as uncertain as the slow step
         least, most = (eth0["forecast"][end] - net1["forecast"]["mid"] for end in ("low", "high"))
-        if eth0["inside"] and net1["inside"] and least < gain < most:
+        if eth0["within"] and net1["within"] and least < gain < most:
             break
     assert [eth0["proof"], net1["proof"]] == [
         ["gloo: TCP over eth0 (10.244.0.1)"],
         ["gloo: TCP over net1 (10.244.1.1)"],
     ]
-    assert [eth0["inside"], net1["inside"]] == [True, True], done.stdout
+    assert [eth0["within"], net1["within"]] == [True, True], done.stdout
     assert least < gain < most, done.stdout
     slow, fast = (json.loads(Path(bar["record"]).read_text()) for bar in (eth0, net1))
     assert slow["loss"] == pytest.approx(fast["loss"], rel=1e-5), "the network changes the time and nothing else"
