@@ -36,11 +36,7 @@ def test_a_config_of_older_releases_reads_as_it_stands():
     config, _, notes = read_config(SEED)
     assert config.max_length == 4096
     assert config.dtype == "bfloat16"
-    assert config.layout == {
-        "micro_batch": 32, "precision": "bf16", "fused_cross_entropy": True, "checkpointing": "full",
-        "sharding": "zero3", "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "reshard_after_forward": True,
-        "offload": "none",
-    }  # fmt: skip
+    assert config.layout == SETTINGS["older"]
     assert config.learning_rate == pytest.approx(2e-4)
     assert config.lr_scheduler_type == "inverse_sqrt"
     assert config.report_to == ("tensorboard",)

@@ -19,14 +19,8 @@ rows = rows_of(__file__)
 
 pytestmark = pytest.mark.long
 SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
-TALK = [{"role": "user", "content": "Née?"}, {"role": "assistant", "content": "Oui."}]
-SHAPES = {
-    "messages": {"messages": TALK},
-    "prompt": {"prompt": "Née?", "completion": "Oui."},
-    "conversation": {"prompt": TALK[:1], "completion": TALK[1:]},
-    "question": {"question": "Née?", "answer": "Oui."},
-    "text": {"text": "Née? Oui."},
-}
+SHAPES = rows("shapes")()
+TALK = SHAPES["messages"]["messages"]
 
 
 @pytest.fixture(scope="module")

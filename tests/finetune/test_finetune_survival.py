@@ -154,11 +154,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
 def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkeypatch):
     """Exit code 76, before the first step, with the difference as its reason."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    plan = {
-        "layout": {"world_size": 1, "micro_batch": 16, "precision": "fp32"},
-        "environment": {"GLOO_SOCKET_IFNAME": "net1"},
-    }
-    code, record = run_job(tmp_path / "out", plan=plan)
+    code, record = run_job(tmp_path / "out", plan=rows("other_interface")())
     assert code == MismatchError.code
     assert record["status"] == "mismatch"
     assert "GLOO_SOCKET_IFNAME: asked net1, got None" in record["reason"]
