@@ -244,6 +244,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         self.recorder.record.steps_done = state.global_step
         if len(self.recorder.losses) == 1:  # what a step needs is connected now
             verify.require_equal(verify.record_transports(self.recorder.record, self.plan))
+            self.recorder.write()
         if not math.isfinite(mean):
             raise loop.DivergedError(f"step {state.global_step}: loss {mean}; the checkpoints remain")
         if stop:
