@@ -23,7 +23,7 @@ from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
-from planner.forecast.step_time import COMMUNICATION, StepParts, step_parts, strides
+from planner.forecast.step_time import COMMUNICATION, StepParts, prepare_step, step_parts, strides
 from planner.search import Candidate, difference_sigma
 
 _WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
@@ -44,6 +44,23 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
         "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel, shard),
     }  # fmt: skip
     return links.crosses(*groups[part]) if part in groups else None
+
+
+def sent_bytes(job: Job, layout: Layout, part: str) -> float:
+    """Return the bytes that a rank sends per step to gather weights or to reduce gradients; 0 for other components."""
+    step, engine = prepare_step(job, job.engine.as_run(layout)), job.engine
+    layout, share, total = step.layout, step.share, 0.0
+    if part == "gather" and share.sharded:
+        again = engine.gathers_again(layout)
+        total = (engine.gathers(layout) + again) * step.gathered_bytes - again * step.stored_bytes
+    elif part == "reduce" and share.sharded:
+        total = engine.scatters(job.train, layout) * engine.reduced_bytes(job.train, layout) * share.trained
+    total *= (share.group - 1) / share.group
+    if part == "reduce":
+        copies = layout.dp_replicate if share.sharded else layout.data_parallel * layout.cp
+        here = share.part(share.trained, share.routed_trained, sharded=share.sharded)
+        total += 2 * (copies - 1) / copies * engine.reduced_bytes(job.train, layout) * here
+    return total
 
 
 def _describe(links: Links, layout: Layout, part: str) -> str:
@@ -117,7 +134,9 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         detail = _WORDS[name]
         if link := link_of(job.links, layout, name):
             used.add(str(link))
-            detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}"
+            sent = sent_bytes(job, layout, name)
+            volume = f", {sent / GIGA:.3g} GB per rank and step" if sent else ""
+            detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}{volume}"
         time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
     memory_parts = tuple(
         Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0

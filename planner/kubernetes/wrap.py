@@ -55,17 +55,13 @@ class Part:
     container: Document
     replicas: int | None
     restart: str | None = None  # restartPolicy of a PyTorchJob's replicas; None for other kinds
+    resources_key: str = "resources"  # the member of the container with the resources of a pod
 
     @property
     def command(self) -> list[str]:
         """The container's command and arguments."""
         words = [*_get(self.container, "command"), *_get(self.container, "args")]
         return [word for word in words if isinstance(word, str)]
-
-    @property
-    def resources_key(self) -> str:
-        """The name of the member with the resources of a pod."""
-        return "resourcesPerNode" if self.pod is None else "resources"
 
     @property
     def resources(self) -> Document:
@@ -117,11 +113,8 @@ class Job:
     @property
     def without_gpus(self) -> bool:
         """Whether certainly no pod gets a GPU; False if a runtime outside the manifest may request one."""
-        if self.kind.endswith("Runtime"):
-            return False
-        if self.kind == "TrainJob" and not self.parts[0].resources:
-            return False
-        return all(part.without_gpus for part in self.parts)
+        of_runtime = self.kind == "TrainJob" and not self.parts[0].resources
+        return not (of_runtime or self.kind.endswith("Runtime")) and all(part.without_gpus for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,17 +315,12 @@ class _Wrapper:
                     self._note("resource", name=there[0], present=present, value=count)
             elif name.endswith("/*"):
                 self._note("resource_name", name=name, value=count)
-            else:
-                self._add_limit(name, count, has)
+            elif name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *part.limits}:
+                self._note("huge_pages", name=name, value=count)
+            else:  # Kubernetes sets the request of an extended resource to its limit
+                _ensure(_ensure(self._container, part.resources_key, {}), "limits", {})[name] = count
         if self._lacks_rdma({*has, *wanted}):
             self._note("no_rdma")
-
-    def _add_limit(self, name: str, count: str, has: Document) -> None:
-        """Add a limit; Kubernetes sets the request of an extended resource to its limit."""
-        if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *self._part.limits}:
-            self._note("huge_pages", name=name, value=count)
-        else:
-            _ensure(_ensure(self._container, self._part.resources_key, {}), "limits", {})[name] = count
 
     def _lacks_rdma(self, names: set[str]) -> bool:
         """Whether the nodes have RDMA, and the pod requests none of these resources or others that give it a device."""
@@ -540,7 +528,8 @@ def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
         _member(spec, "runtimeRef", "name")
         trainer = spec.setdefault("trainer", {})
-        yield Part(f"{kind}/{name}", None, trainer, _parse_number(trainer.get("numNodes")))
+        nodes = _parse_number(trainer.get("numNodes"))
+        yield Part(f"{kind}/{name}", None, trainer, nodes, resources_key="resourcesPerNode")
         return
     for where, template, pods, restart in _list_templates(kind, spec):
         if (main := _find_trainer(kind, template["spec"]["containers"])) is not None:

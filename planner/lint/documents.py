@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from contracts.finding import Status
-from contracts.yaml_text import Plain, Text, YamlTextError, load_all
+from contracts.yaml_text import Plain, YamlTextError, load_all
 from planner.lint.script import (
     NAME,
     NAMED,
@@ -33,7 +33,7 @@ from planner.lint.script import (
     words,
 )
 from planner.lint.shell import expand, read_assignment, read_shell
-from planner.lint.values import finding, members
+from planner.lint.values import finding, values
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -128,12 +128,12 @@ def _compare_replicas(found: Mapping[str, Script]) -> None:
             continue
         other = "Worker" if match[2] == "Master" else "Master"
         others = [each for name, each in found.items() if name.startswith(f"{match[1]} {other} ")]
-        values = {name: each.value for one in others for name, each in one.always.items()}
+        theirs_by_name = {name: each.value for one in others for name, each in one.always.items()}
         files = [file for each in others for file in each.files if not file.startswith("Secret ")]
         if not others or files:  # a file may set what is missing
             continue
-        for name in members("same_on_all_ranks"):
-            value, its = script.always.get(name, Assigned(name, "0")).value, values.get(name, "")
+        for name in values()["names"]["same_on_all_ranks"]:
+            value, its = script.always.get(name, Assigned(name, "0")).value, theirs_by_name.get(name, "")
             # 0 is the default; two values are reported at the Master
             if value not in ("0", its) and OPEN not in value + its and (other == "Worker" or not its):
                 theirs = f"have {name}={its}" if its else "do not set it"
@@ -190,14 +190,9 @@ class _Walk:
             if (key == "environment" and self._compose) or (key == "data" and source in self.config_of):
                 self._check_type(source, str(name), value)
             word = name if isinstance(name, str) else ""
-            own = pattern("own").match(word) is not None
-            if own and isinstance(value, dict):
-                self._add(source, word, value.get("value", value.get("default", OPEN)))
-            elif (own or (here and NAME.match(word))) and not isinstance(value, dict | list):
+            if (pattern("own").match(word) or (here and NAME.match(word))) and not isinstance(value, dict | list):
                 is_inherited = self._compose and isinstance(value, Plain) and value in ("", "~", "null")
-                self._add(source, word, f"${{{word}}}" if is_inherited else value, _line(value))
-            elif value is None and pattern("own_setting").match(word):  # a list item without its dash
-                self._add_pair(source, word, _line(word))
+                self._add(source, word, f"${{{word}}}" if is_inherited else value, getattr(value, "line", 0))
             else:
                 if name == "envFrom":
                     self._env_from(value, source)
@@ -287,17 +282,17 @@ class _Walk:
         """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""
         if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
             for word in words:
-                self._add_pair(source, word, _line(word))
+                self._add_pair(source, word, getattr(word, "line", 0))
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
-        first = next((_line(word) for word in words if lines or NAMED.search(word)), 0)
+        first = next((getattr(word, "line", 0) for word in words if lines or NAMED.search(word)), 0)
         self._at(source).add(read_shell("\n".join(words) if lines else shlex.join(words), line=first))
 
     def _text(self, text: str, source: str, key: str) -> None:
         """Take a string value that contains assignments, a script, a command line or another document."""
         if not pattern("script").search(text) or len(text) < 8:
             return
-        line = _line(text)
+        line = getattr(text, "line", 0)
         rows = [(line and line + at, row.strip().rstrip(";")) for at, row in enumerate(text.splitlines())
                 if row.strip() and not row.lstrip().startswith("#")]  # fmt: skip
         if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for _, row in rows):
@@ -317,7 +312,7 @@ class _Walk:
         if re.search(r"\$\([A-Za-z_]", text):  # $(NAME) is replaced by Kubernetes with a variable of the container
             found = OPEN
         raw = text.replace(OPEN, "{{...}}")
-        self._at(source).set(Assigned(name=name, value=found, raw=raw, line=line or _line(value)))
+        self._at(source).set(Assigned(name=name, value=found, raw=raw, line=line or getattr(value, "line", 0)))
 
     def _add_pair(self, source: str, entry: str, line: int) -> None:
         """Add NAME=VALUE, or NAME, whose value Compose takes from its own environment: `${NAME}`."""
@@ -335,11 +330,6 @@ def _configs(documents: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield str(metadata.get("name")) if isinstance(metadata, dict) else "", data
         elif isinstance(items, list):
             yield from _configs(items)
-
-
-def _line(value: Any) -> int:
-    """Return the line of a scalar of YAML; 0 if it is unknown."""
-    return value.line if isinstance(value, Text) else 0
 
 
 def scalar(value: Any) -> str:

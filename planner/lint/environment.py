@@ -18,13 +18,10 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.lint.script import JOB_SIZE, NODES, pattern, whole_number
 from planner.lint.values import (
-    NameList,
     check_kind,
     check_quotes,
     check_value,
     finding,
-    first_provider,
-    fits,
     is_quoted,
     other_net,
     strtoll,
@@ -71,7 +68,7 @@ class _Case(NamedTuple):
     plugin: bool  # aws-ofi-nccl is in use and may have set variables
     vendor: Platform | None  # platform whose network plugin the environment configures
     carrier: str  # setting of the network plugin that replaces NCCL's RDMA; or ""
-    places: tuple[str, ...]  # sections and `where` of settings.toml that apply: "one_gpu", "one_node", "efa", "unknown"
+    places: tuple[str, ...]  # sections and `where` of settings.toml that apply
 
 
 def lint(
@@ -94,8 +91,7 @@ def lint(
     are shell variables that no program gets, `own` are names that the script reads, `nodes` is the number of nodes of
     the job, `gpus` that of the GPUs of each, and `also_set` are names that may be set under a condition.
     """
-    found: list[Finding] = []
-    quoted: list[Finding] = []
+    found, quoted = list[Finding](), list[Finding]()
     if source == "env file" or source.endswith(".env"):  # most programs that read env files remove quotes
         quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
@@ -106,6 +102,8 @@ def lint(
         "one_node": nodes == 1,
         "efa": machine is not None and machine.has_efa,
         "unknown": machine is None and nodes != 1,
+        "several_nodes": machine is None and (nodes or 0) > 1,
+        "unknown_size": machine is None and nodes is None,
     }
     case = _Case(
         version=padded(nccl_version) if nccl_version is not None else None, machine=machine, source=source, own=own,
@@ -124,9 +122,8 @@ def lint(
     if "one_gpu" in case.places:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
     found += _apply_rules(environment, {*environment, *(unresolved or {}), *also_set}, case.places)
-    found += _transports_and_sockets(environment)
+    found += _sockets(environment)
     found += machine.check(environment, case.version) if machine is not None else ()
-    found += _harmful_anywhere(environment, nodes) if "unknown" in case.places else ()
     general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
     judged = {each.subject for each in found if each.code != general
               and (each.status != Status.INFO or each.code.startswith("env.p2p"))}  # fmt: skip
@@ -150,7 +147,7 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
         yield finding("env.name.reserved", name, value)
     elif name.startswith("TORCH_NCCL_"):
         if name not in torch_names():
-            yield _unknown(name, value, "PyTorch", case, known=known)
+            yield _unknown(name, value, "PyTorch", case)
     elif known and name == "NCCL_IB_DISABLE" and case.carrier and strtoll(value) == (1, True):
         yield finding("env.debug.leftover/rdma", name, value, carrier=case.carrier)
     else:
@@ -159,16 +156,14 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
         if plugin_of(name):
             return
         if entry is None:
-            yield from _unknown_nccl(name, value, case, known=known)
+            yield from _unknown_nccl(name, value, case)
         elif entry.status == "other":  # a deprecated name that PyTorch reads, not libnccl
             _, alias, right = entry.reader.partition("deprecated alias of ")
             if alias:
                 yield finding("env.torch.renamed", name, value, right=right.rstrip(")"))
         elif entry.last is not None and (version is None or version > entry.last):
-            # only information if the release in use is unknown
-            status, reader = Status.INFO, "every later release"
-            if version is not None:
-                status, reader = Status.WARN, f"NCCL {version_text(version)}"
+            reader = f"NCCL {version_text(version)}" if version is not None else "every later release"
+            status = Status.WARN if version is not None else Status.INFO
             new, last = replacement(name), version_text(entry.last)
             use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
             yield finding("env.name.removed", name, value, status=status, last=last, reader=reader, use=use)
@@ -228,27 +223,23 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
     return whole or not entry.default.lstrip("-").isdigit()
 
 
-def _unknown_nccl(name: str, value: str, case: _Case, *, known: bool) -> Iterator[Finding]:
+def _unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
     """Check an unknown name that starts with NCCL_, or that differs from an NCCL name in case or blanks."""
     right = name.strip().removeprefix("export ").strip().upper()
     if right != name and right in names():
-        why = (
-            "the name carries more than its letters (nccl.conf takes all before '=')" if " " in name else "case counts"
-        )
-        yield finding("env.name.unknown/letters", name, value, why=why, right=f"{right}={value.strip()}")
+        yield finding("env.name.unknown/letters", name, value, right=f"{right}={value.strip()}")
     elif name.startswith("NCCL_") and case.version is not None and case.version > newest_read():
         newest = version_text(newest_read())
         yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(case.version))
     elif name.startswith("NCCL_") or with_right_prefix(name):
-        yield _unknown(name, value, "NCCL", case, known=known)
+        yield _unknown(name, value, "NCCL", case)
 
 
-def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) -> Finding:
-    if close := tuple(each for each in nearest(name) if not known or fits(each, value)):
+def _unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
+    if close := nearest(name):
         right = names().get(close[0])
         stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
-        meant = " or ".join(close)
-        return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=meant)
+        return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=" or ".join(close))
     if name in case.own:
         return finding("env.name.unknown/own", name, value, reader=reader)
     if pattern("own_value").fullmatch(value.strip()):
@@ -270,35 +261,26 @@ def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Sequen
             continue
         for name in filter(environment.__contains__, row["names"]):
             value, fields = environment[name], dict(row.get("fields", {}))
-            applies = _matches(row.get("value", "(?s).*"), value)
+            number, known = strtoll(value.strip())
+            applies = re.fullmatch(row.get("value", "(?s).*"), value) is not None
+            if "number" in row:
+                applies = known and re.fullmatch(row["number"], str(number)) is not None
             if "above" in row:
-                (number, known), (most, whole) = strtoll(value), strtoll(environment.get(row["above"], ""))
+                most, whole = strtoll(environment.get(row["above"], ""))
                 applies = known and whole and number > most > 0
                 fields |= {"other": row["above"], "most": most}
             for other, condition in row.get("with", {}).items():
                 given = environment.get(other, "")
-                applies = applies and _matches(condition, given)
+                applies = applies and re.fullmatch(condition, given) is not None
                 fields |= {"other": other, "cause": f"{other}={given}"}
             if applies:
                 yield finding(row["finding"], name, value, status=row.get("status") and Status(row["status"]), **fields)
 
 
-def _matches(condition: str | Sequence[float], value: str) -> bool:
-    """Whether the value matches a regular expression, or its number is in a range."""
-    if isinstance(condition, str):
-        return re.fullmatch(condition, value) is not None
-    return condition[0] <= strtoll(value)[0] <= condition[1]
-
-
-def _transports_and_sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report transports that leave only the network (src/transport.cc), and more than 64 sockets (env.rst)."""
-    numbers = {name: strtoll(value)[0] for name, value in environment.items()}
-    if numbers.get("NCCL_SHM_DISABLE") == numbers.get("NCCL_P2P_DISABLE") == 1:
-        tcp = numbers.get("NCCL_IB_DISABLE") == 1 and not other_net(environment)
-        network = "TCP sockets" if tcp else "the NIC, or through TCP sockets where there is no RDMA"
-        other = f"NCCL_P2P_DISABLE={environment['NCCL_P2P_DISABLE']}"
-        yield finding("env.pair.network", "NCCL_SHM_DISABLE", environment["NCCL_SHM_DISABLE"], other, network=network)
-    threads, sockets = (numbers.get(name, 0) for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"))
+def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Report more than 64 sockets (env.rst)."""
+    names = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
+    threads, sockets = (strtoll(environment.get(name, ""))[0] for name in names)
     if (product := threads * sockets) > 64:
         yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
 
@@ -313,26 +295,3 @@ def nodes_of(environment: Mapping[str, str]) -> int | None:
         if ranks is not None and here:
             return -(-ranks // here)
     return None
-
-
-def _harmful_anywhere(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
-    """Report settings that harm every job of several nodes; used if the machine is unknown."""
-    size = environment.get("WORLD_SIZE", environment.get("OMPI_COMM_WORLD_SIZE", ""))
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # interfaces that other nodes cannot reach
-        value = environment.get(name, "")
-        wanted = NameList.parse(value)
-        local = [each for each, _ in wanted.entries if re.fullmatch(r"lo|docker\d*|virbr\d*|cni\d*|br-\w*", each)]
-        if wanted.negated or not local or len(local) < len(wanted.entries):
-            continue
-        status, known = Status.INFO, "the job's size is not known"
-        if nodes:
-            status, known = Status.FAIL, f"the job has {nodes} nodes"
-        elif (whole_number(size) or 0) > 1:
-            status, known = Status.WARN, f"the job has {size} ranks"
-        yield finding("env.interface.unfit/local", name, value, status=status, names=", ".join(local), size=known)
-    devices = environment.get("NCCL_IB_HCA", "")
-    if devices.startswith("^") and not NameList.parse(devices).takes("mlx5_N") and not other_net(environment):
-        yield finding("env.rdma.tcp/excluded", "NCCL_IB_HCA", devices)
-    provider = first_provider(environment)
-    if provider in values()["words"]["tcp"]:
-        yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", environment["FI_PROVIDER"], provider=provider)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -39,12 +38,8 @@ _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # unquoted, these are split at blanks
 
 
-class Function(NamedTuple):
-    """A function definition of a script."""
-
-    body: Node
-    source: bytes
-    first: int  # line number of the start of `source`
+Function = tuple[Node, bytes, int]
+"""A function of a script: its body, and the text that has it with the number of its first line."""
 
 
 @dataclass(slots=True)

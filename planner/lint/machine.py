@@ -66,8 +66,7 @@ class ProbedMachine:
 
 def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> ProbedMachine:
     """Return the machine of a snapshot; `topology` is its topology if it has already been built."""
-    built = build(snapshot) if topology is None else topology
-    return ProbedMachine(NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=built))
+    return ProbedMachine(NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=topology or build(snapshot)))
 
 
 def _gids(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:

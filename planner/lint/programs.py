@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from contracts.tables import read_table
-from planner.lint.script import CHECKED, NAMED, Word, pattern, words
+from planner.lint.script import CHECKED, NAMED, Assigned, Word, pattern, words
 
 IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")
 """Prefix of variables that Apptainer's container gets without it."""
@@ -60,18 +60,14 @@ def removed_names(words: Sequence[Word], names: Iterable[str]) -> list[str]:
     command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
     removed = read_table(__file__, "data/forms.toml")["removed"]
     named, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
-    kept = IN_CONTAINER if re.search(r"\b(?:apptainer|singularity) ", command) else re.compile(r"\Z\A")
-    return [n for n in names if n in named or (everything and n not in command and not kept.match(n))]
+    return [n for n in names if n in named or (everything and n not in command and not IN_CONTAINER.match(n))]
 
 
-class Part(NamedTuple):
-    """What a word of a command means for the program."""
+Part = tuple[Literal["set", "run", "prose", "python", "option.json", "file"], Assigned]
+"""What a word of a command means for the program: a variable, or the script or file that is the value.
 
-    does: Literal["set", "run", "prose", "python", "option.json", "file"]  # "prose": it may be a script or not
-    text: str  # the value, script or file
-    line: int
-    name: str = ""  # the variable
-    raw: str = ""  # source text of the value
+"prose" may be a script or not.
+"""
 
 
 def parts_of(words: Sequence[Word]) -> Iterator[Part]:
@@ -82,7 +78,7 @@ def parts_of(words: Sequence[Word]) -> Iterator[Part]:
     for at, word in enumerate(words):
         text, before = word.text, words[at - 1].text if at else ""
         if at > 1 and words[at - 2].text in _NAMES["takes_pair"]:
-            yield Part("set", text, word.line, before, word.raw)
+            yield "set", Assigned(before, text, word.raw, word.line)
         option, equals, tail = text.partition("=") if text[:1] == "-" else (before, "", text)
         given = tail if equals else text
         takes_list = option in _NAMES["takes_list"]
@@ -90,13 +86,13 @@ def parts_of(words: Sequence[Word]) -> Iterator[Part]:
         is_argument = is_argument or (runs_script and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
         runs_script = runs_script or name_of(word) in _NAMES["takes_script"]
         if option in _NAMES["takes_file"] and given != option:
-            yield Part("file", given, word.line)
+            yield "file", Assigned("", given, given, word.line)
         elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):
             # srun(1): a value ends at each comma
             for part in re.split("," if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", given):
                 name, sign, value = part.partition("=")
                 if sign:
-                    yield Part("set", value, word.line, name, word.raw.partition(f"{name}=")[2])
+                    yield "set", Assigned(name, value, word.raw.partition(f"{name}=")[2], word.line)
         elif at and (not is_argument or pattern("dotted").match(text)):
             yield from _text_of_word(words, at)
         is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting
@@ -105,24 +101,24 @@ def parts_of(words: Sequence[Word]) -> Iterator[Part]:
 
 def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
     """Yield what a word is that sets no variable by an option: a script, JSON, a key path of Hydra or Helm."""
-    text, before, line = words[at].text, words[at - 1].text, words[at].line
+    (text, raw, line), before = words[at], words[at - 1].text
     if before in ("-S", "--split-string"):
-        yield Part("run", f"env {text}", line)
+        yield "run", Assigned("", f"env {text}", raw, line)
     elif runs := _runner_of(words, at):
-        yield Part("python" if runs == "python" else "run", text, line)
+        yield "python" if runs == "python" else "run", Assigned("", text, raw, line)
     elif pattern("dotted").match(text) or pattern("item_value").search(text):
         yield from _key_paths(words, at)
     elif before[:1] == "-" and CHECKED.match(text):
         name, _, value = text.partition("=")
-        yield Part("set", value, line, name, words[at].raw.partition("=")[2])
+        yield "set", Assigned(name, value, raw.partition("=")[2], line)
     elif name_of(words[0]) in _NAMES["remote"] and re.search(r"\s", text):
-        yield Part("run", text, line)
+        yield "run", Assigned("", text, raw, line)
     elif NAMED.search(text):
         text = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=", text) else text
         if text.lstrip().startswith(("{", "[")) and '"' in text:
-            yield Part("option.json", text, line)
+            yield "option.json", Assigned("", text, raw, line)
         elif pattern("commands").search(text):
-            yield Part("prose", text, line)
+            yield "prose", Assigned("", text, raw, line)
 
 
 def _key_paths(words: Sequence[Word], at: int) -> Iterator[Part]:
@@ -134,7 +130,7 @@ def _key_paths(words: Sequence[Word], at: int) -> Iterator[Part]:
             if "[" in name:  # the path of an item
                 names = re.findall(rf"(?:^|[,=]){re.escape(name)}\.name=(\w+)", command)
                 name = names[-1] if names else ""
-            yield Part("set", value, words[at].line, name, words[at].raw)
+            yield "set", Assigned(name, value, words[at].raw, words[at].line)
 
 
 def _runner_of(words: Sequence[Word], at: int) -> str:

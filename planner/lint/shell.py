@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tree_sitter import Node
 
-from planner.lint.expansion import MOST_LEVELS, NEXT_ITEM, WORK_OF_WORD, Expander, Function, Shell, parse, walk
+from planner.lint.expansion import MOST_LEVELS, NEXT_ITEM, WORK_OF_WORD, Expander, Shell, parse, walk
 from planner.lint.programs import (
     IN_CONTAINER,
     MOST_OPTIONS,
@@ -103,10 +103,8 @@ def read_assignment(text: str, before: Iterable[Assigned], line: int) -> list[As
 
 def expand(text: str) -> str:
     """Expand a value with references such as `${NAME:-default}` (Compose, envsubst); unknown parts become OPEN."""
-    reader = _Reader()
-    reader.source = ('"' + text.replace('"', '\\"') + '"').encode("utf-8", "replace")
-    name = next(walk(parse(reader.source), "string"), None)
-    return OPEN if name is None or name.end_byte != len(reader.source) else reader.value(name)
+    found = read_assignment('A="' + text.replace('"', '\\"') + '"', (), 0)
+    return found[0].value if [each.name for each in found] == ["A"] else OPEN
 
 
 class _Reader(Expander):
@@ -322,7 +320,7 @@ class _Reader(Expander):
     def _define(self, node: Node) -> None:
         name = node.child_by_field_name("name") or node
         body = node.child_by_field_name("body") or node.named_children[-1]
-        self.scope.functions[self.text(name)] = Function(body, self.source, self.first)
+        self.scope.functions[self.text(name)] = body, self.source, self.first
 
     def _title(self, nodes: Sequence[Node]) -> str:
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
@@ -599,18 +597,17 @@ class _Reader(Expander):
         started, program, sets = self._started, words[at:], False
         for name in removed_names(words, self.scope.variables):
             del self.scope.variables[name]
-        for part in parts_of(words):
-            where = part.line or line
-            match part.does:
-                case "set":
-                    sets = sets or is_judged(part.name)
-                    self.set(Assigned(part.name, part.text, part.raw, where), exported=True)
-                case "run" | "prose":
-                    self._follow_nested(part.text, where, surely=part.does == "run")
-                case "file":
-                    self.script.files.append(part.text)
-                case "python" | "option.json":
-                    self.script.inner.append(Inner(part.text, part.does, where))
+        for does, given in parts_of(words):
+            where = given.line or line
+            if does == "set":
+                sets = sets or is_judged(given.name)
+                self.set(given._replace(line=where), exported=True)
+            elif does in ("run", "prose"):
+                self._follow_nested(given.value, where, surely=does == "run")
+            elif does == "file":
+                self.script.files.append(given.value)
+            else:
+                self.script.inner.append(Inner(given.value, does, where))
         idle = is_idle(program)
         sure = not idle and is_launcher(program)
         if sure and starts_ranks(word.text for word in program):

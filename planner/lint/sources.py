@@ -52,12 +52,9 @@ class Reading(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """Return the names of all variables found, sorted."""
         found = {
-            name
-            for each in self.environments
-            for name in (*each.environment, *each.unresolved, *each.unexported)
-            if name not in JOB_SIZE
+            name for each in self.environments for name in {**each.environment, **each.unresolved, **each.unexported}
         }
-        return tuple(sorted(found))
+        return tuple(sorted(found - {*JOB_SIZE}))
 
 
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
@@ -92,7 +89,7 @@ def _reading(text: str, kind: str) -> Reading:
 
         limit_parsing()
     title, parts = _read(text, kind, 0)
-    own = _own(text) if kind not in _LIMITS else frozenset[str]()
+    own = frozenset(pattern("used").findall(pattern("own_name").sub("", text)) if kind not in _LIMITS else ())
     environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
     found = {name for _, script in parts for settings in script.settings() for name in settings}
@@ -116,16 +113,6 @@ def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, fir
             name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
             if name and name[0] not in found:
                 yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
-
-
-def _own(text: str) -> frozenset[str]:
-    """Return the names that the text itself reads, except for assignments of the own value (`A=${A:-1}`)."""
-    found = set()
-    for match in pattern("used").finditer(text):
-        before = text[max(0, match.start() - len(match[1]) - 2) : match.start()].rstrip("\"'")
-        if not before.endswith(f"{match[1]}="):
-            found.add(match[1])
-    return frozenset(found)
 
 
 def _nodes(text: str) -> int | None:
@@ -173,7 +160,6 @@ _Parts = list[tuple[str, Script]]
 
 def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts]:
     """Return the name of the format, and the result for each place. `first` is the first line's number; 0: unknown."""
-    title = FORMS[kind]
     if kind in _DOCUMENTS:
         from planner.lint.documents import read_documents
 
@@ -182,39 +168,24 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
         for place, script in found.items():
             parts += [(place, script), *_inner(script, place, depth)]
         return title, parts
-    script = _script(text, kind, first)
-    if kind == "shell" and re.search(r"^#SBATCH\s", text, re.MULTILINE):
-        title = "Slurm batch script"
-    source = {"process": "process", "log": "log"}.get(kind, title)
-    return title, [(source, script), *_inner(script, title, depth)]
-
-
-def _script(text: str, kind: str, first: int) -> Script:
-    if kind == "process":
-        return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) uses the first duplicate
-    if kind == "log":
-        return _plain((0, f"{match[1]}={match[2]}") for match in pattern("logged").finditer(text))
+    title, script = FORMS[kind], Script()
     if kind == "dockerfile":
         from planner.lint.documents import read_dockerfile
 
-        return read_dockerfile(text)
-    if kind == "other":
-        return Script()
-    if kind in ("env", "conf"):
-        return _lines(text, kind, first)
-    from planner.lint.shell import read_shell
+        script = read_dockerfile(text)
+    elif kind == "shell":
+        from planner.lint.shell import read_shell
 
-    return read_shell(text, line=first)
-
-
-def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
-    """Return the result for pairs of line number and NAME=VALUE; the last duplicate counts."""
-    found: dict[str, Assigned] = {}
-    for line, entry in pairs:
-        name, equals, value = entry.partition("=")
-        if equals and name:
-            found[name] = Assigned(name=name, value=value, raw=value, line=line)
-    return Script(always=found)
+        script = read_shell(text, line=first)
+        title = "Slurm batch script" if re.search(r"^#SBATCH\s", text, re.MULTILINE) else title
+    elif kind in ("env", "conf"):
+        script = _lines(text, kind, first)
+    elif kind != "other":
+        entries = re.findall(r"(?:^|\0)([^=\0]+)=([^\0]*)", text)[::-1]  # getenv(3) uses the first duplicate
+        pairs = entries if kind == "process" else pattern("logged").findall(text)
+        script.always = {name: Assigned(name, value, value) for name, value in pairs}
+    source = {"log": "log"}.get(kind, title)
+    return title, [(source, script), *_inner(script, title, depth)]
 
 
 def _lines(text: str, kind: str, first: int) -> Script:

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.lint.script import whole_number
-from planner.nccl_env import NcclName, Version, names, torch_names, version_text
+from planner.nccl_env import NcclName, Version, names, version_text
 
 _ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2.31.2 does not know it
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5
-_OLDEST_TIMEOUT = 14  # default up to 2.13, 67 ms per try (env.rst); later defaults are longer
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 
@@ -27,12 +26,6 @@ _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 def values() -> Mapping[str, Any]:
     """Return the table data/values.toml."""
     return read_table(__file__, "data/values.toml")
-
-
-def members(kind: str) -> Sequence[str]:
-    """Return a list of names in data/values.toml: "bytes", "flags", "carries_data" or "zero_is_unset"."""
-    found: list[str] = values()["names"][kind]
-    return found
 
 
 def texts() -> Mapping[str, Mapping[str, str]]:
@@ -144,8 +137,8 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         yield finding("env.value.blank", name, value, status=status, ends=where, effect=effect, right=bare)
         value = bare
     if is_quoted(value):
-        off = name in members("carries_data") and strtoll(value.strip(value[0]))[0] != 0
-        ends = off or name in (*values()["zero"], *members("bytes"), "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
+        off = name in values()["names"]["carries_data"] and strtoll(value.strip(value[0]))[0] != 0
+        ends = off or name in (*values()["zero"], *values()["names"]["bytes"], "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
         effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
@@ -161,24 +154,6 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         yield from _list(name, value)
     elif entry.kind == "integer":
         yield from _integer(name, value, entry)
-
-
-def fits(name: str, value: str) -> bool:
-    """Whether a value is valid for a variable, so that a misspelt name may mean this variable."""
-    entry = names().get(name)
-    if name in torch_names():
-        return (not strtoll(value)[1] and bool(value)) == name.endswith(("_FILE", "_EXEC"))
-    if entry is None:
-        return False
-    if any(finding.status is not Status.INFO for finding in check_value(name, value, entry, None)):
-        return False
-    if any(check_kind(name, value)):
-        return False
-    if entry.kind == "text" and strtoll(value)[1]:
-        return name in values()["level"]["names"]
-    is_path = value.startswith(("/", "~", "./"))
-    is_file = name.endswith(("_FILE", "_PATH"))
-    return entry.kind != "text" or is_path == is_file or (is_path and name.endswith("_PLUGIN"))
 
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
@@ -219,38 +194,23 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         return
     number, whole = strtoll(value)
     default = _default(name, entry)
-    if not whole and name in members("bytes") and (unit := _UNIT.fullmatch(value)):
+    if not whole and name in values()["names"]["bytes"] and (unit := _UNIT.fullmatch(value)):
         meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
         yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
     elif not whole:
         yield from _not_a_number(name, value, number, entry)
     elif abs(number) > _LARGEST:
         yield finding("env.value.ignored/large", name, value, default=default)
-    else:
-        yield from _whole_number(name, value, number, entry)
-
-
-def _whole_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
-    if name == "NCCL_P2P_DISABLE" and number not in (0, 1):
-        yield finding("env.value.ignored/one", name, value)
+    if not whole or abs(number) > _LARGEST:
+        return
     if re.match(r"\s*[+-]?0[0-9]", value):
         right = value.strip().lstrip("+-0") or "0"
         yield finding("env.value.ignored/octal", name, value, number=number, right=right)
-    if name in values()["choice"] and number not in values()["choice"][name]:
-        yield finding("env.value.range/choice", name, value, choices=", ".join(map(str, values()["choice"][name])))
-    if name in members("flags") and number not in (0, 1) and str(number) != entry.default:
+    if name in values()["names"]["flags"] and number not in (0, 1) and str(number) != entry.default:
         yield finding("env.value.range/flag", name, value)
-    # One try of RDMA lasts 4.096 µs times 2 to the power of the timeout (env.rst).
-    if name == "NCCL_IB_TIMEOUT" and number == 0:
-        yield finding("env.value.range/timeout_zero", name, value)
-    elif name == "NCCL_IB_TIMEOUT" and 0 < number < _OLDEST_TIMEOUT:
-        yield finding("env.value.range/timeout_short", name, value, milliseconds=4.096e-3 * 2**number)
-    elif name == "NCCL_IB_RETRY_CNT" and number == 0:
-        yield finding("env.value.range/retries", name, value)
     low, high = values()["range"].get(name, (number, number))
     if not low <= number <= high and str(number) != entry.default and not (number == -1 and entry.default == "auto"):
-        effect, default = values()["out_of_range"], _default(name, entry)
-        effect = effect["NCCL_IB_" if name.startswith("NCCL_IB_") else "other"]
+        effect = values()["out_of_range"]["NCCL_IB_" if name.startswith("NCCL_IB_") else "other"]
         yield finding("env.value.range", name, value, low=low, high=high, effect=effect, default=default)
 
 
@@ -262,7 +222,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
     if name == "NCCL_P2P_DISABLE":
         only = "and only exactly 1 disables peer access: it does nothing"
         effect = "and disables peer access" if number == 1 else only
-    elif entry.default == str(number) or (number == 0 and name in members("zero_is_unset")):
+    elif entry.default == str(number) or (number == 0 and name in values()["names"]["zero_is_unset"]):
         status = Status.INFO if word in values()["words"]["no"] else status
         effect = "which is the default: it does nothing" if entry.default == str(number) else "as if it were not set"
     elif _INTEGER.match(value):
@@ -270,12 +230,12 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
         effect = f"instead of {_default(name, entry)}"
     elif word in values()["words"]["no"]:
         status, effect = Status.INFO, "as the word says"
-    elif name in values()["zero"] or name in members("bytes"):
+    elif name in values()["zero"] or name in values()["names"]["bytes"]:
         status = Status.FAIL
         effect = f"instead of {_default(name, entry)}: {values()['zero'].get(name, 'buffers of no size carry nothing')}"
-    elif name in members("flags") or name in members("carries_data"):
+    elif name in values()["names"]["flags"] or name in values()["names"]["carries_data"]:
         # for a word NCCL reads 0
-        status = Status.FAIL if name in members("carries_data") else status
+        status = Status.FAIL if name in values()["names"]["carries_data"] else status
         effect = "which turns off what it names" + (", the opposite of the word" if wish else "")
     else:
         effect = f"instead of {_default(name, entry)}"
@@ -317,9 +277,7 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         number, _ = strtoll(value)
         yield finding("env.value.level/number", name, value, meant=old[min(number, len(old) - 1)])
         return
-    right = value.strip().upper()
-    hint = f"Write {name}={right}" if right in known else f"Use one of {', '.join(known)}"
-    yield finding("env.value.level", name, value, hint=hint)
+    yield finding("env.value.level", name, value, known=", ".join(known))
 
 
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:

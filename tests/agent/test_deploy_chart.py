@@ -155,16 +155,15 @@ def test_the_notes_and_the_mount_follow_the_values() -> None:
     kubernetes_validate.validate(agents, "1.35", strict=True)
 
 
-def test_each_values_file_is_complete_by_itself() -> None:
+@each_row("path", sorted(CHART.glob("values-*.yaml")))
+def test_each_values_file_is_complete_by_itself(path: Path) -> None:
     """As the head comment of values.yaml installs it: a restricted namespace has no pod that mounts its node."""
-    for path in sorted(CHART.glob("values-*.yaml")):
-        values = yaml.safe_load(path.read_text())
-        documents = template("--values", str(path), "--set", "namespace.create=true")
-        (own,) = [d for d in documents if d["kind"] == "Namespace" and d["metadata"]["name"] == "topoflight"]
-        (daemonset,) = [d for d in documents if d["kind"] == "DaemonSet"]
-        paths = [v["hostPath"] for v in daemonset["spec"]["template"]["spec"]["volumes"] if "hostPath" in v]
-        level = own["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
-        assert (level == "restricted") is not (bool(paths) or bool(values.get("hostNetwork"))), path.name
+    documents = template("--values", str(path), "--set", "namespace.create=true")
+    (own,) = [d for d in documents if d["kind"] == "Namespace" and d["metadata"]["name"] == "topoflight"]
+    (daemonset,) = [d for d in documents if d["kind"] == "DaemonSet"]
+    paths = [v["hostPath"] for v in daemonset["spec"]["template"]["spec"]["volumes"] if "hostPath" in v]
+    level = own["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert (level == "restricted") is not bool(paths or yaml.safe_load(path.read_text()).get("hostNetwork"))
 
 
 def test_the_packed_chart_renders_as_the_checkout_does(tmp_path: Path) -> None:

@@ -38,13 +38,15 @@ def test_rendered_objects_are_strictly_valid(folder: Path) -> None:
             kubernetes_validate.validate(document, "1.35", strict=True)
 
 
+def objects() -> list[Document]:
+    return [document for folder in FOLDERS for document in render(folder)]
+
+
 @pytest.mark.corpus
-@every_folder
-def test_custom_objects_hold_no_field_their_api_would_drop(folder: Path, corpus: Path) -> None:
+@each_row("document", lambda: [d for d in objects() if d["apiVersion"].startswith(CUSTOM[0])])
+def test_custom_objects_hold_no_field_their_api_would_drop(document: Document, corpus: Path) -> None:
     """The CRDs' own schemas, unknown fields refused."""
-    for document in render(folder):
-        if document["apiVersion"].startswith(CUSTOM[0]):
-            crds.validate(corpus, document)
+    crds.validate(corpus, document)
 
 
 @every_overlay
@@ -79,23 +81,21 @@ def test_namespace_label_fits_the_pods(folder: Path) -> None:
         assert not {"runtimeClassName", "affinity", "nodeSelector"} & set(daemonset(folder)["spec"]["template"]["spec"])
 
 
-@every_folder
-def test_a_second_apply_changes_nothing(folder: Path) -> None:
+def test_a_second_apply_changes_nothing() -> None:
     """What the API server completes inside a list that it compares as one, the manifest says itself.
 
     Else kubectl sends the list at each apply, and says "configured". Seen with kube-apiserver 1.36, where all overlays
     are now "unchanged"; Kubernetes API reference: DownwardAPIVolumeSource.items,
     RuleWithOperations.scope; prometheus-operator's RelabelConfig.action.
     """
-    for document in render(folder):
-        spec = document.get("spec", {})
-        for volume in spec.get("template", {}).get("spec", {}).get("volumes", ()):
-            for item in volume.get("downwardAPI", {}).get("items", ()):
-                assert item["fieldRef"].get("apiVersion") == "v1"
-        for rule in spec.get("matchConstraints", {}).get("resourceRules", ()):
-            assert rule["scope"] == "*"
-        for endpoint in spec.get("podMetricsEndpoints", ()):
-            assert all(rule["action"] for rule in endpoint["relabelings"])
+    specs = [document.get("spec", {}) for document in objects()]
+    volumes = [one for spec in specs for one in spec.get("template", {}).get("spec", {}).get("volumes", ())]
+    items = [item for volume in volumes for item in volume.get("downwardAPI", {}).get("items", ())]
+    rules = [rule for spec in specs for rule in spec.get("matchConstraints", {}).get("resourceRules", ())]
+    changes = [rule for spec in specs for one in spec.get("podMetricsEndpoints", ()) for rule in one["relabelings"]]
+    assert items and {item["fieldRef"].get("apiVersion") for item in items} == {"v1"}
+    assert rules and {rule["scope"] for rule in rules} == {"*"}
+    assert changes and all(rule["action"] for rule in changes)
 
 
 def admits(policy: Document, namespace: str, labels: dict[str, str] | None = None) -> bool:

@@ -114,10 +114,7 @@ def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path
     options = {"expect": (), "expect_file": path}
     state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _expected(options))
     client = TestClient(create(state))
-    for text, word, code in (
-        (None, "pass", 0), ("gpus: 8\n", "pass", 0), ("gpus: 16\n", "fail", 3), ("gpuz: 16\n", "unknown", 5),
-        ("", "pass", 0), ("gpus: 16\n", "fail", 3), (None, "pass", 0),
-    ):  # fmt: skip
+    for text, word, code in ROWS["scans"]:
         path.unlink(missing_ok=True) if text is None else path.write_text(text)
         state.refresh()
         verdict = client.get("/preflight").json()["verdict"]

@@ -128,6 +128,6 @@ def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> N
 def test_the_page_states_each_severity_that_a_machine_shows(name: str) -> None:
     """On every recorded machine."""
     stated = table()
-    for check in view(name).checks:
-        if check.status in ("fail", "warn", "info") and check.code in stated:
-            assert check.status in stated[check.code][0], (check.code, check.status, check.message)
+    judged = [check for check in view(name).checks if check.status in ("fail", "warn", "info") and check.code in stated]
+    assert judged or view(name).verdict.word == "pass"
+    assert not [check for check in judged if check.status not in stated[check.code][0]]

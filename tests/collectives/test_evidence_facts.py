@@ -86,7 +86,6 @@ def test_logs_of_two_jobs_are_said_to_be_so_and_accuse_no_network(other, expecte
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_a_packed_log_is_read_as_it_is(pack, tmp_path):
     """By its first bytes, whatever its name; from standard input too; of several members; and cut short."""
-    assert callable(pack)
     log = ("\n".join([*SECOND, *["x" * 400] * 12]) + "\n").encode() * 500
     packed = pack(log)
     assert len(log) > 2 * BLOCK_BYTES

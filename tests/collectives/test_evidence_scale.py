@@ -37,7 +37,7 @@ class Endless(io.RawIOBase):
         return data
 
 sizes = []
-for total in (2_000_000, 6_000_000):
+for total in (2_000_000, 2_000_000, 6_000_000):  # what a first pass leaves behind is not the log's
     verdict = evidence.read_files([Endless(total)])
     sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 print(json.dumps({"kib": sizes, "lines": verdict.lines_read, "gdrdma": verdict.gdrdma}))
@@ -51,7 +51,7 @@ def test_memory_is_flat() -> None:
     seen = json.loads(python(CHILD).stdout)
     assert seen["gdrdma"] == "on"
     assert seen["lines"] > 40_000
-    assert seen["kib"][1] - seen["kib"][0] < 6 * 1024
+    assert seen["kib"][2] - seen["kib"][1] < 6 * 1024
 
 
 def test_a_file_without_newlines() -> None:

@@ -141,10 +141,7 @@ def test_the_users_resources_are_requested_and_a_missing_one_is_asked_for() -> N
     assert refused.exit_code == 2 and "--resource NAME=1" in refused.output
 
 
-COLLECTIONS = {
-    "trainjob": "/apis/trainer.kubeflow.org/v1alpha1/trainjobs", "pytorchjob": "/apis/kubeflow.org/v1/pytorchjobs",
-    "job": "/apis/batch/v1/jobs",
-}  # fmt: skip
+COLLECTIONS: dict[str, str] = rows("collections")()
 
 
 def launched(*words: str):

@@ -62,10 +62,7 @@ def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(kubeconfig):
 
     A class that is not named has its usual name.
     """
-    for words, nics, selected in (
-        (("--dra", "gpu=team-gpu"), "dranet.net", 'device.attributes["dra.net"].rdma == true'),
-        (("--dra", "nic=efa.networking.k8s.aws", "--dra", "gpu=team-gpu"), "efa.networking.k8s.aws", None),
-    ):
+    for words, nics, selected in rows("nics")():
         done = run_job(*words, "--dry-run", "-o", "json")
         (template,) = (each for each in yaml.safe_load(done.stdout)["items"] if each["kind"] == "ResourceClaimTemplate")
         kubernetes_validate.validate(template, "1.34", strict=True)

@@ -36,11 +36,7 @@ def test_a_config_of_older_releases_reads_as_it_stands():
     config, _, notes = read_config(SEED)
     assert config.max_length == 4096
     assert config.dtype == "bfloat16"
-    assert config.layout == {
-        "micro_batch": 32, "precision": "bf16", "fused_cross_entropy": True, "checkpointing": "full",
-        "sharding": "zero3", "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "reshard_after_forward": True,
-        "offload": "none",
-    }  # fmt: skip
+    assert config.layout == SETTINGS["older"]
     assert config.learning_rate == pytest.approx(2e-4)
     assert config.lr_scheduler_type == "inverse_sqrt"
     assert config.report_to == ("tensorboard",)
@@ -179,6 +175,8 @@ def test_all_wrong_settings_of_a_file_are_named_at_once():
     with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr' \(close: lora_r.*report_to='wandb'.*fp16=true"):
         parse_config({"lora_rr": 8, "fp16": True, "report_to": "wandb"})
     assert "org/name-0" in text and "org/name-9" not in text
+    with pytest.raises(ConfigError, match=r"'x23' and 976 more$"):  # another kind of file
+        parse_config({f"x{number}": 1 for number in range(1000)})
 
 
 def test_a_dump_of_transformers_defaults_asks_for_nothing():

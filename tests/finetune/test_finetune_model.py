@@ -250,16 +250,7 @@ class Event:
 
 def test_communication_that_work_hides_is_not_exposed():
     """Two steps of five seconds, four of the ten collectives, of which one has nothing beside it."""
-    events = [
-        Event("gloo:all_gather", 0, 2, thread=7),
-        Event("aten::copy_", 1, 2, thread=7),
-        Event("gloo:all_gather", 1, 3, thread=7),
-        Event("gloo:all_reduce", 5, 6, thread=7),
-        Event("aten::mm", 0, 3),
-        Event("c10d::wait", 5, 6),
-        Event("Optimizer.step#AdamW.step", 7, 9),
-        Event("aten::mul", 7, 8),
-    ]
+    events = [Event(**row) for row in ROWS["events"]["ranks"]]
     found = measure_communication(events, 10.0)
     assert found.share == pytest.approx(0.4)
     assert found.exposed_share == pytest.approx(0.1)
@@ -269,12 +260,7 @@ def test_communication_that_work_hides_is_not_exposed():
 
 def test_on_a_device_only_what_runs_there_counts():
     """Starting a kernel hides nothing; the kernel does."""
-    events = [
-        Event("aten::mm", 0, 4),
-        Event("nccl:all_gather", 0, 4),
-        Event("ncclDevKernel_AllGather_RING_LL(args)", 0, 4, device="CUDA"),
-        Event("ampere_bf16_gemm", 3, 5, device="CUDA"),
-    ]
+    events = [Event(**row) for row in ROWS["events"]["device"]]
     found = measure_communication(events, 10.0)
     assert (found.share, found.exposed_share) == (pytest.approx(0.4), pytest.approx(0.3))
 

@@ -128,10 +128,7 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     made, none = JobPlan(trl={}), SimpleNamespace(dataset_streaming=False, datasets=None)
-    for name, text, word in (
-        ("rows.txt", "a", "must be one of"),
-        ("rows.jsonl", '{"text": "a"}\n{"text":', "not json"),
-    ):
+    for name, text, word in rows("unreadable")():
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=word):
             sft_trl.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
@@ -144,21 +141,14 @@ def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None
     """Gemma 3: its configuration has no layers of its own."""
     from finetune import loop, recorder
 
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}  # fmt: skip
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
     with torch.device("meta"):
-        net = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision))
+        net = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](**rows("gemma3")()))
     assert recorder.flops_per_token(*loop.multiplied(net), net.config.get_text_config(), 8.0) > 0
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
     """Architectures that only TRL's has, a recipe of each public family, a stop that resumes, and equal losses."""
-    lora = {"dataset_name": "own/sums", "use_peft": True, "logging_steps": 1, "max_steps": 4, "eval_strategy": "epoch",
-            "per_device_train_batch_size": 8, "learning_rate": 1e-3}  # fmt: skip
-    full = {"model_name_or_path": "own/llama", "dataset_name": "own/sums", "max_steps": 4, "learning_rate": 1e-3,
-            "per_device_train_batch_size": 32, "warmup_steps": 1, "gradient_checkpointing": True}  # fmt: skip
+    lora, full = rows("lora")(), rows("full")()
     jobs = {kind: {"model_name_or_path": f"own/{kind}", **lora} for kind in OTHERS}
     jobs["opt"] |= {"fsdp": "full_shard"}
     epochs = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 12}  # the third step has 16 rows

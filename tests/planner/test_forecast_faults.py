@@ -160,10 +160,7 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
     runs = {
         code for code in failing if code.split(".")[0] in ("bench", "run", "forecast", "expect", "cluster", "search")
     }
-    unbounded = {
-        "gpu.fabric.unhealthy", "gpu.fabric.degraded", "gpu.mig.enabled", "gpu.counters.rising",
-        "rdma.counters.rising", "topology.reference.mismatch", "evidence.log.problem", "rdma.mtu.small",
-    }  # fmt: skip
+    unbounded = set(rows("unbounded")())
     probes = {code for code in failing if code.endswith(".probe.failed")}
     assert failing - runs - probes - unbounded == {*RULES, *ENDS} & failing
     assert not set(RULES) & (ENDS | unbounded)
@@ -173,15 +170,8 @@ def test_what_the_advised_environment_repairs_or_leaves_out_costs_nothing() -> N
     """The interface that a setting names, the path that a level allows, a port that is not in the list."""
     from planner.forecast.faults import pick_costly
 
-    found = {
-        "a": tuple(
-            Finding(code=code, status=Status.FAIL, subject=subject, message="")
-            for code, subject in (
-                ("interfaces.choice.wrong", "eth0"), ("topology.gdr.path", "GPU0"), ("rdma.port.down", "mlx5_0:1"),
-                ("rdma.port.down", "mlx5_1:1"),
-            )
-        )
-    }  # fmt: skip
+    pairs = rows("repaired")()
+    found = {"a": tuple(Finding(code=code, status=Status.FAIL, subject=subject, message="") for code, subject in pairs)}
 
     def left(**settings: str) -> list[str]:
         return [one.subject for one in pick_costly(found, settings)["a"]]

@@ -126,10 +126,8 @@ def test_compose_refuses_a_boolean(value: str, count: int) -> None:
 
 
 def test_a_variable_set_twice_and_one_that_precedes_the_one_it_refers_to() -> None:
-    rows = [("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG", "WARN"), ("NCCL_IB_HCA", "$(HCA)"), ("HCA", "mlx5_0"),
-            ("NCCL_SOCKET_IFNAME", "$(HCA)"), ("NCCL_TOPO_FILE", "$$(LATER)"), ("LATER", "x"), ("NCCL_ALGO", "$(NONE)"),
-            ("NCCL_COMM_ID", "$(SHOP_SERVICE_HOST):1")]  # fmt: skip
-    text = POD + "".join(f"    - {{name: {name}, value: '{value}'}}\n" for name, value in rows)
+    variables = rows("in_order")()
+    text = POD + "".join(f"    - {{name: {name}, value: '{value}'}}\n" for name, value in variables)
     wanted = [("NCCL_DEBUG", "env.pair.shadowed", "warn"), ("NCCL_IB_HCA", "env.value.kind", "warn"),
               ("NCCL_ALGO", "env.value.kind", "warn")]  # fmt: skip
     assert of_the_text(text) == wanted

@@ -12,14 +12,15 @@ from planner.nccl_env import __file__ as names_file, names, plugin_of, torch_nam
 
 OTHERS = {
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",
-    "TP_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+    "TP_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE",
 }  # fmt: skip
+WHERE = ("efa", "unknown", "several_nodes", "unknown_size")
 
 
 def test_every_name_is_one_that_something_reads() -> None:
     table, more = values(), settings()
     used = {
-        *(name for part in ("text", "range", "choice", "zero", "kind") for name in table[part]),
+        *(name for part in ("text", "range", "zero", "kind") for name in table[part]),
         *(name for members in table["names"].values() for name in members), *table["level"]["names"],
         *(name for name in (*table["quoted"], *table["words"]) if name.isupper()),
         *(name for part in ("plugin_values", "effect") for name in more[part]),
@@ -38,9 +39,9 @@ def test_every_row_is_whole() -> None:
     for row in table["text"].values():
         assert bool(row.get("words")) != (bool(re.compile(row.get("pattern", "")).pattern) and bool(row.get("wanted")))
         assert bool(row.get("effect")) != (len(row.get("separator", "")) == 1)
-    known = {"finding", "status", "names", "value", "above", "with", "without", "where", "fields"}
+    known = {"finding", "status", "names", "value", "number", "above", "with", "without", "where", "fields"}
     for row in more["rule"]:
-        assert {"finding", "names"} <= {*row} <= known and row.get("where", "efa") in ("efa", "unknown")
+        assert {"finding", "names"} <= {*row} <= known and row.get("where", "efa") in WHERE
         conditions = [row.get("value", ""), row.get("without", ""), *row.get("with", {}).values()]
         assert all(re.compile(each) for each in conditions if isinstance(each, str))
         assert len(row.get("with", {})) <= 1, "the fields name one other variable"
@@ -72,7 +73,8 @@ def test_every_text_is_used_and_filled_in() -> None:
 def test_every_text_of_the_advice_is_used_and_filled_in() -> None:
     """Each text of advice.toml is named by a rule, and what a rule passes are fields of the texts that it names."""
     table, used = read_table(names_file, "data/advice.toml"), set[str]()
-    for path in (Path(__file__).parents[2] / "planner" / "nccl_env").glob("*.py"):
+    planner = Path(__file__).parents[2] / "planner"
+    for path in (*(planner / "nccl_env").glob("*.py"), planner / "kubernetes" / "networks.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in table}
         for call in ast.walk(tree):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 from rigs.command import process
-from rigs.tables import each_row, rows_of
+from rigs.tables import corpus_folder, each_row, rows_of
 
 from agent.checks.findings import grouped
 from agent.cli.lint_env import lint_text
@@ -69,11 +69,11 @@ def test_the_first_line_and_the_exit_code(text: str, first: str, code: int) -> N
 
 
 @pytest.mark.corpus
-def test_defects_of_the_corpus(corpus: Path) -> None:
+@each_row("path", lambda: sorted((corpus_folder() / "defects" / "lint").iterdir()))
+def test_defects_of_the_corpus(path: Path) -> None:
     """Every shared input is read whole."""
-    for path in sorted((corpus / "defects" / "lint").iterdir()):
-        found = read_text(path.read_text(), None, str(path))
-        assert found.names() and not found.unread, path.name
+    found = read_text(path.read_text(), None, str(path))
+    assert found.names() and not found.unread
 
 
 def test_documents_of_a_file_are_places_and_not_nodes() -> None:

@@ -133,7 +133,7 @@ def test_an_interface_of_one_host_in_a_job_of_several(environment, nodes, severi
 
 @each_row(("name", "value", "meant"), rows("guesses"))
 def test_a_guess_is_a_question_without_a_value(name: str, value: str, meant: str) -> None:
-    """Only where the letters and the kind of value are close; never as the remedy itself."""
+    """Only where the letters are close, whatever the value; never as the remedy itself."""
     (finding,) = found({name: value}, None)
     assert finding.code == "env.name.unknown"
     assert "Write " not in finding.remedy

@@ -78,23 +78,12 @@ def test_a_compute_domain_is_as_its_definition_has_it() -> None:
 
     Each pod claims the channel of the template that the ComputeDomain names, and its containers see that claim.
     """
-    template = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
-    channel = {
-        "type": "object", "required": ["resourceClaimTemplate"],
-        "properties": {
-            "resourceClaimTemplate": template, "allocationMode": {"type": "string", "enum": ["All", "Single"]},
-        },
-    }  # fmt: skip
-    spec = {
-        "type": "object", "required": ["channel", "numNodes"],
-        "properties": {"channel": channel, "numNodes": {"type": "integer", "minimum": 0}},
-    }  # fmt: skip
     for render in manifests.APIS.values():
         made = render(replace(SPEC, limits={"nvidia.com/gpu": "4"}))
         (domain,) = (each for each in made if each["kind"] == "ComputeDomain")
         assert domain["apiVersion"] == "resource.nvidia.com/v1beta1"
         assert domain["metadata"] == {"name": "sft-roce", "namespace": "training"}
-        jsonschema.validate(domain["spec"], strict(spec))
+        jsonschema.validate(domain["spec"], strict(ROWS["compute_domain"]))
         named = {"name": "compute-domain-channel",
                  "resourceClaimTemplateName": domain["spec"]["channel"]["resourceClaimTemplate"]["name"]}  # fmt: skip
         for pod in (each["spec"] for document in made for each in templates(document)):

@@ -137,20 +137,7 @@ def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[s
         assert "nccl-env-profile.sh" in str(found.notes)
 
 
-@each_row(
-    ("machine", "change", "link", "says"),
-    [
-        ("gcp-a3-mega", {}, "GPUDirect-TCPXO", "nccl-env-profile.sh is on"),
-        ("gcp-a3-mega", {"files": {}}, "TCP", "no file of the GPUDirect-TCPXO plugin"),
-        ("gcp-a3-high", {}, "TCP", "no file of the GPUDirect-TCPX plugin"),
-        (
-            "gcp-a3-high",
-            {"files": {"/usr/local/tcpx/lib64/libnccl-net.so": ""}},
-            "GPUDirect-TCPX",
-            "libnccl-net.so is on",
-        ),
-    ],
-)
+@each_row(("machine", "change", "link", "says"), rows("plugins"))
 def test_the_forecast_names_the_network_of_the_vendors_plugin(machine: str, change: dict, link: str, says: str) -> None:
     """Its rate is that of the NICs only if the scan shows a file of the plugin."""
     request = Request.of(model="Llama-3.1-8B", method="full", nodes=2)

@@ -105,14 +105,7 @@ def test_what_cannot_be_wrapped_is_refused_with_its_reason(text: str, says: str)
 def test_the_gate_has_the_jobs_config_maps_and_shared_memory_beyond_the_limit_is_named() -> None:
     """Secrets are no part of the gate; a volume that fits into the memory limit is not named."""
     for size, is_named in (("64Gi", True), ("16Gi", False)):
-        text = yaml.safe_dump({"kind": "Job", "metadata": {"name": "a"}, "spec": {"template": {"spec": {
-            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}],
-            "containers": [{
-                "name": "t", "command": ["torchrun", "train.py"],
-                "resources": {"limits": {"memory": "32Gi", "nvidia.com/gpu": 1}},
-                "envFrom": [{"configMapRef": {"name": "nccl"}}, {"secretRef": {"name": "hub"}}],
-                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}]}}}})  # fmt: skip
-        made, notes = wrapped(text, ADDED)
+        made, notes = wrapped(rows("shared_memory")().replace("SIZE", size), ADDED)
         (gate,) = documents(made)[0]["spec"]["template"]["spec"]["initContainers"]
         assert gate["envFrom"] == [{"configMapRef": {"name": "nccl"}}], size
         assert any("counts towards the memory limit of 32768 MiB" in note for note in notes) is is_named, (size, notes)

@@ -161,10 +161,7 @@ def test_the_table_of_questions_is_whole() -> None:
     assert {code for row in questions.values() for code in row.get("codes", ())} <= set(PROBE.codes)
 
 
-@each_row(
-    ("share", "busy", "scanned", "gate"),
-    [(0.93, 0.9, "info", "fail"), (0.5, 0.9, "info", "info"), (0.93, 0, "fail", "fail")],
-)
+@each_row(("share", "busy", "scanned", "gate"), rows("full_memory"))
 def test_full_memory_fails_the_next_job_whoever_holds_it(share: float, busy: float, scanned: str, gate: str) -> None:
     snapshot = scan(RecordedHost(recorded(H100)))
     facts = facts_of(snapshot)

@@ -16,7 +16,7 @@ from probes.api import Snapshot
 from probes.gpu.facts import Gpu
 from probes.gpu.probe import IDENTITY, PROBE, codes_of_question as codes_of
 from probes.gpu.read import LOST
-from probes.host.nvml import ERROR_CODES, HANDLE, INIT, XIDS
+from probes.host.nvml import ERROR_CODES, HANDLE, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
 from probes.host.recording import RecordedHost
 from topology.build import build
@@ -179,7 +179,7 @@ def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: st
     found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
     assert [(f.code, f.status, f.subject) for f in found] == [(code, severity, f"GPU{SICK}")]
     assert HANDLE in found[0].evidence[0]
-    assert facts.gpus[SICK].bus_id == "0000:52:00.0" or facts.gpus[SICK].bus_id is not None
+    assert facts.gpus[SICK].bus_id == "0000:52:00.0"
     assert ("power-cycle" in found[0].remedy) == (name == "GPU_IS_LOST")
     up = {s.labels[0]: s.value for s in PROBE.samples(facts) if s.metric == "gpu_up"}
     assert up.get(str(SICK)) == (0.0 if severity == "fail" else None)
@@ -210,9 +210,8 @@ def test_links_that_one_end_tells_are_links_though_the_other_end_is_silent(machi
     healthy = build(scan(RecordedHost(recorded(machine))))
     node = build(scan(FailingHost(recorded(machine), symbol, "UNKNOWN", gpu=1)))
     known = {(pair.a, pair.b): pair.label for pair in healthy.pairs}
-    for pair in node.pairs:
-        if "GPU1" in (pair.a, pair.b):
-            assert pair.label in (known[pair.a, pair.b], "N/A"), pair
+    lost = {pair.label for pair in node.pairs if "GPU1" in (pair.a, pair.b) and pair.label != known[pair.a, pair.b]}
+    assert lost == ({"N/A"} if machine == H100 and symbol.endswith("DeviceType") else set()), "behind a switch or not"
 
 
 def test_a_count_that_fails_is_taken_from_the_bus() -> None:
@@ -225,11 +224,7 @@ def test_a_count_that_fails_is_taken_from_the_bus() -> None:
     assert found[0].evidence == ("nvmlDeviceGetCount = TIMEOUT",)
 
 
-@pytest.mark.parametrize(
-    ("function", "kind", "severity"),
-    [(INIT, "driver_not_loaded", "fail"), (INIT, "no_permission", "unknown"), (INIT, "unknown", "unknown"),
-     ("nvmlDeviceGetHandleByIndex", "no_permission", "unknown")],
-)  # fmt: skip
+@pytest.mark.parametrize(("function", "kind", "severity"), rows("named")())
 def test_the_evidence_names_the_function_that_failed(function, kind, severity, scanner_of):
     """Through the driver library: nvmlInit, or the look-up of a handle, on the way to another function."""
     with scanner_of(H100, inject=f"{function}={kind}") as scanner:

@@ -44,7 +44,7 @@ def cluster(tmp_path_factory):
 def expect(folder: Path, options: str) -> None:
     """Settings of the scripts: the installation under test, these options of preflight, and a file as the log."""
     settings = (SCRIPTS / "settings").read_text()
-    settings += f"topoflight={Path(sys.executable).parent}/topoflight\noptions=({options})\nseconds=60\n"
+    settings += f"topoflight={Path(sys.executable).parent}/topoflight\noptions=({options})\nseconds=240\n"
     settings += f"export SLURM_CONF={folder}/slurm.conf\n"
     settings += f'log() {{ echo "$1: $2" >> {folder}/log; }}\n'
     (folder / "scripts" / "settings").write_text(settings)
@@ -56,7 +56,7 @@ def topoflight(
     """One command of this project on a login node of the cluster; a job that it submits runs this interpreter."""
     command = [python, "-m", "agent.cli", *words]
     done = subprocess.run(
-        command, env=cluster.environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, env=cluster.environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert fails or done.returncode == 0, done.stderr
     return done
