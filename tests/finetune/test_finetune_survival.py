@@ -1,6 +1,7 @@
 """The job in one process: it stops in order, goes on to the same curve, and what it saves is whole."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -149,6 +150,27 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     assert (Path(record["saved_model"]) / "model.safetensors").is_file()
     assert record["model"]["trainable"] == record["model"]["parameters"]
     assert "resumed from checkpoint-4" in "".join(record["notes"])
+
+
+def test_a_full_disk_of_another_rank_is_the_reason_in_the_record(tmp_path, monkeypatch, capsys):
+    """Rank 0 waits for it and cannot know: the rank itself prints the reason and writes the record."""
+    join = train.join_ranks
+
+    def join_as_rank_1(folder):
+        device = join(folder)
+        monkeypatch.setenv("RANK", "1")
+        return device
+
+    def fill_disk(_trainer):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/model.safetensors")
+
+    monkeypatch.setattr(train, "join_ranks", join_as_rank_1)
+    monkeypatch.setattr(loop.Trainer, "train", fill_disk)
+    code, record = run_job(tmp_path / "out")
+    assert (code, record["status"], record["exit_code"]) == (SaveError.code, "failed", SaveError.code)
+    reason = f"rank 1 on {os.uname().nodename}: [Errno 28] No space left on device: '/cache/model.safetensors'"
+    assert record["reason"] == reason
+    assert f"finetune: failed: {reason}" in capsys.readouterr().err
 
 
 def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkeypatch):
