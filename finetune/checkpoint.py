@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 
 from contracts.job_config import ConfigError, EndedError, JobConfig
@@ -185,7 +186,10 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     def write(kind: str, net: Any) -> str:
         lm = causal_lm(net)
         lm.config.use_cache, lm.generation_config = True, source.plain.generation_config
-        net.save_pretrained(folder / kind)
+        try:
+            net.save_pretrained(folder / kind)
+        except SafetensorError as error:  # it writes into a file, and has no errno
+            raise SaveError(f"{folder / kind}: {error}") from error
         tokenizer.save_pretrained(folder / kind)
         return str(folder / kind)
 
