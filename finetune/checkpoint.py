@@ -38,7 +38,7 @@ FULL_BYTES = 16 << 20  # free space below which a disk is full: a last piece tha
 
 
 class SaveError(EndedError):
-    """A checkpoint could not be written; earlier checkpoints are complete."""
+    """A disk is full or fails; earlier checkpoints are complete."""
 
     code = 74  # EX_IOERR
 
