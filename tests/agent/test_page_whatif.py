@@ -34,6 +34,11 @@ def test_the_form_shows_what_was_asked_and_names_a_wrong_field() -> None:
     assert "price=&#39;cheap&#39;: must be a number" in refused
 
 
+def test_amd_gpus_are_unsupported_and_no_misfit() -> None:
+    html = page(model="Llama-3.1-8B", machine="mi300x")
+    assert "No layout: AMD GPUs are not supported" in html and "No layout fits" not in html
+
+
 def test_the_form_allows_what_the_question_allows() -> None:
     """The last value of each number is answered, and the one after it is refused."""
     html = page()
