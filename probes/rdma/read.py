@@ -15,6 +15,7 @@ from hardware.nics import models
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
+from probes.hostinfo.read import container, of_agent
 from probes.rdma.facts import Gid, MemlockProof, RdmaDevice, RdmaFacts, RdmaPort
 
 DEVICES = "/sys/class/infiniband"
@@ -43,6 +44,7 @@ def read(host: Host) -> RdmaFacts:
         devices=devices,
         pyverbs=version,
         memlock_proof=prove_memlock(host, candidates[0].name) if usable and candidates else None,
+        in_container=container(host) is not None and not of_agent(host),
     )
 
 

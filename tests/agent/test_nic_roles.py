@@ -10,6 +10,7 @@ from rigs import recorded
 from rigs.tables import each_row, rows_of
 from scanned import scan
 
+from agent.checks.expect import check_expectations, expectation
 from agent.checks.verdict import build_view
 from contracts.finding import Finding
 from probes.api import Snapshot
@@ -92,7 +93,20 @@ def test_functions_of_the_host_that_a_pod_cannot_open_are_not_its_own() -> None:
         for n, each in enumerate(own))  # fmt: skip
     beside = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(*hosts, *own)))
     assert bad(beside) == bad(pod)
-    assert build_view((beside,)).topologies[0].nearest_nic == build_view((pod,)).topologies[0].nearest_nic
+    node = build_view((beside,)).topologies[0]
+    assert node.nearest_nic == build_view((pod,)).topologies[0].nearest_nic
+    active = beside.with_facts(
+        RdmaFacts,
+        lambda facts: replace(
+            facts,
+            devices=tuple(
+                replace(each, ports=tuple(replace(port, state="ACTIVE") for port in each.ports))
+                for each in facts.devices
+            ),
+        ),
+    )
+    (expected,) = check_expectations(expectation(("hcas=9",), None), (), "n", (active, node))
+    assert expected.status == "fail" and "8 RDMA devices" in expected.message, "nor do they count"
     two = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(
         *own[:2], *(replace(each, uverbs=None, uverbs_usable=None) for each in own[2:]))))  # fmt: skip
     far = {check.subject for check in bad(two) if check.code in ("topology.gpu_nic.far", "topology.gdr.path")}
