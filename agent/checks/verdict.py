@@ -70,8 +70,7 @@ def select(
         for pattern in patterns:
             if not any(matches(name, [pattern]) for name in names):
                 close = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.4))
-                lists = "`topoflight explain --list` lists them"
-                raise GateError(f"{option} {pattern}: no such check{close and f'; close: {close}'}; {lists}")
+                raise GateError(f"{option} {pattern}: no such check; try {close or '`topoflight explain --list`'}")
     selected = [
         replace(check, required=check.required or matches(check.code, require))
         for check in checks if not matches(check.code, skip)
