@@ -321,8 +321,8 @@ def parse_layout_text(text: str) -> dict[str, Any]:
     """Parse "dp_shard=4,tp=2,micro_batch=2" into layout fields. Raises ConfigError, which names the wrong item."""
     made = _parse_layout(with_overrides({}, filter(None, text.split(","))), "layout")
     for name, value in made.items():
-        if name == "world_size" or value == trl.NODE:
-            raise ConfigError(f"layout.{name}={value!r}: must follow from the nodes and the other degrees")
+        if name in ("world_size", "stage_layers") or value == trl.NODE:
+            raise ConfigError(f"layout.{name}={value!r}: must follow from the model, the nodes and the other degrees")
     return made
 
 

@@ -248,8 +248,7 @@ def _read_traffic_class(host: Host, device_folder: str, number: int) -> int | No
 def _read_pyverbs(host: Host) -> tuple[str, bool]:
     """Return the version of pyverbs, or the reason that it cannot be used."""
     try:
-        version = str(host.verbs("version"))
-        return f"installed, version {version}", True
+        return f"installed, version {host.verbs('version')}", True
     except ImportError as error:
         return f"not installed: {error}", False
     except OSError as error:
