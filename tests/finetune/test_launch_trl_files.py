@@ -34,10 +34,7 @@ def hub(tmp_path_factory):
 
 
 def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path) -> None:
-    """Ten epochs under FSDP in bf16 with full recomputation.
-
-    The record holds the plan that the launcher wrote, with the commits of the hub that the job found.
-    """
+    """Ten epochs, FSDP, bf16, full recomputation; the record has the launcher's plan with the commits of the hub."""
     out = tmp_path / "out"
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*",
                    "TOPOFLIGHT_STATE": str(tmp_path / "state")}  # fmt: skip
