@@ -228,8 +228,9 @@ def parse_config(
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
             raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {what}")
-        listed = ", ".join(f"{name!r}{trl.hint(name, () if n else known)}" for n, name in enumerate(unknown))
-        refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}"] = None
+        named, more = unknown[: trl.MOST_LISTED], unknown[trl.MOST_LISTED :]
+        listed = ", ".join(f"{name!r}{trl.hint(name, () if n else known)}" for n, name in enumerate(named))
+        refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
     today = _rename_options({name: flat[name] for name in flat if name not in unknown}, note, refused.setdefault)
     for name, (label, value) in today.items():
         attempt(_read, name, value, label, values, layout, own_note)
@@ -320,8 +321,8 @@ def parse_layout_text(text: str) -> dict[str, Any]:
     """Parse "dp_shard=4,tp=2,micro_batch=2" into layout fields. Raises ConfigError, which names the wrong item."""
     made = _parse_layout(with_overrides({}, filter(None, text.split(","))), "layout")
     for name, value in made.items():
-        if name == "world_size" or value == trl.NODE:
-            raise ConfigError(f"layout.{name}={value!r}: must follow from the nodes and the other degrees")
+        if name in ("world_size", "stage_layers") or value == trl.NODE:
+            raise ConfigError(f"layout.{name}={value!r}: must follow from the model, the nodes and the other degrees")
     return made
 
 

@@ -171,16 +171,18 @@ def fsdp(flat: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
 def _split_fsdp_words(name: str, value: Any) -> list[str]:
     """Return the words of an option in lower case. transformers writes "" or [] for "not set"."""
     table, value = option_names()["fsdp"], truth(value)
+    strategies = [word for word in table if "sharding" in table[word]]
+    allowed = [*table] if name == "fsdp" else strategies
     if isinstance(value, bool) and name == "fsdp":
         value = "true" if value else "no_shard"
     elif isinstance(value, bool) and name == "fsdp_config.reshard_after_forward":  # no word, but a switch
         value = None
     elif type(value) is int and name == "fsdp_config.sharding_strategy":
-        value = dict(enumerate((word for word in table if "sharding" in table[word]), 1)).get(value, value)
+        value = dict(enumerate(strategies, 1)).get(value, value)
     words = (value or "").split() if isinstance(value, str | None) else value
-    if not isinstance(words, list) or not all(isinstance(word, str) and word.lower() in table for word in words):
-        allowed = ", ".join(word for word in table if name == "fsdp" or word != "true")
-        raise ConfigError(f"{name}={value!r}: allowed are {allowed}")
+    if not isinstance(words, list) or not all(isinstance(word, str) and word.lower() in allowed for word in words):
+        shown = allowed if name == "fsdp_config.sharding_strategy" else dict.fromkeys(("true", "false", *allowed))
+        raise ConfigError(f"{name}={value!r}: allowed are {', '.join(shown)}")
     return [word.lower() for word in words]
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 
 from contracts.job_config import ConfigError, EndedError, JobConfig
@@ -37,7 +38,7 @@ FULL_BYTES = 16 << 20  # free space below which a disk is full: a last piece tha
 
 
 class SaveError(EndedError):
-    """A checkpoint could not be written; earlier checkpoints are complete."""
+    """A disk is full or fails; earlier checkpoints are complete."""
 
     code = 74  # EX_IOERR
 
@@ -185,7 +186,10 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
     def write(kind: str, net: Any) -> str:
         lm = causal_lm(net)
         lm.config.use_cache, lm.generation_config = True, source.plain.generation_config
-        net.save_pretrained(folder / kind)
+        try:
+            net.save_pretrained(folder / kind)
+        except SafetensorError as error:  # it writes into a file, and has no errno
+            raise SaveError(f"{folder / kind}: {error}") from error
         tokenizer.save_pretrained(folder / kind)
         return str(folder / kind)
 

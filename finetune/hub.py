@@ -103,7 +103,7 @@ def _list_weights(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     try:
-        return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        return sorted(set(map(str, json.loads((folder / INDEX).read_text())["weight_map"].values())))
     except FileNotFoundError:
         raise ConfigError(f"model_name_or_path: {folder}: neither {WEIGHTS} nor {INDEX} is there") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -213,6 +213,7 @@ class Trainer:
         config, step = self.config, place.step
         if len(self.recorder.losses) == 1:  # all connections for a step exist now
             verify.require_equal(verify.record_transports(self.recorder.record, self.plan))
+            self.recorder.write()
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {

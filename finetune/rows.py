@@ -143,8 +143,13 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             names = pyarrow.parquet.read_schema(path).names
             wanted = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
             options = {"columns": wanted or None, "batch_size": BATCH}
-        if kind != "parquet" and not path.stat().st_size:
+        size = path.stat().st_size
+        if kind != "parquet" and not size:
             return
+        if kind == "json" and size > MAX_BYTES:
+            with path.open("rb") as file:
+                if file.read(1) == b"[":  # `datasets` reads a list whole, which takes twelve times its bytes
+                    raise ConfigError(f"{path}: a JSON list of more than {MAX_BYTES >> 30} GiB: write JSON lines")
         with TemporaryDirectory() as cache:
             rows = datasets.load_dataset(
                 kind, data_files=str(path), split="train", streaming=True, cache_dir=cache, **options

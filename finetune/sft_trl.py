@@ -114,12 +114,12 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
     os.environ.update({str(name): str(value) for name, value in (settings.pop("env", None) or {}).items()})
     settings.pop("dataset_mixture", None)
     settings.setdefault("disable_tqdm", not sys.stderr.isatty())
-    flash = settings.get("attn_implementation") == "flash_attention_2"
-    runs = {"attn_implementation": not flash or (on_gpu and importlib.util.find_spec("flash_attn") is not None),
+    has_flash = on_gpu and layout.cp == 1 and importlib.util.find_spec("flash_attn") is not None
+    runs = {"attn_implementation": has_flash or settings.get("attn_implementation") != "flash_attention_2",
             "use_liger_kernel": on_gpu and importlib.util.find_spec("liger_kernel") is not None,
             "optim": on_gpu or "8bit" not in str(settings.get("optim"))}  # fmt: skip
     for name in [name for name in runs if settings.get(name) and not runs[name]]:
-        note(f"{name}: {settings.pop(name)} needs a GPU and its package; TRL's default is used")
+        note(f"{name}: {settings.pop(name)} needs a GPU, its package and, for attention, cp = 1; TRL's default is used")
     if isinstance(targets := settings.get("report_to"), str | list):
         targets = {targets} if isinstance(targets, str) else {*targets}
         missing = targets - {"none", "all", *get_available_reporting_integrations()}
@@ -244,6 +244,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         self.recorder.record.steps_done = state.global_step
         if len(self.recorder.losses) == 1:  # what a step needs is connected now
             verify.require_equal(verify.record_transports(self.recorder.record, self.plan))
+            self.recorder.write()
         if not math.isfinite(mean):
             raise loop.DivergedError(f"step {state.global_step}: loss {mean}; the checkpoints remain")
         if stop:

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = join_ranks(Path(config.output_dir))
     recorder: Recorder | None = None
     ended: EndedError | None = None
+    alone = False  # only this rank ends here; the others wait for it, perhaps in a collective, until torchrun ends them
     try:
         layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
         plan = dataclasses.replace(plan, layout=layout)
@@ -73,27 +74,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in hub.DISK_ERRORS:
             raise
-        ended = checkpoint.SaveError(str(error))
+        rank = os.environ.get("RANK", "0")
+        ended, alone = checkpoint.SaveError(f"rank {rank} on {os.uname().nodename}: {error}"), True
     except (RuntimeError, MemoryError) as error:
         if recorder is None or not ran_out(error):
             raise
-        ended = MemoryRanOutError(recorder.exhausted(str(error)))
-        recorder.writes = True  # the others wait for this rank, and end once it has
-    code = _report(ended) if ended else 0
+        ended, alone = MemoryRanOutError(recorder.exhausted(str(error))), True
+    code = _report(ended, alone=alone) if ended else 0
     if recorder is not None:
+        recorder.writes |= alone
         with contextlib.suppress(OSError):  # the disk may be what is full
             recorder.end(ended.status if ended else "complete", code, str(ended) if ended else None)
         post.upload_run_record(recorder)
     if code in (0, RESUMABLE):  # all ranks end alike: leave together; else torchrun ends the others
         dist.barrier()
-    if not isinstance(ended, MemoryRanOutError) or dist.get_world_size() == 1:  # the others may be in a collective
+    if not alone or dist.get_world_size() == 1:
         dist.destroy_process_group()
     signal.signal(signal.SIGTERM, before)
     return code
 
 
-def _report(error: EndedError) -> int:
-    if os.environ.get("RANK", "0") == "0" or isinstance(error, MemoryRanOutError):
+def _report(error: EndedError, *, alone: bool = False) -> int:
+    if alone or os.environ.get("RANK", "0") == "0":
         print(f"finetune: {error.status}: {error}", file=sys.stderr)  # noqa: T201  the command's own message
     return error.code
 

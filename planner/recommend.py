@@ -369,7 +369,7 @@ def recommend(
     )  # fmt: skip
     answer = replace(nccl_env.settings(case), model=model, train=train)
     if answer.backend == "rccl":
-        reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet"
+        reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not supported yet"
         return replace(
             answer, rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,)
         )  # fmt: skip

@@ -237,15 +237,15 @@ def _driver(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> 
 
 
 def _hca_ports(snapshot: Snapshot) -> dict[str, list[RdmaPort]] | None:
-    """Return the ACTIVE ports of each RDMA device; None if the devices or a port could not be read."""
+    """Return the ACTIVE ports of each RDMA device in reach; None if the devices or a port could not be read."""
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
         return {} if _absent(snapshot, "rdma") else None
-    if any(port.state is None for device in facts.devices for port in device.ports):
+    if any(port.state is None for device in facts.in_reach for port in device.ports):
         return None
     return {
         device.name: [port for port in device.ports if port.state == "ACTIVE"]
-        for device in facts.devices
+        for device in facts.in_reach
         if device.kind in ("hca", "efa")
     }
 
@@ -286,7 +286,7 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: Expected) -> Jud
             return False, "there is no RDMA device"
         if pci.peermem_loaded is False and pci.dmabuf_possible is False:
             return False, "nvidia_peermem is not loaded, and DMA-BUF is not possible"
-        ports = [port.state for device in rdma.devices for port in device.ports]
+        ports = [port.state for device in rdma.in_reach for port in device.ports]
         down = bool(ports) and not {"ACTIVE", None} & set(ports)
         return (False, "no RDMA device has an ACTIVE port") if down else (None, "GPUDirect RDMA is unknown")
     usable = {gpu.name for gpu in topology.gpus if gpu.usable}

@@ -123,7 +123,7 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
     """Return whether hardware and kernel modules support GPUDirect RDMA on every host."""
     for snapshot in snapshots:
         rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
-        active = rdma is not None and any(p.state == "ACTIVE" for d in rdma.devices for p in d.ports)
+        active = rdma is not None and any(p.state == "ACTIVE" for d in rdma.in_reach for p in d.ports)
         if not active or pci is None or not (pci.peermem_loaded or pci.dmabuf_possible):
             return False
     return bool(snapshots)

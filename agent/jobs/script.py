@@ -293,12 +293,13 @@ def forecast_of(
             unknown = [f"forecast: unknown: {error}"]
     try:
         alone = advice or advise(request, found)
+    except RequestError as error:
+        raise InputError(str(error)) from None
+    with contextlib.suppress(RequestError):  # the pod has more GPUs than the machine
         if gpus and gpus != request.ranks_per_node:
             other = advise(request.changed(ranks_per_node=gpus), found)
             devices = (need for need in other.needs if need.name == "resource")
             alone = replace(alone, needs=(*(need for need in alone.needs if need.name != "resource"), *devices))
-    except RequestError as error:
-        raise InputError(str(error)) from None
     words = [f"forecast {line}" for line in forecast(alone).values()]
     words += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
     return alone, [*unknown, *words, *command.notes]

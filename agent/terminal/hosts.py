@@ -101,9 +101,10 @@ def facts_lines(facts: Any) -> list[str]:
         return [f"memlock {memlock}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
     if isinstance(facts, PciFacts):
         return [units.count(len(facts.devices), "PCI device")]
-    named = {one.name: getattr(facts, one.name) for one in fields(facts)}  # of a probe without lines of its own
-    words = {name: " ".join(value) if isinstance(value, tuple) else value for name, value in named.items()}
-    return [", ".join(f"{name} {value}" for name, value in words.items() if value) or "nothing"]
+    # a probe without lines of its own: its values, and the number of entries of each list
+    named = ((one.name, getattr(facts, one.name)) for one in fields(facts))
+    counted = ((name, len(value) if isinstance(value, tuple) else value) for name, value in named)
+    return [", ".join(f"{name.replace('_', ' ')} {value}" for name, value in counted if value is not None) or "nothing"]
 
 
 def _port_words(port: RdmaPort) -> str:

@@ -170,7 +170,7 @@ class Ledger:
 
     def hosts_of(self, writers: Iterable[Writer]) -> list[str]:
         """Return the hosts of the processes. Where their lines name only a rank, others may name its host."""
-        known = {rank: host for rank, (host, _) in self.facts.rank_places.items()} | self.rank_hosts
+        known = self.rank_hosts | {rank: host for rank, (host, _) in self.facts.rank_places.items()}
         return [writer.host or known.get(-1 if writer.rank is None else writer.rank, "") for writer in writers]
 
     def ranks_on(self, host: str) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class LineReader:
         self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
-        self._above = (0, b"")  # number and end of the last line with a host that belongs to the line below
+        self._above = (0, b"", b"")  # last line with a host that belongs to the line below: number, end, its label
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def finish(self) -> None:
@@ -93,8 +93,9 @@ class LineReader:
         """Read one line."""
         has_header = any(header in line for header in _HEADERS)
         self._tags_read = 0
-        number, above = self._above
-        above = above if number == self.ledger.lines - 1 and any(word in line for word in _BELOW) else b""
+        number, above, label = self._above
+        is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
+        above = above if is_below else b""
         self.ledger.writer = writer = Writer() if has_header else _writer_of(above + line)
         if writer.host and writer.rank is not None:
             self.ledger.rank_hosts.keep(writer.rank, writer.host)
@@ -107,7 +108,7 @@ class LineReader:
         elif not found:
             self._headless(line)
         if match := _TEXTS["above"].search(line[-_MOST_NAME_BYTES:]):
-            self._above = self.ledger.lines, above + match[0] + b" "
+            self._above = self.ledger.lines, above + match[0] + b" ", _label_of(line)
         self.cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self.cause_lines - 1)
         if TAG in line:
             # A tag that belongs to no channel of its line was torn from an earlier one.
@@ -258,6 +259,12 @@ def _writer_in(prefix: bytes) -> Writer:
         return Writer()
     host = host_name(match[1])
     return Writer(host, f"{host}:{match[2].decode()}", (match[3] or b"").decode())
+
+
+def _label_of(line: bytes) -> bytes:
+    """Return what launchers put before the line, without times: lines of two writers have different labels."""
+    prefix = _TEXTS["launcher"].match(line)
+    return b" ".join(word for word in prefix[0].split() if word.count(b":") < 2) if prefix else b""
 
 
 def _writer_of(line: bytes) -> Writer:

@@ -16,7 +16,8 @@ from hardware.units import some
 _FAILED = {"job_failed", "call_failed", "remote_failed"}  # a process said so itself, or its launcher did
 _BEFORE_2_19 = re.compile(r"2\.(1[0-8]|\d)\b")
 _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # launchers also print it after `scancel`
-_RETRIED = ("retried", "a pod has a node", "a pod has its image")  # the last two are also facts of facts.toml
+# All but the first are also facts of facts.toml, or beginnings of such facts.
+_RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
@@ -191,7 +192,8 @@ class _Findings:
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
         """Return the hosts by their whole names, each once; the name with its domain where both are in the log."""
         names = dict.fromkeys(self.names.get(host, host) for host in hosts if host)
-        return tuple(name for name in names if not any(other.startswith(f"{name}.") for other in names))
+        short = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+        return tuple(name for name in names if name not in short)
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""

@@ -56,7 +56,7 @@ def _get_kernel_shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[flo
     """Return attention's and multiplication's fraction of the best matmul rate, and the half-rate sequence length."""
     major = (gpu.compute_capability or (0, 0))[0]
     sustained, attention = constants["sustained_ampere"], constants["attention_ampere"]
-    newer = major >= 9 and "flash3" in (kernel, gpu.attention)
+    newer = 9 <= major <= 10 and "flash3" in (kernel, gpu.attention)
     if major == 9:
         sustained = constants["sustained_hopper"]
         attention = constants["attention_hopper_3"] if newer else constants["attention_hopper"]
@@ -71,7 +71,7 @@ def _get_kernel_shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[flo
 
 def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, constants: Constants = DEFAULT) -> Rates:
     """Return the rates of a known GPU."""
-    kernel = "unfused" if train.attention == "eager" else engine.attention
+    kernel = {"eager": "unfused", "flash": "flash2"}.get(train.attention, engine.attention)
     share, sustained, short = _get_kernel_shares(gpu, kernel, constants)
     bf16 = gpu.matmul_bf16 * sustained
     attention = gpu.matmul_bf16 * share

@@ -145,7 +145,7 @@ def micro_batches_held(layout: Layout) -> float:
 def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> _StoredBytes:
     """Return activations and logits at the end of the forward pass, on the stage with the most."""
     layout = share.layout
-    per_layer = engine.layer_activations(share)
+    layer = per_layer = engine.layer_activations(share)
     copies = engine.casts(share)
     # Under autocast, hidden states between the layers are fp32, as the embedding's weights are.
     boundary = (4.0 if copies else share.element) * share.tokens * share.model.hidden
@@ -156,7 +156,7 @@ def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> _Stored
     total = share.layers * (boundary if full else per_layer)
     if layout.checkpointing == "none":  # the graph of each active micro-batch contains the weights it used
         total, copies = total + copies, 0.0
-    again = per_layer + (2.0 * share.largest if copies else 0.0) if full else 0.0
+    again = layer + (2.0 * share.largest if copies else 0.0) if full else layer - per_layer
     logits = engine.logits(share)
     # The loss, and so the forward pass, is complete before a layer is recomputed.
     first = micro_batches_held(layout) * total + max(again, copies)

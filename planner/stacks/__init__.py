@@ -202,22 +202,20 @@ class DeepSpeed(Engine):
 
 
 class Torchtitan(Fsdp):
-    """Selective checkpointing keeps every second product of a layer, and the attention output.
-
-    Only the compiler's async TP hides tensor-parallel traffic (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
-    """
+    """Only the compiler's async TP hides TP's traffic (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md)."""
 
     def hides_tensor_parallel(self, layout: Layout) -> bool:
         """Whether the layout is compiled; the export then enables async TP."""
         return layout.compile and super().hides_tensor_parallel(layout)
 
     def selective_activations(self, share: Share, boundary: float) -> float:
-        """Count the layer's input, and the outputs of the first, third, fifth and seventh of q, k, v, o, w1, w3, w2."""
+        """Count the layer's input and the outputs of q, v, attention, w1 and w2; of all-to-alls in place of experts."""
         model = share.model
-        if model.experts or model.kv_rank or not model.gated_mlp:
+        if model.kv_rank or not model.gated_mlp:
             return super().selective_activations(share, boundary)
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        stored = 2.0 * q + kv + model.ffn + model.hidden
+        sent = 2.0 * model.experts_per_token * model.hidden if share.layout.ep > 1 else 0.0
+        stored = 2.0 * q + kv + (sent if model.experts else model.ffn + model.hidden)
         return boundary + share.tokens * share.element * stored / share.layout.tp
 
 

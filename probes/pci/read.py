@@ -230,7 +230,7 @@ def parse_config(config: bytes) -> dict[str, Any]:
     # A port without the capability cannot redirect traffic: the value is off, not unknown.
     acs: bool | None = False if readable else None
     if _ACS in extended:
-        control = _get_word(config, extended[_ACS] + _ACS_CONTROL)
+        control = _unpack("<H", config, extended[_ACS] + _ACS_CONTROL)
         acs = None if control is None else bool(control & _SOURCE_VALIDATION)
     return {"acs_source_validation": acs}
 
@@ -238,7 +238,7 @@ def parse_config(config: bytes) -> dict[str, Any]:
 def _walk_extended(config: bytes) -> Iterator[tuple[int, int]]:
     offset = _EXTENDED_START
     for _ in range(_EXTENDED_MAX):
-        header = _get_double(config, offset)
+        header = _unpack("<I", config, offset)
         if not header or header == 0xFFFFFFFF:
             return
         yield header & 0xFFFF, offset
@@ -247,9 +247,5 @@ def _walk_extended(config: bytes) -> Iterator[tuple[int, int]]:
             return
 
 
-def _get_word(config: bytes, offset: int) -> int | None:
-    return int(struct.unpack_from("<H", config, offset)[0]) if offset + 2 <= len(config) else None
-
-
-def _get_double(config: bytes, offset: int) -> int | None:
-    return int(struct.unpack_from("<I", config, offset)[0]) if offset + 4 <= len(config) else None
+def _unpack(form: str, config: bytes, offset: int) -> int | None:
+    return int(struct.unpack_from(form, config, offset)[0]) if offset + struct.calcsize(form) <= len(config) else None

@@ -83,11 +83,13 @@ class RdmaFacts:
     devices: tuple[RdmaDevice, ...]
     pyverbs: str | None = None  # version, or the reason that it cannot be used
     memlock_proof: MemlockProof | None = None
+    in_container: bool = False  # of a job, not of the agent
 
     @property
     def in_reach(self) -> tuple[RdmaDevice, ...]:
-        """Return the devices that this process has a file of, because a pod sees others too; all if it has none."""
-        return tuple(device for device in self.devices if device.uverbs) or self.devices
+        """Return the devices that a container has a file of, because it sees others too; all if it has none."""
+        with_file = tuple(device for device in self.devices if device.uverbs)
+        return with_file if with_file and self.in_container else self.devices
 
 
 SOURCE = Source(name="rdma", facts=RdmaFacts, timeout_seconds=20.0)

@@ -15,6 +15,7 @@ from hardware.nics import models
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
+from probes.hostinfo.read import container, of_agent
 from probes.rdma.facts import Gid, MemlockProof, RdmaDevice, RdmaFacts, RdmaPort
 
 DEVICES = "/sys/class/infiniband"
@@ -43,6 +44,7 @@ def read(host: Host) -> RdmaFacts:
         devices=devices,
         pyverbs=version,
         memlock_proof=prove_memlock(host, candidates[0].name) if usable and candidates else None,
+        in_container=container(host) is not None and not of_agent(host),
     )
 
 
@@ -246,8 +248,7 @@ def _read_traffic_class(host: Host, device_folder: str, number: int) -> int | No
 def _read_pyverbs(host: Host) -> tuple[str, bool]:
     """Return the version of pyverbs, or the reason that it cannot be used."""
     try:
-        version = str(host.verbs("version"))
-        return f"installed, version {version}", True
+        return f"installed, version {host.verbs('version')}", True
     except ImportError as error:
         return f"not installed: {error}", False
     except OSError as error:

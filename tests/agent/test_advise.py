@@ -315,8 +315,7 @@ def test_gpus_that_are_not_judged_are_no_misfit() -> None:
     """Nothing was forecast of them, so nothing did not fit."""
     result = topoflight("recommend", "--machine", "mi300x", "--model", "Llama-3.1-8B")
     assert result.exit_code == 3 and result.stdout.startswith("? No layout: AMD GPUs are not supported\n")
-    assert "every layout   MI300X" in result.stdout and "is forecast for AMD GPUs" in result.stderr
-    assert "fits" not in result.output
+    assert "every layout   MI300X" in result.stdout and "is forecast" in result.stderr and "fits" not in result.output
 
 
 def test_no_network_is_offered_that_nobody_sells() -> None:

@@ -80,9 +80,8 @@ def test_small_results_are_unknown_and_never_a_pass() -> None:
 
 def test_links_that_are_not_known_make_no_verdict() -> None:
     made = result(HGX, {"all_gather": 5})
-    dark = replace(
-        made, measurements=(replace(made.measurements[0], bars=(Bar(name="with current links", why=("dark",)),)),)
-    )
+    bars = (Bar(name="with current links", why=("dark",)),)
+    dark = replace(made, measurements=(replace(made.measurements[0], bars=bars),))
     assert checks(dark)[BUSBW, "all_gather"].status == "unknown"
     plain = replace(made, backend="gloo", measurements=(replace(made.measurements[0], bars=()),))
     assert checks(plain)[BUSBW, ""].status == "unknown"

@@ -10,6 +10,7 @@ from rigs import recorded
 from rigs.tables import each_row, rows_of
 from scanned import scan
 
+from agent.checks.expect import check_expectations, expectation
 from agent.checks.verdict import build_view
 from contracts.finding import Finding
 from probes.api import Snapshot
@@ -88,11 +89,14 @@ def test_functions_of_the_host_that_a_pod_cannot_open_are_not_its_own() -> None:
     own = recorded.facts(RdmaFacts, pod).devices
     hosts = tuple(replace(
         each, name=f"mlx5_{n}", bus_id=(each.bus_id or "")[:-1] + "0", uverbs=None, uverbs_usable=None, is_vf=False,
-        ports=tuple(replace(port, state="DOWN", netdev_mtu_bytes=1500) for port in each.ports))
+        ports=tuple(replace(port, netdev_mtu_bytes=1500) for port in each.ports))
         for n, each in enumerate(own))  # fmt: skip
     beside = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(*hosts, *own)))
     assert bad(beside) == bad(pod)
-    assert build_view((beside,)).topologies[0].nearest_nic == build_view((pod,)).topologies[0].nearest_nic
+    node = build_view((beside,)).topologies[0]
+    assert node.nearest_nic == build_view((pod,)).topologies[0].nearest_nic
+    (expected,) = check_expectations(expectation(("hcas=9",), None), (), "n", (beside, node))
+    assert "8 RDMA devices" in expected.message, "nor do they count"
     two = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(
         *own[:2], *(replace(each, uverbs=None, uverbs_usable=None) for each in own[2:]))))  # fmt: skip
     far = {check.subject for check in bad(two) if check.code in ("topology.gpu_nic.far", "topology.gdr.path")}

@@ -189,12 +189,8 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     """As the verbs print them: every result verified, every network run and proven."""
     sizes = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1 << 16, 1 << 20)]
     result = benchmark(*(measurement(op, bytes=size) for op, size in sizes))
-    bars = tuple(
-        NetworkBar(
-            network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), description="shaped"
-        )
-        for name, step in (("eth0", 0.5), ("net1", 0.25))
-    )
+    bars = tuple(NetworkBar(network=name, status="measured", step_seconds=step, proof=("gloo",), description="shaped")
+                 for name, step in (("eth0", 0.5), ("net1", 0.25)))  # fmt: skip
     found = NetworkBars(title="One fine-tune of a tiny Llama, by network", where="two namespaces of this host", nodes=2,
                         steps=10, node_hour_price=None, bars=bars)  # fmt: skip
     for draw, what, first in (

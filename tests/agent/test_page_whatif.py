@@ -32,6 +32,7 @@ def test_the_form_shows_what_was_asked_and_names_a_wrong_field() -> None:
     assert re.findall(r"<option selected>([^<]*)", again)[::2] == ["meta-llama/Llama-3.1-8B", "h100"], "as asked"
     refused = page(model="Llama-3.1-8B", machine="p5.48xlarge", price="cheap")
     assert "price=&#39;cheap&#39;: must be a number" in refused
+    assert "? No layout: AMD GPUs are not supported" in page(model="Llama-3.1-8B", machine="mi300x")
 
 
 def test_the_form_allows_what_the_question_allows() -> None:

@@ -80,9 +80,9 @@ def test_a_placeholder_for_the_number_of_nodes_may_be_several(tmp_path: Path) ->
             assert ("settings are those of several nodes" in said.stderr) is (count == "$NUM_NODES"), (count, kind)
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "devices"), [(1, 4, "1"), (8, 4, "4"), (4, 4, "2")])
+@pytest.mark.parametrize(("gpus", "ranks", "devices"), [(1, 4, "1"), (8, 4, "4"), (4, 4, "2"), (16, 8, "4")])
 def test_a_pod_gets_the_efa_devices_of_its_gpus(tmp_path: Path, gpus: int, ranks: int, devices: str) -> None:
-    """However many ranks it starts; a p4d has four devices for eight GPUs."""
+    """However many ranks it starts; a p4d has four devices for eight GPUs. More GPUs than it has are no error."""
     pod = {"spec": {"containers": [{"name": "pytorch", "resources": {"limits": {"nvidia.com/gpu": gpus}}}]}}
     spec = {"nprocPerNode": str(ranks), "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "template": pod}}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": spec}))

@@ -181,9 +181,9 @@ def test_copy_gives_exactly_the_text(chromium: Tabs, machines: dict[str, str]) -
     with chromium.tab(permissions=("clipboard-read", "clipboard-write")) as tab:
         tab.open_page(address)
         for block, begins in (("env", "export "), ("yaml", "- name: ")):
-            tab.run("document.getElementById('said').textContent = ''")
+            tab.run("document.getElementById('announcement').textContent = ''")
             tab.run(f"document.querySelector('button[data-copy={block}]').click()")
-            tab.until("document.getElementById('said').textContent !== ''")
+            tab.until("document.getElementById('announcement').textContent !== ''")
             assert tab.text("#announcement") == "Copied."
             copied = tab.run("navigator.clipboard.readText()")
             assert copied == tab.run(f"document.getElementById('{block}').textContent")
@@ -219,7 +219,7 @@ def test_a_change_reaches_an_open_page(chromium: Tabs, agent: Callable[..., tupl
             state.refresh()
             tab.until("document.querySelector('.verdict').innerText.includes('FAIL')")
             assert tab.run("window.sameDocument"), path
-            tab.until("document.getElementById('said').textContent.includes('fail')")
+            tab.until("document.getElementById('announcement').textContent.includes('fail')")
             assert path or tab.run(f"{opened}.open")
             assert tab.run("document.title").startswith("fail"), path
             clean(tab, address)

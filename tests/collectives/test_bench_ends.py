@@ -21,9 +21,8 @@ STARTED = sys.executable  # ranks of this interpreter are started for real
 
 HOST = socket.gethostname()
 TEST_VARIABLE = "TOPOFLIGHT_TEST_FOLDER"
-SILENCE_SECONDS = (
-    20  # an iteration takes a millisecond; a busy machine may leave the other rank without a core for long
-)
+# An iteration takes a millisecond. A busy machine may leave the other rank without a core for long.
+SILENCE_SECONDS = 20
 
 
 def spec(tmp_path, **changes):

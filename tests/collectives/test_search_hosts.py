@@ -36,8 +36,8 @@ def search(tmp_path, rate, prepare, disturb, absent, count=HOSTS, more=(), after
             processes[host] = rig.popen(host, argv, own, **pipes)
         try:
             if disturb:
-                told = lambda: journal.exists() and journal.read_text().count(after[0]) >= after[1]  # noqa: E731
-                eventually(told, f"{after} in the journal", 300)
+                is_ready = lambda: journal.exists() and journal.read_text().count(after[0]) >= after[1]  # noqa: E731
+                eventually(is_ready, f"{after} in the journal", 300)
                 disturb(rig)
             out, said = processes[0].communicate(timeout=600)
         finally:

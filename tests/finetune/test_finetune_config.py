@@ -175,6 +175,8 @@ def test_all_wrong_settings_of_a_file_are_named_at_once():
     with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr' \(close: lora_r.*report_to='wandb'.*fp16=true"):
         parse_config({"lora_rr": 8, "fp16": True, "report_to": "wandb"})
     assert "org/name-0" in text and "org/name-9" not in text
+    with pytest.raises(ConfigError, match=r"'x23' and 976 more$"):  # another kind of file
+        parse_config({f"x{number}": 1 for number in range(1000)})
 
 
 def test_a_dump_of_transformers_defaults_asks_for_nothing():

@@ -306,6 +306,10 @@ def test_rows_are_bounded_as_they_unpack(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="dataset_rows"):
         load_rows(job(lines), "train")
     assert len(load_rows(job(lines, dataset_rows=5), "train")) == 5
+    whole = tmp_path / "list.json"  # a list is in memory as a whole before its first row
+    whole.write_text(json.dumps([{"text": "y"}] * 100_000))
+    with pytest.raises(ConfigError, match=r"list\.json: a JSON list of more than .* JSON lines"):
+        load_rows(job(whole, dataset_rows=5), "train")
 
 
 def test_json_lines_end_at_line_feeds_only(tmp_path):

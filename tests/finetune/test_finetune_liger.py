@@ -14,9 +14,8 @@ import json, sys, torch
 from filled import filled_model
 
 from contracts.job_config import JobConfig
-from finetune.rows import collate, prepare
 from finetune.model import cut
-from finetune.rows import load_tokenizer
+from finetune.rows import collate, load_tokenizer, prepare
 
 torch.set_num_threads(1)
 told = []

@@ -1,6 +1,7 @@
 """The job in one process: it stops in order, goes on to the same curve, and what it saves is whole."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -9,9 +10,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rigs.tables import ROOT, each_row, rows_of
+from safetensors import SafetensorError
 
 from contracts.job_config import ConfigError, read_mapping
 from finetune import loop, train
@@ -20,6 +23,7 @@ from finetune.verify import MismatchError
 
 rows = rows_of(__file__)
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # ranks of one: each test is a whole run
+FULL = "No space left on device"
 JOB = Path(__file__).with_name("survival_job.yaml").read_text(encoding="utf-8")
 
 
@@ -149,6 +153,21 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     assert (Path(record["saved_model"]) / "model.safetensors").is_file()
     assert record["model"]["trainable"] == record["model"]["parameters"]
     assert "resumed from checkpoint-4" in "".join(record["notes"])
+
+
+@each_row(("rank", "target", "error"), [
+    ("1", "finetune.loop.Trainer.train", OSError(errno.ENOSPC, FULL)),
+    ("0", "transformers.PreTrainedModel.save_pretrained", SafetensorError(f"I/O error: {FULL} (os error 28)")),
+])  # fmt: skip
+def test_a_full_disk_of_a_rank_is_the_reason_in_the_record(tmp_path, monkeypatch, capsys, rank, target, error):
+    """Of rank 1, for which rank 0 waits and which alone knows it; and at the export, where it is safetensors' error."""
+    join = train.join_ranks
+    monkeypatch.setattr(train, "join_ranks", lambda folder: (join(folder), monkeypatch.setenv("RANK", rank))[0])
+    monkeypatch.setattr(target, Mock(side_effect=error))
+    code, record = run_job(tmp_path / "out", "max_steps=1")
+    assert (code, record["status"], record["exit_code"]) == (SaveError.code, "failed", SaveError.code)
+    assert FULL in record["reason"] and record["reason"].startswith("rank 1 on ") == (rank == "1")
+    assert f"finetune: failed: {record['reason']}" in capsys.readouterr().err
 
 
 def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkeypatch):

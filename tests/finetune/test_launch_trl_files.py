@@ -1,5 +1,6 @@
 """A user's own file of TRL's through `launch` on this host: as it stands, with the stand-in hub's tiny weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def hub(tmp_path_factory):
 
 
 def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path) -> None:
-    """Ten epochs under FSDP in bf16 with full recomputation; the record holds the plan that the launcher wrote."""
+    """Ten epochs, FSDP, bf16, full recomputation; the record has the launcher's plan with the commits of the hub."""
     out = tmp_path / "out"
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*",
                    "TOPOFLIGHT_STATE": str(tmp_path / "state")}  # fmt: skip
@@ -43,7 +44,9 @@ def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path
     record, plan = run_record.read(out / "run.json"), job_config.read_plan(out / "plan.json")
     assert (record.status, record.exit_code) == ("complete", 0)
     assert record.steps_done == 10  # 10 epochs of one step: 64 rows, 2 ranks x 32
-    assert record.plan == plan
+    commits = {name: getattr(record.plan.config, name) for name in ("model_revision", "dataset_revision")}
+    assert all(len(commit) == 40 for commit in commits.values())
+    assert record.plan == replace(plan, config=replace(plan.config, **commits))
     layout = plan.layout
     assert (layout.family, layout.micro_batch, layout.gradient_accumulation) == ("FSDP", 32, 1)
     assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)

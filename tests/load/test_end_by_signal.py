@@ -8,7 +8,8 @@ import pytest
 import resident
 import yaml
 from api_server import write_kubeconfig
-from load_served import H100, ROOT, connect_deaf, get_of
+from load_served import H100, connect_deaf, get_of
+from rigs.tables import ROOT
 from rigs.waiting import eventually
 
 pytestmark = pytest.mark.long

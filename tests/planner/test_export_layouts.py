@@ -102,6 +102,12 @@ def test_trl_names_are_those_of_training_arguments() -> None:
     assert data["gradient_checkpointing"] is False
 
 
+@each_row(("layout", "train", "kernel"), rows("trl_attention"))
+def test_trl_names_the_attention_that_runs_in_its_layout(layout: dict, train: dict, kernel: str) -> None:
+    exported = export("trl", request(dataclasses.replace(FSDP, **layout), **train))
+    assert yaml.safe_load(exported)["attn_implementation"] == kernel
+
+
 @each_row(("precision", "train", "dtype"), rows("trl_type"))
 def test_trl_loads_the_model_in_a_type_that_trains(precision, train: dict, dtype: str) -> None:
     layout = dataclasses.replace(FSDP, dp_shard=1, world_size=1, precision=precision)

@@ -142,6 +142,7 @@ def test_adapters_go_to_experts_shared_experts_and_dense_layers() -> None:
     spec = model_from_config(rows("some_experts")())
     train = TrainSpec(lora_rank=2, lora_targets=("up_proj",))
     assert lora_weights(spec, train) == 2 * (3 * (5 * (64 + 30) + (64 + 70)) + (64 + 100))
+    assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040  # as PEFT prints them
 
 
 def test_megatron_is_told_the_same_shape_or_refuses() -> None:

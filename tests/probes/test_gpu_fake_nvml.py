@@ -124,13 +124,13 @@ def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(scanner
     with scanner_of(H100, inject=f"@{failures}") as scanner:
         first = scanner.scan().facts(GpuFacts)
         failures.write_text("*@gpu5=gpu_lost")
-        second = scanner.scan().facts(GpuFacts)
+        lost = scanner.scan()
         failures.write_text("nvmlDeviceGetNvLinkState@gpu2=timeout")
         third = scanner.scan().facts(GpuFacts)
         failures.write_text("")
         fourth = scanner.scan().facts(GpuFacts)
-    assert [gpu.index for gpu in second.gpus if gpu.error] == [5]
-    assert len(second.pairs) == 21, "pairs of the seven that answer"
+    assert [(f.code, f.subject) for f in findings(lost)] == [("gpu.device.lost", "GPU5")]
+    assert len(lost.facts(GpuFacts).pairs) == 21, "pairs of the seven that answer"
     assert [gpu.index for gpu in third.gpus if not gpu.nvlinks_known] == [2]
     assert fourth == first
 
@@ -156,6 +156,7 @@ def test_a_container_without_device_files_is_no_broken_driver(loaded, error, sev
         (tmp_path / "root/sys/module/nvidia/version").write_text("580.126.09\n")
     with made:
         found = made.scan()
-    (one,) = [f for f in findings(found) if f.code == "gpu.driver.unusable"]
+    (one,) = findings(found)
+    assert one.code == "gpu.driver.unusable"
     assert loaded or "8 NVIDIA GPU(s)" in one.message
     assert one.status is severity and one.evidence == (f"nvmlInit = {error}",)

@@ -100,12 +100,12 @@ VERSIONS = {"v1": V1, "v2": V2, "unread": errno.EINVAL}
 
 def answering(
     pfc: list[int | None] | None = None, unusable: list[str] | None = None, register_limit_bytes: int | None = None,
-    **more: int,
+    environment: dict[str, str] | None = None, **more: int,
 ) -> dict:  # fmt: skip
     """What a host answers; of flow control what the drivers of eth0, eth1 ... say."""
     links = {f"eth{i}": {"pfc_classes": 8, "pfc_mask": mask, **more} for i, mask in enumerate(pfc or ())}
     told = {name: link for name, link in links.items() if link["pfc_mask"] is not None}
-    said = {"unusable": tuple(unusable or ()), "register_limit_bytes": register_limit_bytes}
+    said = {"unusable": tuple(unusable or ()), "register_limit_bytes": register_limit_bytes, "environment": environment}
     return said | ({} if pfc is None else {"port_links": told})
 
 
