@@ -91,20 +91,17 @@ ENDLESS: dict[str, Callable[[int], str]] = {
     "options": lambda n: "sudo" + " -u" * 40 * n + " torchrun a --export=b" * 4 * n + "\n",
     "options of others": lambda n: "".join(f"{i}{' -u a' * 6 * n} torchrun a\n" for i in ("env", "timeout", "srun")),
     "wrappers": lambda n: "".join(f"{i} -u " * 4 * n + "torchrun a\n" for i in ("env", "sudo", "nohup", "srun")),
-    "joined lines": lambda n: "A=1 B=2\nexport NCCL_X=1\n" * n,
+    "joined lines": lambda n: "A=1 B=2\nexport NCCL_X=1\n" * n, "one word": lambda n: "x " + "abc" * 20 * n + "\n",
     "joined assignments": lambda n: "A=1 B=2 \\\n" * 10 * n + "\nexport NCCL_X=1\n",
     "arguments": lambda n: "set -- 1 2\n" + 'set -- "$@" "$@"\n' * 40 + "NCCL_X=$1 torchrun a\n",
     "words of a value": lambda n: "A='a a '\n" + 'A="$A$A"\n' * 13 + "x " + "$A " * 8 * n + "\n",
     "long lines in loops": lambda n: "for a in {1..60}; do for b in {1..60}; do x " + "a " * 20 * n + "; done; done\n",
     "skipped in loops": lambda n: "for a in {1..60}; do continue\n" + "NCCL_X=1 " * 16 * n + "\ndone\n",
-    "sums": lambda n: "((" + "a=1," * 8 * n + "a=1))\n",
+    "sums": lambda n: "((" + "a=1," * 8 * n + "a=1))\n", "blanks": lambda n: "echo '$" + " " * 40 * n + "'\n",
     "texts": lambda n: "A='x '\n" + 'A="$A$A"\n' * 14 + 'eval "$A"\n' * n,
     "names": lambda n: "export" + "".join(f" NCCL_A{i}=1" for i in range(n)) + "".join(
         f"\nexport NCCL_B={i}\ntorchrun a\n" for i in range(200)),
-    "one word": lambda n: "x " + "abc" * 20 * n + "\n", "blanks": lambda n: "echo '$" + " " * 40 * n + "'\n",
-    "a script with an anchor": lambda n: "x: &s |\n" + "".join(
-        f"  if $a{i}; then export NCCL_X={i}; fi\n" for i in range(20)) + "y:\n" + "- {a: *s}\n" * (n // 5),
-    "files of a script": lambda n: "export NCCL_X=1\n" + "cat > a <<E\nenv:\n  NCCL_X: 2\nE\n" * n,
+    "anchor": lambda n: "- a: &s |\n" + "".join(f"   $a{i}&&NCCL_AB=1 a\n" for i in range(30)) + "- b: *s\n" * (n // 9),
     "array": lambda n: "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
 }  # fmt: skip
 
