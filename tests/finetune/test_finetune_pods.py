@@ -33,8 +33,8 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if (place / "done").exists()
 (place / f"restarts-{os.environ.get('TOPOFLIGHT_RESTARTS')}").touch()
 while True:
     time.sleep(0.02)
-    if (end := place / f"end-{rank}").exists():
-        sys.exit(int(end.read_text()))
+    if (end := place / f"end-{rank}").exists() and (code := end.read_text()):  # empty until it is written
+        sys.exit(int(code))
     if (place / "end").exists():
         sys.exit(0)
 """
