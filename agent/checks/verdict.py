@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
@@ -69,6 +68,8 @@ def select(
     for option, patterns in (("--require", require), ("--skip", skip)):
         for pattern in patterns:
             if not any(matches(name, [pattern]) for name in names):
+                from difflib import get_close_matches
+
                 close = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.4))
                 raise GateError(f"{option} {pattern}: no such check; try {close or '`topoflight explain --list`'}")
     selected = [

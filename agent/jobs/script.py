@@ -268,17 +268,20 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
     if nodes is None or ranks is None:
         parsed.unknown.append("number of ranks: not in replicas, nprocPerNode, GPUs or the launcher's options"
                               + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
+    advice, lines = forecast_of(parsed, request, found)
     gpus = None if job.kind.endswith("Runtime") else job.parts[0].gpus  # a TrainJob may replace those of its runtime
-    return forecast_of(parsed, request, found, gpus)
+    if gpus and gpus != ranks:  # a pod gets the devices next to its GPUs, however many ranks it starts
+        with contextlib.suppress(RequestError):  # the pod has more GPUs than the machine
+            other = advise(request.changed(ranks_per_node=gpus), found)
+            devices = (need for need in other.needs if need.name == "resource")
+            advice = replace(advice, needs=(*(need for need in advice.needs if need.name != "resource"), *devices))
+    return advice, lines
 
 
 def forecast_of(
-    command: CommandSettings, request: Request, found: Sequence[Snapshot], gpus: int | None = None
+    command: CommandSettings, request: Request, found: Sequence[Snapshot]
 ) -> tuple[Recommendation, list[str]]:
-    """Return the advice with the forecast of the command's own layout, if it is known, and lines about it.
-
-    `gpus` are those of a pod, which gets the devices next to them, however many ranks it starts.
-    """
+    """Return the advice with the forecast of the command's own layout, if it is known, and lines about it."""
     advice, unknown = None, [f"forecast: unknown: {text}" for text in command.unknown]
     if not unknown and "model_name_or_path" not in command.settings:
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
@@ -295,11 +298,6 @@ def forecast_of(
         alone = advice or advise(request, found)
     except RequestError as error:
         raise InputError(str(error)) from None
-    with contextlib.suppress(RequestError):  # the pod has more GPUs than the machine
-        if gpus and gpus != request.ranks_per_node:
-            other = advise(request.changed(ranks_per_node=gpus), found)
-            devices = (need for need in other.needs if need.name == "resource")
-            alone = replace(alone, needs=(*(need for need in alone.needs if need.name != "resource"), *devices))
     words = [f"forecast {line}" for line in forecast(alone).values()]
     words += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
     return alone, [*unknown, *words, *command.notes]

@@ -102,9 +102,10 @@ def facts_lines(facts: Any) -> list[str]:
     if isinstance(facts, PciFacts):
         return [units.count(len(facts.devices), "PCI device")]
     # a probe without lines of its own: its values, and the number of entries of each list
-    named = ((one.name, getattr(facts, one.name)) for one in fields(facts))
-    counted = ((name, len(value) if isinstance(value, tuple) else value) for name, value in named)
-    return [", ".join(f"{name.replace('_', ' ')} {value}" for name, value in counted if value is not None) or "nothing"]
+    named = ((one.name.replace("_", " "), getattr(facts, one.name)) for one in fields(facts))
+    counted = ((name, len(value) if isinstance(value, tuple) else value) for name, value in named if value is not None)
+    words = (f"{name}: {('no', 'yes')[value] if isinstance(value, bool) else value}" for name, value in counted)
+    return [", ".join(words) or "nothing"]
 
 
 def _port_words(port: RdmaPort) -> str:
