@@ -83,7 +83,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 def test_a_row_of_128k_tokens_takes_no_memory_of_its_square():
-    """Forward and backward: a mask of one byte would be 16 GiB; what is kept are a few tensors of the row's length."""
+    """Forward and backward: a mask of one byte would be 16 GiB; what is stored has the row's length."""
     done = python(SCRIPT)
     row = LONG * (4 + 2 + 2) * 16 * 4  # queries, keys and values
     assert int(done.stdout) < 12 * row < LONG**2 / 16
