@@ -68,7 +68,7 @@ def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(na
 @each_row(("value", "version", "fails"), rows("algorithms"))
 def test_algorithms(value: str, version: tuple[int, ...], fails: bool) -> None:
     """Since 2.24 an unknown token, or a choice that leaves all-gather nothing, ends the job."""
-    severities = {finding.status for finding in found({"NCCL_ALGO": value}, version)}
+    severities = {finding.status for finding in found({"NCCL_ALGO": value}, tuple(version))}
     assert (Status.FAIL in severities) == fails
 
 
