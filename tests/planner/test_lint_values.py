@@ -8,6 +8,7 @@ from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding
 from planner.lint.environment import lint
+from planner.lint.script import NamedEnvironment
 from planner.lint.values import CODES, strtoll
 
 rows = rows_of(__file__, "lint_values.yaml")
@@ -20,7 +21,8 @@ def found(
     environment: dict[str, str], version: tuple[int, ...] | None, source: str = "", nodes: int | None = None
 ) -> list[Finding]:
     """All findings, each with a code that is announced, a severity that its entry has, evidence and a remedy."""
-    findings = lint(environment, nccl_version=version, source=source, nodes=nodes)
+    named = NamedEnvironment(environment=environment, source=source)
+    findings = lint(named, nccl_version=version, nodes=nodes)
     for finding in findings:
         assert finding.code in CODES, finding
         assert finding.status.value in SEVERITIES[finding.code].split(" or "), finding
