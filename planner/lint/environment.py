@@ -35,7 +35,6 @@ from planner.nccl_env import (
     names,
     nearest,
     newest_read,
-    padded,
     platform_of_plugin,
     plugin_of,
     replacement,
@@ -71,7 +70,7 @@ class _Case(NamedTuple):
 def lint(
     named: NamedEnvironment,
     *,
-    nccl_version: tuple[int, ...] | None = None,
+    nccl_version: Version | None = None,
     machine: ProbedMachine | None = None,
     nodes: int | None = None,
     gpus: int | None = None,
@@ -100,7 +99,7 @@ def lint(
         "own_net": machine is None and nodes != 1 and not other_net(environment),
     }
     case = _Case(
-        version=padded(nccl_version) if nccl_version is not None else None, machine=machine, named=named,
+        version=nccl_version, machine=machine, named=named,
         plugin=plugin, vendor=platform_of_plugin(environment),
         carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
         places=tuple(name for name, holds in conditions.items() if holds),

@@ -118,7 +118,7 @@ def test_files_that_the_guides_of_contributors_name_exist() -> None:
 def test_named_codes_exist() -> None:
     """An entry that sends the reader to another code sends it to one that is there."""
     firsts = "|".join(sorted({code.split(".")[0] for code in GATE}))
-    text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as run.json stand in code
+    text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as run.json are in code
     named = set(re.findall(rf"(?<![\w.])(?:{firsts})(?:\.[a-z_0-9]+)+\b", text))
     assert named - sections().keys() == set()
     assert "limits.memlock.low" in named
