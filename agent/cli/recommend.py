@@ -139,7 +139,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from agent.terminal.advice import layout_title
     from contracts.job_config import parse_layout_text
     from planner.forecast.calibration import load_calibration
-    from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled
+    from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled, unjudged
     from probes.registry import ALL
 
     model = request.required_model()
@@ -151,6 +151,8 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
             planned = scaled(planned, step)
+        if reason := unjudged(cluster):
+            raise NothingFitsError(reason)
         first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)
     except ValueError as error:
         raise RequestError(str(error)) from None

@@ -212,7 +212,7 @@ def _rdma(snapshot: Snapshot) -> str:
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
         return _why_no_facts(snapshot, "rdma")
-    ports = Counter(_port_words(port) for device in facts.devices for port in device.ports)
+    ports = Counter(_port_words(port) for device in facts.in_reach for port in device.ports)
     return ", ".join(f"{number} x {words}" for words, number in ports.most_common()) or "no port"
 
 
