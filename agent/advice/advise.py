@@ -145,10 +145,6 @@ class Request:
         text, seconds = self.measured_step
         return parse_layout_text(text), seconds
 
-    def spans_nodes(self, cluster: ClusterTopology) -> bool | None:
-        """Return whether the job spans nodes; None for one node without a requested number: more can be added later."""
-        return len(cluster.nodes) > 1 or (None if self.nodes is None else False)
-
     def ranks(self, cluster: ClusterTopology) -> int | None:
         """Return the requested ranks per node, else two gloo ranks for a host without GPUs, else None: one per GPU."""
         has_gpus = self.machine or any(node.gpus for node in cluster.nodes)
@@ -338,7 +334,9 @@ def of_cluster(
 
     Raises RequestError, ValueError or LayoutError if the request does not fit.
     """
-    model, version, multi_node = request.model_spec(), parse_version(request.nccl_version), request.spans_nodes(cluster)
+    model, version = request.model_spec(), parse_version(request.nccl_version)
+    # one node without a requested number: more can be added later
+    multi_node = len(cluster.nodes) > 1 or (None if request.nodes is None else False)
     if model is None:
         case = situation(
             snapshots, cluster, nccl_version=version, multi_node=multi_node, ranks_per_node=request.ranks_per_node

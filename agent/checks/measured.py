@@ -47,7 +47,7 @@ def make_finding(
 
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
     """Return whether a result of this size shows the link bandwidth; smaller sizes measure latency."""
-    return op in JUDGED_OPS and (size_bytes >= JUDGED_BYTES_PER_RANK * ranks or size_bytes >= MOST_JUDGED_BYTES)
+    return op in JUDGED_OPS and size_bytes >= judged_bytes(ranks)
 
 
 def judged_bytes(ranks: int) -> int:
