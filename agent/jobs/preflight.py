@@ -63,11 +63,6 @@ class Report:
     schema_version: int = measured.REPORT_VERSION
 
     @property
-    def of_this_host(self) -> bool:
-        """Return whether the report is about the host on which it was created."""
-        return len(self.snapshots) == 1 and self.snapshots[0].hostname == host_name()
-
-    @property
     def comparisons(self) -> tuple[Comparison, ...]:
         """Compare step time and memory of the run with its forecast; empty without a run."""
         return compare(self.run) if self.run else ()
@@ -314,7 +309,8 @@ def _slurm_node(check: Finding) -> str:
 
 def slurm_hosts(report: Report) -> str:
     """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
-    names = {_slurm_node(check) for check in _blocking(report) if check.node or report.of_this_host}
+    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [host_name()]
+    names = {_slurm_node(check) for check in _blocking(report) if check.node or of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 
 
