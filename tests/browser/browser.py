@@ -13,7 +13,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync", "--disable-dev-shm-usage", "--force-color-profile=srgb",
 )  # fmt: skip
-ANSWER_SECONDS = 180  # a busy machine is slow, a hanging browser is not waited for
+ANSWER_SECONDS = 400  # a busy machine is slow, a hanging browser is not waited for
 
 
 class Tab:
@@ -64,7 +64,7 @@ class Tab:
 
 
 class Tabs:
-    """Opens tabs, each with a profile of its own."""
+    """Opens tabs, each with its own profile."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser = browser

@@ -131,7 +131,7 @@ def start(stack: ExitStack, command: list[str], log: Path) -> int:
 def prometheus(programs, tmp_path_factory):
     """Agents on loopback, each with what benchmark and run left, and a Prometheus that scrapes them all the time.
 
-    The healthy machine's is `topoflight serve` itself, a process of its own.
+    The healthy machine's is `topoflight serve` itself, a separate process.
     """
     folder = tmp_path_factory.mktemp("prometheus")
     ports: dict[str, int] = {}
@@ -188,7 +188,7 @@ def wait_for(server: Prometheus, folder: Path) -> None:
                 server.last = settled
                 return
         except (OSError, ValueError):
-            pass  # "Service Unavailable" in place of JSON while it starts
+            pass  # "Service Unavailable" instead of JSON while it starts
         time.sleep(0.5)
     raise AssertionError(f"{len(seen)} of {len(AGENTS)} agents were scraped: {folder}")
 
