@@ -409,6 +409,8 @@ class RunForecast:
 
     step_seconds: Interval | None = None
     memory_bytes: Interval | None = None
+    tokens_per_second: float | None = None  # of all ranks, without padding
+    mfu: float | None = None  # at this rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
