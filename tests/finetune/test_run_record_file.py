@@ -62,7 +62,7 @@ def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
 
 def test_the_mfu_is_that_of_the_forecast_at_the_measured_rate(tmp_path):
     """Model FLOPs of a token and the peak of the device are the forecast's; without them it is unknown."""
-    layout = Layout()
+    layout = Layout(world_size=1)
     for forecast, mfu in ((RunForecast(tokens_per_second=1000.0, mfu=0.4), 0.1), (RunForecast(), None)):
         recorder = Recorder(tmp_path, JobPlan(forecast=forecast), layout, torch.device("cpu"))
         for _ in range(5):
