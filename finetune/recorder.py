@@ -271,7 +271,7 @@ class Recorder:
 
     def measured(self) -> Measured:
         """Return the measurements, with which a forecast is compared."""
-        counted, due = self.counted_steps(), self.record.forecast
+        counted, due = self.counted_steps(), self.record.plan.forecast
         typical = statistics.median(counted or self.seconds) if self.seconds else None
         rate = self.tokens / len(self.losses) / typical if typical else None
         mfu = due.mfu * rate / due.tokens_per_second if rate and due.mfu and due.tokens_per_second else None

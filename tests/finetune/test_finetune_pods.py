@@ -248,7 +248,7 @@ def test_a_pod_that_is_stopped_is_given_up(tmp_path):
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=words, wait=0.2)
     wires, _stopped = connected(1)
     alone = replace(settings, nodes=1, wait=60)
-    with contextlib.closing(pod.Ranks(alone, "127.0.0.1", (1, 2))) as ranks:
+    with contextlib.closing(pod.Ranks(alone, "127.0.0.1", 1)) as ranks:
         assert watch(settings, wires, ranks) == ({0: 0}, {1})
 
 
