@@ -257,10 +257,8 @@ def _read_slurm_gpus(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 def _find_off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return Xids at addresses where sysfs shows no device of any driver; nothing if sysfs is not available."""
-    try:
-        present = {name.rpartition(".")[0].lower() for name in host.list_dir(DEVICES)} if xids else set()
-    except OSError:
-        return ()
+    listed = sysfs.attempt(host.list_dir, DEVICES) if xids else None
+    present = {name.rpartition(".")[0].lower() for name in listed or ()}
     return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)
 
 
@@ -274,9 +272,8 @@ def _query_host(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[st
 
 def _read_xids(host: Host) -> dict[str, list[int]] | None:
     """Return Xids by bus id without function, in kernel log order; None if the log cannot be read."""
-    try:
-        lines = host.kernel_log("NVRM: Xid")
-    except OSError:
+    lines = sysfs.attempt(host.kernel_log, "NVRM: Xid")
+    if lines is None:
         return None
     found: dict[str, list[int]] = {}
     for line in lines:
