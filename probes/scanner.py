@@ -254,8 +254,9 @@ class Scanner:
             worker.request(probe=probe.name, record=answers is not None, begin=begin)
             answer = worker.answer(seconds)
             outcome = outcome_from_json(probe, answer.get("outcome"))
-            for method, answered in answer["answers"].items() if answers is not None else ():
-                _merge(answers.setdefault(method, {}), answered)
+            if answers is not None:
+                for method, answered in answer["answers"].items():
+                    _merge(answers.setdefault(method, {}), answered)
             return outcome
         except (WorkerError, OutcomeError) as caught:
             words = self._describe_failure(probe.name, caught, worker.driver_call() if worker else "")
