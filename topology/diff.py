@@ -51,8 +51,8 @@ def traits(
 ) -> dict[tuple[str, str], Trait]:
     """Return every trait of a snapshot by its subject and `what`.
 
-    GPUs get the names of the GPUs at the same PCI addresses in `like`. `node` is the topology, if it is already built. NVML
-    numbers only the GPUs it finds, so if one is missing, later GPUs have other numbers.
+    GPUs get the names of the GPUs at the same PCI addresses in `like`, because NVML numbers only the GPUs it finds: if
+    one is missing, later GPUs have other numbers. `node` is the topology, if it is already built.
     """
     found: dict[tuple[str, str], Trait] = {}
     names = {} if like is None else _map_names(snapshot.facts(GpuFacts), like.facts(GpuFacts))

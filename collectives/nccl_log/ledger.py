@@ -238,8 +238,7 @@ class Ledger:
 
     def record_variable(self, name: str, shown: bytes) -> None:
         """Store the line that shows an environment variable."""
-        if name not in self.variable_lines:
-            self.variable_lines.add(name, self._proof_line(shown, name))
+        self.variable_lines.add(name, self._proof_line(shown, name))
 
     def blame(self, code: str, shown: bytes) -> None:
         """Count a code, and store its first lines."""

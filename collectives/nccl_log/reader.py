@@ -310,10 +310,11 @@ class Reader:
 
     def _channels(self, text: bytes) -> int:
         found = list(parse_channels(text, cut=self.cut))
+        via, host = text.find(b"via "), self.ledger.writer.host
         for channel in found:
-            self.ledger.channels.add((self.ledger.writer.host, channel))
+            self.ledger.channels.add((host, channel))
             self.ledger.prove_channel(channel, text)
-            self.ledger.facts.channel_places.add(place_of(text), self.ledger.writer.host)
+            self.ledger.facts.channel_places.add(text[max(0, via - _MOST_HEAD_BYTES) : via], host)
             self._tags_read += channel.gdrdma is True
         if len(found) == 1 and text.count(TAG) == self._tags_read:
             self._remember_end(text, found[0])
@@ -431,12 +432,6 @@ def parse_channels(line: bytes, *, cut: bool = False) -> Iterator[Channel]:
             if direction is not None or _TEXTS["peer"].search(head) or not head.strip(b"> \t*-`"):
                 yield _channel(match, direction, cut=cut and match.end() == len(line))
         start = line.find(b"via ", start + 4)
-
-
-def place_of(line: bytes) -> bytes:
-    """Return the ranks and devices that the first channel of the line joins: "00/0 : 0[0] -> 8[0] [send] "."""
-    via = line.find(b"via ")
-    return line[max(0, via - _MOST_HEAD_BYTES) : via]
 
 
 def direction_of(head: bytes) -> str | None:
