@@ -1,4 +1,4 @@
-"""Every fault that a log can show has a code, its lines and a first action; how a job ended is told beside it."""
+"""Every fault that a log can show has a code, its lines and a first action; how a job ended is reported as well."""
 
 import re
 import tomllib
@@ -173,5 +173,5 @@ def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: s
     ]
     below = read([*front, rank + "Last error:", rank + cause])
     assert code in [problem.code for problem in (*below.problems, *below.notes)]
-    beside = read([*front, f"{rank}Last error: {cause}"])
-    assert code in [problem.code for problem in (*beside.problems, *beside.notes)]
+    found = read([*front, f"{rank}Last error: {cause}"])
+    assert code in [problem.code for problem in (*found.problems, *found.notes)]

@@ -64,7 +64,7 @@ def test_memory_is_flat() -> None:
 
 
 def test_a_file_without_newlines() -> None:
-    """Binary or one endless line: an answer, and nothing kept."""
+    """Binary or one endless line: an answer, and nothing is stored."""
     assert evidence.read_files([io.BytesIO(b"\x00" * 5_000_000)]).gdrdma == "none"
     assert evidence.read_files([io.BytesIO(b"x" * 3_000_000 + b"\n" + ON.encode() + b"\n")]).gdrdma == "on"
 

@@ -119,7 +119,7 @@ def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
 
 
 def test_a_log_without_end_is_read_to_a_bound(tmp_path):
-    """What stands behind the bound is not looked at."""
+    """What is after the bound is not read."""
     path = tmp_path / "log"
     filler = log("AllReduce: 1024 Bytes") * 1000
     with path.open("w") as file:
@@ -146,7 +146,7 @@ def test_the_log_is_set_up_where_the_user_has_not(tmp_path, monkeypatch, own, ad
 
 @each_row(("named", "path"), ROWS["log_names"])
 def test_the_log_s_name_is_spelled_as_nccl_does(named, path):
-    """NCCL src/debug.cc: the host up to its first dot, %% for a percent sign, what it does not know as it stands."""
+    """NCCL src/debug.cc: the host up to its first dot, %% for a percent sign, what it does not know unchanged."""
     found = channels.log_path(named, "gpu-1.example.org", 42)
     assert found == (Path(path) if path else None)
 

@@ -272,7 +272,7 @@ def test_connections_that_name_no_pod_are_bounded():
 
 
 def measured_pod(job, index, **environment):
-    """A pod on a host of its own, as far as the benchmark's lock and names go."""
+    """A pod on a separate host, as far as the benchmark's lock and names go."""
     require_own_lock()
     return job.start(index, OWN_LOCK, NODE_NAME=f"host-{index}", **environment)
 
@@ -327,7 +327,7 @@ def test_nccls_lines_reach_the_pods_log(scripted, tmp_path):
 
 
 def test_the_fine_tune_goes_on_from_its_checkpoint_after_a_pod_was_lost(rig, tmp_path):
-    """Real gloo ranks, in one run: deleted, all save at one step; then killed, the newest whole checkpoint stands."""
+    """Real gloo ranks, in one run: deleted, all save at one step; then killed, the newest whole checkpoint remains."""
     (tmp_path / "job.yaml").write_text(JOB)
     out = tmp_path / "out"
     job = rig("torchrun", "-m", "finetune.train", "--config", str(tmp_path / "job.yaml"), f"output_dir={out}")

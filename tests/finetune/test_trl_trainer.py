@@ -138,7 +138,7 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_model_that_also_reads_images_has_the_sizes_of_its_text_part() -> None:
-    """Gemma 3: its configuration has no layers of its own."""
+    """Gemma 3: its configuration itself has no layers."""
     from finetune import loop, recorder
 
     with torch.device("meta"):

@@ -102,7 +102,7 @@ def test_what_follows_from_the_pairs():
         ),
         "a chain closes no ring": (
             (rate(CHAIN, "island"), "no ring" in plan(CHAIN, "island").derivation[0]), (None, True)),
-        "pairs are islands of their own": (
+        "pairs are separate islands": (
             [island.gpus for island in TWO_PAIRS.islands], [("GPU0", "GPU1"), ("GPU2", "GPU3")]),
         "twelve NVLink 3": (rate(TWO_PAIRS, "island"), 240.0),
         "what SYS carries is not known here": (rate(TWO_PAIRS), None),
