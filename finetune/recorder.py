@@ -270,7 +270,7 @@ class Recorder:
     def exhausted(self, error: str) -> str:
         """Describe the memory when an allocation failed, its forecast, and what to change."""
         where = f"step {len(self.losses) + 1}" if self.started else "loading"
-        due, forecast = self.record.forecast.memory_bytes, "no plan has a forecast of its memory"
+        due, forecast = self.record.plan.forecast.memory_bytes, "no plan has a forecast of its memory"
         if due is not None:
             forecast = f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
         taken = f"{(rss_bytes() - self.baseline_rss) / GIB:.2f} GiB resident besides the program"

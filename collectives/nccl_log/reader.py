@@ -19,12 +19,12 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from collectives.nccl_log.codes import CODES, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, codes_of
 from collectives.nccl_log.ledger import Channel, Ledger, Runs, Writer, host_name
 from collectives.nccl_log.messages import END, STEP, Firsts, Place
-from contracts.bounded import Stream, utf16
+from contracts.bounded import utf16
 from contracts.tables import read_patterns, read_table
 
 BLOCK_BYTES: Final = 1 << 20
@@ -74,7 +74,7 @@ class LogFileError(ValueError):
 class _Rest:
     """A stream whose first bytes were already read."""
 
-    def __init__(self, first: bytes, file: Stream) -> None:
+    def __init__(self, first: bytes, file: BinaryIO) -> None:
         self._first, self._file = first, file
 
     def read(self, size: int = BLOCK_BYTES, /) -> bytes:
@@ -86,7 +86,7 @@ class _Rest:
 class Unpacked:
     """A file as it is, or decompressed if its first bytes are those of a compressed file."""
 
-    def __init__(self, file: Stream) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         first = file.read(BLOCK_BYTES)
         for magic, tool, command in _NOT_UNPACKED:
             if first.startswith(magic):
@@ -95,7 +95,7 @@ class Unpacked:
         module = next((module for magic, module in _PACKED.items() if first.startswith(magic)), None)
         self._packed: Any = importlib.import_module(module).open(self._plain) if module else None
 
-    def read(self, size: int, /) -> bytes:
+    def read(self, size: int = BLOCK_BYTES, /) -> bytes:
         """Return the next part; an empty one at the end. Raises LogFileError if the file is damaged."""
         if self._packed is None:
             return self._plain.read(size)
