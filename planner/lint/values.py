@@ -164,9 +164,8 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
 def _effect_of_garbage(name: str, entry: NcclName) -> str:
     """Describe what NCCL does with a value in quotes."""
     effects = VALUES["quoted"]
-    if name not in effects and entry.kind == "text":
-        return str(VALUES["text"].get(name, {}).get("effect", effects["text"]))
-    return str(effects.get(name, effects["number"]))
+    of_text = VALUES["text"].get(name, {}).get("effect", effects["text"])
+    return str(effects.get(name, of_text if entry.kind == "text" else effects["number"]))
 
 
 def _default(name: str, entry: NcclName) -> str:

@@ -267,7 +267,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     assert plan.transport.get("network") == network
     assert evidence in plan.transport.get("evidence", "")
     assert bool(plan.transport) is (network is not None)
-    planned = channels.planned_channels(plan.environment, plan.transport)
+    planned = channels.planned_channels(plan.transport)
     assert planned.meets("Socket") is (network is None)
     assert (near is None) is (plan.transport.get("gdrdma") is None) is not bool(planned.gdrdma)
     assert near is None or near in plan.transport["gdrdma"]
