@@ -59,8 +59,7 @@ def launch(
     advice, options["trainer"], why = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], found
     )
-    if options["model"] is None and advice.model and advice.model.name == job_settings.EMBEDDED_MODEL:
-        advice = with_fsdp(advice)
+    advice = with_fsdp(advice)
     for line in advice.unknowns:
         if line.startswith(ROWS):
             print_text(f"note: {line}", err=True)
@@ -110,7 +109,7 @@ def _launch_on_cluster(
         print_text(f"note: {line}", err=True)
     for wrong in (*of_network, *cluster_job.warnings(spec)):
         print_text(f"warning: {wrong}", err=True)
-    if not (options["preflight_image"] or options["no_preflight"] or options["measure"]):
+    if not (options["preflight_image"] or options["no_preflight"]):
         print_text("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
         print_text(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)

@@ -11,8 +11,8 @@ from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import Request, advise
-from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
+from agent.advice.advise import EMBEDDED_MODEL, Request, advise
+from agent.advice.job_settings import gdrdma, job_plan, job_request, untrainable
 from agent.base.options import RequestError
 from agent.checks.measured import Baseline
 from agent.checks.verdict import build_view
@@ -267,7 +267,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     assert plan.transport.get("network") == network
     assert evidence in plan.transport.get("evidence", "")
     assert bool(plan.transport) is (network is not None)
-    planned = channels.planned_channels(plan.environment, plan.transport)
+    planned = channels.planned_channels(plan.transport)
     assert planned.meets("Socket") is (network is None)
     assert (near is None) is (plan.transport.get("gdrdma") is None) is not bool(planned.gdrdma)
     assert near is None or near in plan.transport["gdrdma"]

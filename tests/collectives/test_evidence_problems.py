@@ -8,7 +8,7 @@ from evidence_rows import INFO, rows
 from rigs.logs import read
 from rigs.tables import each_row
 
-from collectives.nccl_log import evidence, lines as evidence_lines, problems as evidence_problems
+from collectives.nccl_log import evidence, problems as evidence_problems, reader
 from collectives.nccl_log.codes import CODES, PROVIDERS, SIGNS
 
 
@@ -98,7 +98,7 @@ def test_every_code_can_be_reached() -> None:
     of_providers = {code for _, code in PROVIDERS}
     assert of_providers <= CODES.keys()
     given = of_providers | {sign.code for sign in SIGNS} | {meaning.other_provider for meaning in CODES.values()}
-    source = "".join(Path(module.__file__).read_text() for module in (evidence, evidence_problems, evidence_lines))
+    source = "".join(Path(module.__file__).read_text() for module in (evidence, evidence_problems, reader))
     assert [code for code in CODES if code not in given and f'"{code}"' not in source] == []
 
 

@@ -253,8 +253,8 @@ def test_every_row_of_the_option_tables_is_sound():
         if member not in members:
             wrong.append(f"{name} = {member}: no member of the layout")
     wrong += [name for name in names["values"]["deepspeed.scheduler.type"].values() if name not in schedules]
-    rows = {**names["no_effect"], **names["only"]}
-    wrong += [f"{name}: no reason" for name, row in rows.items() if len(row["why"].split()) < 2]
+    reasons = names["no_effect"] | {name: row["why"] for name, row in names["only"].items()}
+    wrong += [f"{name}: no reason" for name, why in reasons.items() if len(why.split()) < 2]
     assert wrong == []
 
 

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 from rigs.tables import each_row, rows_of
 
-from hardware.machines import recognised
+from hardware.machines import machines
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
 from topology.check import check, departures
@@ -219,8 +219,8 @@ def test_hidden_ends_count_only_where_p2p_over_nvlink_works(status, count):
     assert links_of(*gpus, pairs=(GpuPair(a=0, b=1, p2p_nvlink=status),)).between(0, 1)[0] == count
 
 
-def test_every_recognised_machine_has_labels_that_exist():
-    for row in recognised():
+def test_every_machine_has_labels_that_exist():
+    for row in machines():
         assert row.basis in ("seen", "stated")
         assert row.gpu_nic is None or path_class(row.gpu_nic) is not None
 
