@@ -55,23 +55,22 @@ class Rates:
 def _get_kernel_shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float, float]:
     """Return attention's and multiplication's fraction of the best matmul rate, and the half-rate sequence length."""
     major = (gpu.compute_capability or (0, 0))[0]
-    sustained, attention = constants["sustained_ampere"], constants["attention_ampere"]
-    newer = 9 <= major <= 10 and "flash3" in (kernel, gpu.attention)
-    if major == 9:
-        sustained = constants["sustained_hopper"]
-        attention = constants["attention_hopper_3"] if newer else constants["attention_hopper"]
-    elif major >= 10:
-        sustained, attention = constants["sustained_blackwell"], constants["attention_blackwell"]
+    # Kernels for Ampere run on consumer Blackwell (12.0), which has the same tensor instructions.
+    chip = "limited" if gpu.limited else {9: "hopper", 10: "blackwell"}.get(major, "ampere")
+    newer = kernel == "flash3" and chip != "ampere"
+    attention = constants[f"attention_{chip}{'_3' if newer else ''}"]
     if kernel == "flash1":
         attention *= constants["attention_flash1"]
     elif kernel == "unfused":
         attention = constants["attention_unfused"]
-    return attention, sustained, constants["attention_short_3"] if newer else constants["attention_short"]
+    short = constants["attention_short_3" if newer and not gpu.limited else "attention_short"]
+    return attention, constants["sustained_blackwell" if major > 10 else f"sustained_{chip}"], short
 
 
 def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, constants: Constants = DEFAULT) -> Rates:
     """Return the rates of a known GPU."""
-    kernel = {"eager": "unfused", "flash": "flash2"}.get(train.attention, engine.attention)
+    default = gpu.attention if gpu.attention and engine.attention == "flash2" else engine.attention
+    kernel = {"eager": "unfused", "flash": "flash2"}.get(train.attention, default)
     share, sustained, short = _get_kernel_shares(gpu, kernel, constants)
     bf16 = gpu.matmul_bf16 * sustained
     attention = gpu.matmul_bf16 * share

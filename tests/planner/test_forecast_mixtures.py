@@ -33,6 +33,18 @@ def test_latent_attention_goes_through_its_ranks() -> None:
     assert weights(DEEPSEEK_V3).attention_per_layer == by_hand
 
 
+@each_row(("gpu", "engine", "attention", "measured"), [
+    ("NVIDIA B200", "trl", "flash", 346), ("NVIDIA B200", "trl", "sdpa", 960), ("NVIDIA H200", "trl", "flash", 356),
+    ("NVIDIA H20", "trl", "flash", 83.7), ("NVIDIA H20", "megatron", "sdpa", 126),
+    ("NVIDIA GeForce RTX 5090", "trl", "flash", 140),
+])  # fmt: skip
+def test_attention_runs_at_the_rate_of_its_kernel_on_this_gpu(gpu, engine, attention, measured) -> None:
+    """TFLOP/s that kernels were measured with (constants.toml); an H20 multiplies at its best rate all the time."""
+    rates = gpu_rates(gpu_named(gpu), replace(FULL, attention=attention), engine_named(engine), "bf16")
+    assert rates.attention == pytest.approx(measured * 1e12, rel=0.01)
+    assert (rates.gemm == gpu_named(gpu).matmul_bf16) == ("H20" in gpu.split())
+
+
 FULL = TrainSpec(method="full", sequence_length=4096)
 SLOW = Speed(bytes_per_second=1e9, how="measured", link="TCP")
 
