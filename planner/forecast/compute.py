@@ -204,13 +204,15 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
     if fused:
         hidden_passes = constants["hidden_passes_fused"] if engine.fused else constants["hidden_passes_compiled"]
     ffn_passes = constants["ffn_passes_fused"] if fused else constants["ffn_passes_eager"]
+    # Columns of experts whose gate and casts are part of their products; the first product has twice as many.
+    in_products = float(model.experts_per_token * model.expert_ffn) if engine.captures(model, layout) else 0.0
     moved = tokens * rates.element_bytes * (
         hidden_passes * float(model.hidden) / (tp if layout.sequence_parallel else 1)
-        + ffn_passes * mlp_width(model) / tp
+        + ffn_passes * (mlp_width(model) - in_products) / tp
     )  # fmt: skip
     if rates.quantized_bytes:  # divided by 3, since the time is tripled for both passes
         elements = sum(m * (n + k) * copies for m, n, k, copies in _list_shapes(model, tokens, tp, ep))
-        moved += rates.quantized_bytes * elements / 3.0
+        moved += rates.quantized_bytes * (elements - 3.0 * tokens * in_products / tp) / 3.0
     kernels = constants["kernels_fused"] if fused else constants["kernels_eager"]
     merged = 0.0
     if model.experts:

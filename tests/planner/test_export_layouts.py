@@ -162,6 +162,16 @@ def test_megatron_arguments() -> None:
     assert not [word for word in words if word.startswith("--num-layers-per-virtual")]
 
 
+@each_row(("precision", "degrees", "captured"), rows("captured"))
+def test_megatron_is_told_what_the_forecast_of_experts_assumes(precision: str, degrees: dict, captured: bool) -> None:
+    """All arguments of the CUDA graph, or none of them."""
+    data = 8 // degrees.get("pp", 1)
+    layout = Layout(world_size=8, dp_shard=data, sharding="zero1", gradient_accumulation=8, precision=precision,
+                    **degrees)  # fmt: skip
+    asked = dataclasses.replace(request(layout, engine="megatron"), model=model_named("Qwen3-30B-A3B"))
+    assert [each in export("megatron", asked) for each in ENGINES["megatron"].captured_by] == [captured] * 11
+
+
 @each_row(("form", "train", "steps", "has", "has_not"), rows("run_length"))
 def test_an_export_has_the_steps_of_the_forecast(form, train, steps, has, has_not):
     """However the length of the run was given; where it was not given no number is made up."""
