@@ -218,12 +218,16 @@ def parse_config(
         except ConfigError as error:
             refused[str(error)] = None
 
-    flat = trl.flatten({str(key): value for key, value in raw.items()}, refused.setdefault)
+    flat = trl.flatten(raw, refused.setdefault)
     values: dict[str, Any] = {}
-    layout: dict[str, Any] = attempt(_parse_layout, flat.get("layout"), "layout") or {}
+    layout: dict[str, Any] = attempt(_parse_layout, flat.pop("layout", None), "layout") or {}
+    is_ratio = flat.get("warmup_ratio") and not flat.get("warmup_steps")  # as transformers chooses between them
+    flat.pop("warmup_steps" if is_ratio else "warmup_ratio", None)
     known = known_settings()
-    unknown = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
-    if unknown:
+    strange = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
+    if passed := [name for name in strange if name.startswith("deepspeed.")]:
+        note(f"no effect, because these concern only DeepSpeed's own buffers and logs: {', '.join(passed)}")
+    if unknown := [name for name in strange if name not in passed]:
         methods = trl.option_names()["of_trl"]["methods"]
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
@@ -231,14 +235,18 @@ def parse_config(
         named, more = unknown[: trl.MOST_LISTED], unknown[trl.MOST_LISTED :]
         listed = ", ".join(f"{name!r}{trl.hint(name, () if n else known)}" for n, name in enumerate(named))
         refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
-    today = _rename_options({name: flat[name] for name in flat if name not in unknown}, note, refused.setdefault)
-    for name, (label, value) in today.items():
-        attempt(_read, name, value, label, values, layout, own_note)
-    attempt(trl.fsdp, flat, layout, note)  # sets the degrees that the options before it leave open
+    words: dict[str, Any] = {}
+    for label in (name for name in flat if name not in strange):
+        name, value = attempt(trl.translate, label, flat[label]) or ("", None)
+        if name not in ("", label):
+            note(f"{label} is now {name}")
+        if name in trl.option_names()["of_fsdp"]:
+            words[name] = value
+        elif name:
+            attempt(_read, name, value, label, values, layout, own_note)
+    attempt(trl.fsdp, flat, words, layout, note)  # sets the degrees that the options before it leave open
     for member in trl.option_names()["switch"]:
         attempt(trl.switch, member, flat, layout)
-    trl.set_fsdp_defaults(flat, layout)
-    attempt(trl.deepspeed, flat, values, layout, note)
     if layout:
         values["layout"] = attempt(_parse_layout, layout, "layout") or {}
     config = attempt(lambda: JobConfig(**values))
@@ -250,12 +258,9 @@ def parse_config(
 def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dict[str, Any], note: trl.Note) -> None:
     """Convert one setting of the file to a config or layout value; `label` is its name in the file."""
     names, kind = trl.option_names(), _types().get(name)
-    only = names["only"].get(name)
-    if name in names["read_apart"] or any(name in row["options"] for row in names["switch"].values()):
+    if any(name in row["options"] for row in names["switch"].values()):
         return
-    if only is not None:
-        trl.require(name, value, only)
-    if row := names["no_effect"].get(name, only):
+    if row := names["no_effect"].get(name, names["only"].get(name)):
         note(f"{name}: no effect, {row['why']}")
     elif name in names["in_layout"]:
         if value is not None:
@@ -271,35 +276,7 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
         raise trl.OnlyTrlError(f"{label}={value!r}: must be a whole number of steps")
     else:
         limits = JobConfig.__dataclass_fields__[name].metadata
-        values[name] = _convert(label, value, kind, refusal=trl.OnlyTrlError, **limits)
-
-
-def _rename_options(raw: Mapping[str, Any], note: trl.Note, refuse: trl.Note) -> dict[str, tuple[str, Any]]:
-    """Return (name in the file, value) of each setting by its current name, with transformers' special values."""
-    names = trl.option_names()
-    found: dict[str, tuple[str, Any]] = {}
-    for name, value in raw.items():
-        new = names["renamed"].get(name, name)
-        if new != name:
-            if raw.get(new) not in (None, value) and value is not None:
-                refuse(f"{name} is the old name of {new}: both are set")
-            if raw.get(new) is not None:
-                continue
-            note(f"{name} is now {new}")
-        found[new] = name, value
-    ratio, (_, steps) = found.pop("warmup_ratio", None), found.get("warmup_steps", ("", None))
-    if ratio and ratio[1] and not steps:
-        note("warmup_ratio is now warmup_steps, below 1")
-        found["warmup_steps"] = ratio
-    for row in names["values"]:
-        label, value = found.get(row["name"], ("", None))
-        value = trl.truth(value) if isinstance(row["found"][0], bool) else value
-        if any(value == one and type(value) is type(one) for one in row["found"]):
-            if "means" in row:
-                found[row["name"]] = label, row["means"]
-            else:
-                del found[row["name"]]
-    return found
+        trl.put(values, name, _convert(label, value, kind, refusal=trl.OnlyTrlError, **limits), label)
 
 
 def _parse_layout(settings: Any, where: str) -> dict[str, Any]:
@@ -365,9 +342,9 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
 def known_settings() -> frozenset[str]:
     """Return every setting name that a file may have, including older names and options without effect."""
     names = trl.option_names()
-    tables = [names[table] for table in ("renamed", "in_layout", "no_effect", "only", "read_apart", "nested")]
+    tables = [names[table] for table in ("renamed", "in_layout", "no_effect", "only", "of_fsdp", "nested")]
     switches = [row["options"] for row in names["switch"].values()]
-    return frozenset(["warmup_ratio", *_types(), *itertools.chain(*tables, *switches)])
+    return frozenset(itertools.chain(_types(), *tables, *switches))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from contracts.layout import Layout
 from contracts.tables import read_table
 
 Note = Callable[[str], None]
@@ -42,26 +43,25 @@ def option_names() -> dict[str, Any]:
         return {name: row for row in rows for name in row["names"]}
 
     table = read_table(__file__, "trl.toml")
-    deepspeed = table["deepspeed"]
-    return table | {
-        "no_effect": by_option(table["no_effect"]),
-        "only": by_option(table["only"]),
-        "deepspeed": deepspeed | {"only": by_option(deepspeed["only"])},
-    }
+    return table | {name: by_option(table[name]) for name in ("no_effect", "only")}
 
 
+FILES = ("deepspeed", "fsdp_config")  # mappings in place of which a file may be named
 MOST_LISTED = 24  # names that a message lists
 MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
 
 
 def spelled(member: str, value: Any) -> str:
     """Format a layout field as the user's option: "per_device_train_batch_size: 8"."""
-    option = option_names()["spelled"].get(member, f"layout.{member}")
+    option = option_names()["spelled"].get(
+        member, f"layout.{member}" if member in Layout.__dataclass_fields__ else member
+    )
     if isinstance(option, dict):
         return str(option.get(value, option["another"]))
     return f"{option}: {str(value).lower() if isinstance(value, bool) else value}"
 
 
+AUTO = "auto"  # in a DeepSpeed configuration: transformers takes the file's setting
 NODE = "node"  # value of layout.dp_shard: the number of ranks per node
 # Text values accepted by transformers' string_to_bool.
 _TRUTHS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
@@ -96,7 +96,7 @@ def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
     if any(isinstance(one, bool) for one in allowed):
         value = truth(value)
     if isinstance(value, dict):
-        value = {key: one for key, one in value.items() if one is not None}
+        value = {key: one for key, one in value.items() if one not in (None, AUTO)}
     if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
         return
     *first, last = [repr(one) for one in allowed if one not in ("", {}, [])] or ["nothing"]
@@ -107,20 +107,35 @@ def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
     raise kind(f"{name}={shown}: {named} is allowed: {why}")
 
 
-def flatten(raw: Mapping[str, Any], refuse: Note) -> dict[str, Any]:
+def flatten(raw: Mapping[str, Any], refuse: Note, where: str = "") -> dict[str, Any]:
     """Return the options by name, with members of a nested mapping as "fsdp_config.cpu_offload"."""
     flat: dict[str, Any] = {}
-    for name, value in raw.items():
+    for key, value in raw.items():
+        name = f"{where}{key}"
+        if where:  # both prefixes are those of accelerate's own configuration file
+            name = where + str(key).removeprefix(f"{where[:-1]}_").removeprefix("fsdp_")
         if name not in option_names()["nested"]:
             flat[name] = value
         elif isinstance(value, dict):
-            # both prefixes are those of accelerate's own configuration file
-            names = {str(key).removeprefix(f"{name}_").removeprefix("fsdp_"): key for key in value}
-            flat |= {f"{name}.{own}": value[key] for own, key in names.items()}
-        elif value is not None:
-            file = "or a file of one that is there" if name == "fsdp_config" else "not the name of a file"
+            flat |= {"deepspeed.zero_optimization.stage": 0} if value and name == "deepspeed" else {}
+            flat |= flatten(value, refuse, f"{name}.")
+        elif value not in (None, ""):
+            file = "or a file of one that is there" if name in FILES else "not the name of a file"
             refuse(f"{name}={value!r}: must be a mapping, {file}")
     return flat
+
+
+def translate(name: str, value: Any) -> tuple[str, Any] | None:
+    """Return the current name of an option and its value here, or None if it says nothing. Raises ConfigError."""
+    names = option_names()
+    if name in names["only"]:
+        require(name, value, names["only"][name])
+    today, means = names["renamed"].get(name, name), names["values"].get(name, {})
+    value = means.get(str(truth(value)).lower(), value)
+    is_unset = (value is None and today != name) or (value == "" and name in names["values"])
+    if name.startswith("deepspeed."):  # what is only checked has no note
+        is_unset = is_unset or value in (None, AUTO) or (name in names["only"] and name not in names["values"])
+    return None if is_unset else (today, value)
 
 
 def switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
@@ -130,27 +145,36 @@ def switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> None
     on = [name for name in values if flags[name]]
     off = [name for name in values if flags[name] is False and len(values[name]) > 1]
     for name in (on or off)[:1]:
-        if member not in layout or layout[member] != row.get("stays"):
-            put(layout, member, values[name][not on], name)
+        put(layout, member, values[name][not on], name)
         if on and name in row.get("only_trl", {}):
             raise OnlyTrlError(f"{name}=true: {row['only_trl'][name]}")
 
 
-def put(layout: dict[str, Any], member: str, value: Any, name: str) -> None:
-    """Set a layout field. Raises ConfigError if another option of the file set a different value."""
-    if layout.get(member, value) != value:
+def put(target: dict[str, Any], member: str, value: Any, name: str) -> None:
+    """Set a setting or a layout field. Raises ConfigError if another option of the file set a different value."""
+    if target.get(member) not in (None, value) and value is not None:
         raise ConfigError(
-            f"{name} asks for {spelled(member, value)}, and the file says {spelled(member, layout[member])}"
+            f"{name} asks for {spelled(member, value)}, and the file says {spelled(member, target[member])}"
         )
-    layout[member] = value
+    if value is not None or member not in target:
+        target[member] = value
 
 
-def fsdp(flat: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
-    """Convert the words of `fsdp` and `fsdp_config` to layout fields."""
-    table, words, reshard = option_names()["fsdp"], dict[str, str](), "fsdp_config.reshard_after_forward"
-    is_off = truth(flat.get("fsdp")) is False
-    for name in ("fsdp",) if is_off else ("fsdp", "fsdp_config.sharding_strategy", reshard):
-        words |= dict.fromkeys(_split_fsdp_words(name, flat.get(name)), name)
+def fsdp(flat: Mapping[str, Any], options: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
+    """Convert the words of `fsdp`, `fsdp_config` and a DeepSpeed configuration to layout fields.
+
+    DeepSpeed's ZeRO is run by torch's fully_shard, or by DDP in stage 0. What no option says has accelerate's default:
+    all ranks are data parallel, weights are gathered again in the backward pass, and nothing is offloaded.
+    """
+    table, reshard = option_names()["fsdp"], "fsdp_config.reshard_after_forward"
+    words = dict[str, str]()
+    for name in option_names()["of_fsdp"]:
+        if options.get("fsdp") != "no_shard" or not name.startswith("fsdp_config."):
+            words |= dict.fromkeys(_split_fsdp_words(name, options.get(name)), name)
+    zero = "deepspeed.zero_optimization"
+    if len({flat.get(f"{zero}.{part}.device") == "cpu" for part in ("offload_optimizer", "offload_param")}) > 1:
+        both = "offload_optimizer and offload_param must both be on the cpu, or neither"
+        raise ConfigError(f"{zero}: {both}: fully_shard moves weights and optimizer together")
     strategies = [word for word in words if "sharding" in table[word]]
     if len(strategies) > 1:
         raise ConfigError(f"{words[strategies[-1]]}: asks for {' and '.join(strategies)}: one of them is allowed")
@@ -160,104 +184,34 @@ def fsdp(flat: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
         for member, value in table[word].items():
             if value != NODE or not {"dp_replicate", "dp_shard"} & set(layout):
                 put(layout, member, value, name)
-    if words:
-        _set_data_parallel(layout)
-        shown = " ".join(word for word in words if word != "true")
-        note(f"{next(iter(words.values()))}: {shown} is {spelled('sharding', layout['sharding'])} here")
-    if reshard not in words.values() and (value := flag(reshard, flat.get(reshard))) is not None:
+    if reshard not in words.values() and (value := flag(reshard, options.get(reshard))) is not None:
         put(layout, "reshard_after_forward", value, reshard)
+    if words:
+        is_sharded = layout["sharding"] == "zero3"
+        defaults = {"reshard_after_forward": True, "offload": "none"} if is_sharded else {}
+        if is_sharded and "dp_shard" not in layout:
+            defaults["dp_replicate"] = 1
+        for member, value in ({"tp": 1, "pp": 1, "cp": 1} | defaults).items():
+            layout.setdefault(member, value)
+        name, shown = next(iter(words.values())), " ".join(word for word in words if word != "true")
+        without = ", without DeepSpeed" if name.startswith("deepspeed") else ""
+        note(f"{name}: {shown} is {spelled('sharding', layout['sharding'])} here{without}")
 
 
 def _split_fsdp_words(name: str, value: Any) -> list[str]:
     """Return the words of an option in lower case. transformers writes "" or [] for "not set"."""
-    table, value = option_names()["fsdp"], truth(value)
-    strategies = [word for word in table if "sharding" in table[word]]
-    allowed = [*table] if name == "fsdp" else strategies
-    if isinstance(value, bool) and name == "fsdp":
-        value = "true" if value else "no_shard"
-    elif isinstance(value, bool) and name == "fsdp_config.reshard_after_forward":  # no word, but a switch
-        value = None
-    elif type(value) is int and name == "fsdp_config.sharding_strategy":
-        value = dict(enumerate(strategies, 1)).get(value, value)
+    allowed = [word for word, sets in option_names()["fsdp"].items() if "sharding" in sets]
+    if name.endswith("reshard_after_forward"):  # true and false are no words, but a switch
+        value, shown = None if isinstance(truth(value), bool) else value, ["true", "false", *allowed]
+    elif name == "fsdp_config.sharding_strategy":
+        shown = allowed
+    else:
+        allowed = [*option_names()["fsdp"]]
+        shown = [*dict.fromkeys(("true", "false", *allowed))]
     words = (value or "").split() if isinstance(value, str | None) else value
     if not isinstance(words, list) or not all(isinstance(word, str) and word.lower() in allowed for word in words):
-        shown = allowed if name == "fsdp_config.sharding_strategy" else dict.fromkeys(("true", "false", *allowed))
         raise ConfigError(f"{name}={value!r}: allowed are {', '.join(shown)}")
     return [word.lower() for word in words]
-
-
-def set_fsdp_defaults(flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
-    """Set accelerate's defaults where no word and no member says otherwise: the plan must not change them."""
-    if any(name.startswith("fsdp") for name in flat) and layout.get("sharding") == "zero3":
-        layout.setdefault("reshard_after_forward", True)
-        layout.setdefault("offload", "none")
-
-
-def _set_data_parallel(layout: dict[str, Any]) -> None:
-    """All ranks are data parallel, unless the layout says otherwise."""
-    for degree in ("tp", "pp", "cp"):
-        layout.setdefault(degree, 1)
-    if layout["sharding"] == "zero3" and "dp_shard" not in layout:
-        layout.setdefault("dp_replicate", 1)
-
-
-def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, Any], note: Note) -> None:
-    """Convert a DeepSpeed configuration to layout fields: fully_shard with the sharding of its ZeRO stage."""
-    config, table = raw.get("deepspeed"), option_names()["deepspeed"]
-    if config in (None, "", {}):
-        return
-    if not isinstance(config, dict):
-        raise ConfigError(f"deepspeed={config!r}: must be a mapping, or a JSON file that is there")
-    if not isinstance(zero := config.get("zero_optimization"), dict | None):
-        raise ConfigError(f"deepspeed.zero_optimization={zero!r}: must be a mapping")
-    for name, row in table["only"].items():
-        require(f"deepspeed.{name}", _at(config, name), row)
-    stage, where = _at(config, "zero_optimization.stage") or 0, "deepspeed.zero_optimization"
-    put(layout, "sharding", "zero3" if stage else "ddp", f"{where}.stage")
-    if stage:
-        put(layout, "reshard_after_forward", stage == 3, f"{where}.stage")
-    _set_data_parallel(layout)
-    optimizer, weights = (_at(config, f"zero_optimization.offload_{name}.device") for name in ("optimizer", "param"))
-    if (optimizer == "cpu") != (weights == "cpu"):
-        both = "offload_optimizer and offload_param must both be on the cpu, or neither"
-        raise ConfigError(f"{where}: {both}: fully_shard moves weights and optimizer together")
-    if weights == "cpu" or "offload" not in layout:
-        put(layout, "offload", "all" if weights == "cpu" else "none", f"{where}.offload_param")
-    for name, member in table["members"].items():
-        if config.get(name, "auto") != "auto":
-            put(layout, member, config[name], f"deepspeed.{name}")
-    if _at(config, "bf16.enabled") is True:
-        put(layout, "precision", "bf16", "deepspeed.bf16")
-    settings = _deepspeed_settings(config)
-    for name, value in settings.items():
-        if raw.get(name, value) != value:
-            raise ConfigError(f"deepspeed asks for {name}={value!r}, and the file says {raw[name]!r}")
-    values |= settings
-    passed = sorted(set(config) - set(table["sections"]))
-    note(f"deepspeed: ZeRO stage {stage} is run by torch's {'fully_shard' if stage else 'DDP'}, without DeepSpeed"
-         + (f"; no effect: {', '.join(passed)} (DeepSpeed's own buffers and logs)" if passed else ""))  # fmt: skip
-
-
-def _at(config: Any, name: str) -> Any:
-    """Return the value at a dotted path such as "optimizer.type", else None. `optimizer: AdamW` is read as its type."""
-    for word in name.split("."):
-        config = config.get(word) if isinstance(config, dict) else config
-    return config
-
-
-def _deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that DeepSpeed's file decides. Parameters of its optimizer and schedule must be "auto"."""
-    clipping = config.get("gradient_clipping", "auto")
-    settings = {} if clipping == "auto" else {"max_grad_norm": clipping}
-    for section, types in option_names()["deepspeed"]["types"].items():
-        kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
-        given = parameters.values() if isinstance(parameters, dict) else [parameters]
-        is_open = parameters in (None, kind) or all(value == "auto" for value in given)
-        if kind is not None and not (str(kind) in types and is_open):
-            raise ConfigError(f"deepspeed.{section}: only {' or '.join(types)} with each parameter 'auto' is allowed: "
-                              "learning_rate, warmup_steps, adam_beta1, weight_decay ... decide")  # fmt: skip
-        settings |= types.get(kind, {})
-    return settings
 
 
 def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

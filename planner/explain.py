@@ -12,19 +12,13 @@ from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part
-from planner.forecast.calibration import (
-    SIGMAS,
-    base_sigma,
-    bytes_that_fit,
-    interval,
-    memory_interval,
-)
+from planner.forecast.calibration import SIGMAS, base_sigma, bytes_that_fit, interval, memory_interval
 from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
 from planner.forecast.step_time import COMMUNICATION, StepParts, prepare_step, step_parts, strides
-from planner.search import Candidate, difference_sigma
+from planner.search import Candidate, Planned, difference_sigma
 
 _WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
@@ -117,9 +111,9 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     return f"{bound}{_describe(links, layout, most)}: {by_name[most] / total:.0%} of the step"
 
 
-def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calibrated: bool, scale: float) -> Forecast:
+def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
     """Return the forecast with every component explained."""
-    layout, parts, memory = candidate.layout, candidate.parts, candidate.memory
+    job, layout, parts, memory = planned.job, candidate.layout, candidate.parts, candidate.memory
     time_parts, used = [], set[str]()
     for name, seconds in parts._asdict().items():
         if seconds <= 0:
@@ -130,12 +124,12 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
             sent = sent_bytes(job, layout, name)
             volume = f", {sent / GIGA:.3g} GB per rank and step" if sent else ""
             detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}{volume}"
-        time_parts.append(Part(name=name, value=seconds * scale, detail=detail))
+        time_parts.append(Part(name=name, value=seconds * planned.scale, detail=detail))
     memory_parts = tuple(
         Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0
     )
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
-    sigma, measured = base_sigma(job, calibrated=calibrated), calibrated or job.rates.how == "measured"
+    sigma, measured = base_sigma(job, calibrated=planned.calibrated), planned.calibrated
     faster, slower = (math.hypot(sigma, other) for other in sigmas_of_rates(job, layout, parts, host_measured=measured))
     return Forecast(
         step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, faster, slower)),
@@ -146,7 +140,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         tokens_per_second=tokens / candidate.seconds,
         tokens_per_second_per_rank=tokens / candidate.seconds / layout.world_size,
         mfu=_compute_mfu(job, layout, tokens / candidate.seconds),
-        capacity_bytes=capacity,
+        capacity_bytes=planned.capacity,
         inputs=(*job.rates.inputs, *sorted(used)),
     )
 

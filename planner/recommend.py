@@ -58,8 +58,7 @@ MeasuredStep = tuple[Mapping[str, Any], float]  # (fields of its layout, seconds
 def rank(planned: Planned, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
     """Return a layout with its forecast, compared with the winner."""
     why = why_not(planned.job, winner, candidate) if winner is not None else ""
-    forecast = forecast_of(planned.job, candidate, planned.capacity, calibrated=planned.calibrated, scale=planned.scale)
-    return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)
+    return RankedLayout(layout=candidate.layout, forecast=forecast_of(planned, candidate), why=why)
 
 
 def _find_rates(
@@ -145,8 +144,6 @@ def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], u
 
 def _choose_batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any]) -> int:
     if train.global_batch is not None:
-        if train.global_batch < 1:
-            raise ValueError(f"global_batch={train.global_batch}: must be at least 1")
         return train.global_batch
     ranks = world // math.prod(requested.get(name, 1) for name in ("tp", "pp", "cp"))
     stages = requested.get("pp", 1) * requested.get("virtual_stages", 1)
@@ -167,8 +164,6 @@ def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
     """Return the requested precision. Raises ValueError if planning is impossible."""
     if not cluster.nodes:
         raise ValueError("cluster has no nodes")
-    if train.sequence_length < 1:
-        raise ValueError(f"sequence_length={train.sequence_length}: must be at least 1")
     check_histogram(train.length_histogram)
     if train.precision not in _PRECISIONS:
         raise ValueError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
@@ -361,8 +356,8 @@ def recommend(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
     measurements: Sequence[Measurement] = (), calibration: Calibration | None = None,
     nccl_version: tuple[int, int, int] | None = None, *,
-    ranks_per_node: int | None = None, links: Links | None = None, multi_node: bool | None = None,
-    findings: Findings | None = None, measured_step: MeasuredStep | None = None,
+    ranks_per_node: int | None = None, multi_node: bool | None = None, findings: Findings | None = None,
+    measured_step: MeasuredStep | None = None,
 ) -> Recommendation:  # fmt: skip
     """Answer for one job on one cluster in its current state; `multi_node` None: it may use several nodes later.
 
@@ -370,9 +365,8 @@ def recommend(
     layout of the same nodes without them.
     """
     case = situation(
-        snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
-        ranks_per_node=ranks_per_node,
-    )  # fmt: skip
+        snapshots, cluster, nccl_version=nccl_version, multi_node=multi_node, ranks_per_node=ranks_per_node
+    )
     answer = replace(nccl_env.settings(case), model=model, train=train)
     if answer.backend == "rccl":
         reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not supported yet"
@@ -382,14 +376,14 @@ def recommend(
     set_to = {setting.name: setting.value for setting in answer.settings}
     against = pick_costly(findings or {}, set_to)
     planned = plan(
-        cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, links=links,
-        findings=against, interface=set_to.get("NCCL_SOCKET_IFNAME"),
+        cluster, snapshots, model, train, measurements, calibration, ranks_per_node=ranks_per_node, findings=against,
+        interface=set_to.get("NCCL_SOCKET_IFNAME"),
     )  # fmt: skip
     if measured_step:
         planned = scaled(planned, measured_step)
     healthy = None
     if planned.slowed:
-        known = links or links_of(cluster, ranks_per_node=ranks_per_node)
+        known = links_of(cluster, ranks_per_node=ranks_per_node)
         if without := find_healthy_links(cluster, known, against, snapshots):
             again = plan(cluster, snapshots, model, train, calibration=calibration, links=without)
             healthy = best_layout(replace(
@@ -457,27 +451,22 @@ def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, str
     `found` is returned unchanged. The second value explains the assumption to the user.
     """
     train, budget = planned.job.train, planned.budget or 0.0
+    tokens = train.sequence_length
 
     def job_of(longest: int) -> Job:
         return replace(planned.job, train=replace(train, length_histogram=((longest, 1),)))
 
-    if not search(replace(planned, job=job_of(1))).best:
-        words = _text("assumed_rows_hopeless")
-        return found, _text("assumed_rows", tokens=train.sequence_length, consequence=words)
-    longest, shorter = train.sequence_length, found
-    while not shorter.best:
-        longest //= 2
-        shorter = search(replace(planned, job=job_of(longest)))
-    layout = shorter.best[0].layout
-
-    def needs(tokens: int) -> float:
-        return memory_of(job_of(tokens), layout).total
-
-    most = bisect_right(range(train.sequence_length), budget, lo=longest, key=needs) - 1
+    halvings = (tokens >> n for n in range(1, tokens.bit_length()))
+    fits = ((longest, best[0].layout) for longest in halvings
+            if (best := search(replace(planned, job=job_of(longest))).best))  # fmt: skip
+    if (first := next(fits, None)) is None:
+        return found, _text("assumed_rows", tokens=tokens, consequence=_text("assumed_rows_hopeless"))
+    longest, layout = first
+    most = bisect_right(range(tokens), budget, lo=longest, key=lambda n: memory_of(job_of(n), layout).total) - 1
     chosen = planned.candidate(layout)
     missing = (chosen.memory.total - budget) / GIB
     words = _text("assumed_rows_longest", needed=chosen.memory.total / GIB, missing=missing, most=most)
-    return replace(found, best=[chosen]), _text("assumed_rows", tokens=train.sequence_length, consequence=words)
+    return replace(found, best=[chosen]), _text("assumed_rows", tokens=tokens, consequence=words)
 
 
 def _list_other_batches(planned: Planned) -> Iterator[int]:
@@ -591,11 +580,12 @@ def _make_point(
     if reason := unjudged(cluster):
         return replace(here, reason=reason)
     planned = plan(cluster, (), model, train)
-    best = best_layout(planned)
-    if best is None:
-        misses = (row.reason for row in search(planned).rejected if row.rule == "memory-fits")
+    found = search(planned)
+    if not found.best:
+        misses = (row.reason for row in found.rejected if row.rule == "memory-fits")
         return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest excess comes first
-    forecast = best.forecast
+    best = found.best[0]
+    forecast = forecast_of(planned, best)
     step = forecast.step_seconds
     mid = tokens / forecast.tokens_per_second
     seconds = step.scaled(mid / step.mid)

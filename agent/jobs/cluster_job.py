@@ -64,7 +64,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
         advice = replace(advice, needs=tuple(needs))
     spec = manifests.from_advice(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
-        named=named, config_map=f"{name}-config", command=manifests.COMMAND, **optional,
+        named=named, config_map=f"{name}-config", **optional,
     )  # fmt: skip
     if not options["dra"]:
         return spec
@@ -115,8 +115,7 @@ def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
 
 def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None = None) -> tuple[Document, ...]:
     """Return the network resources for the scanned interfaces; `host_mofed` None: as the nodes show it."""
-    named = {} if host_mofed is None else {"host_mofed": host_mofed}
-    return networks.network(networks.from_snapshots(found, namespace=namespace, **named))
+    return networks.network(networks.from_snapshots(found, namespace=namespace, host_mofed=host_mofed))
 
 
 def add_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
@@ -132,7 +131,7 @@ def add_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequenc
     named = family("rdma/*", [word.partition("=")[0] for word in options["resources"]])
     return networks.attached(
         advice, found, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
-        resource=None if named else f"rdma/{spec.resource_name}",
+        resource=None if named else f"rdma/{networks.RESOURCE}",
     )  # fmt: skip
 
 

@@ -43,7 +43,6 @@ PEER_WAIT_SECONDS = 3600  # how long pods wait for each other; pulling a large i
 SAVE_SECONDS = 100  # minimum time from SIGTERM to the saved checkpoint
 END_SECONDS = 20  # time from the checkpoint to the end of the pod, or of Slurm's batch script
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
-_LEAST = {"nodes": 1, "processes_per_node": 1, "restarts": 0, "peer_wait_seconds": 1, "save_seconds": 1}
 
 
 class JobError(ValueError):
@@ -143,13 +142,9 @@ class JobSpec:
     device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: the cluster's device classes of GPU and NIC
     compute_domain: bool = False  # NVIDIA's DRA driver: one IMEX channel per pod, for NVLink between nodes
     restarts: int = RESTARTS  # of ranks that saved a checkpoint and exited, and of lost pods
-    peer_wait_seconds: int = PEER_WAIT_SECONDS
     save_seconds: int = SAVE_SECONDS  # time for a checkpoint after the pod's SIGTERM
 
     def __post_init__(self) -> None:
-        for what, least in _LEAST.items():
-            if getattr(self, what) < least:
-                raise JobError(f"{what}={getattr(self, what)}: must be at least {least}")
         for form, row in read_table(__file__, "names.toml").items():
             for what in row.get("settings", ()):
                 if (value := getattr(self, what)) is not None:
@@ -233,13 +228,12 @@ def from_advice(
     if advice.backend == "nccl":
         limits["nvidia.com/gpu"] = str(world // nodes)
         environment.setdefault("NCCL_DEBUG", "INFO")  # `kubectl logs POD | topoflight evidence -` reads this output
-    settings = {"command": COMMAND, **settings}
-    limits |= settings.pop("limits", None) or {}
+    limits |= settings.pop("limits")
     gpus = limits.get("nvidia.com/gpu", "")
     if advice.backend == "nccl" and gpus.isdecimal() and int(gpus) < world // nodes:
         raise JobError(f"resource nvidia.com/gpu={gpus}: the plan has {world // nodes} ranks in a pod, one per GPU")
     return JobSpec(
-        name=name, image=image, nodes=nodes, processes_per_node=world // nodes, limits=limits,
+        name=name, image=image, nodes=nodes, processes_per_node=world // nodes, limits=limits, command=COMMAND,
         environment=environment, networks=tuple(dict.fromkeys(needs["network"])),
         shm_bytes=max(map(int, needs["shm_bytes"]), default=None), ipc_lock="IPC_LOCK" in needs["capability"],
         compute_domain=nodes > 1 and bool(needs["compute_domain"]), **settings,
@@ -290,8 +284,8 @@ FINAL = (2, 3, 71, 74, 76)
 AGENT_AUDIENCE = "topoflight"  # audience that the agent's TokenReview expects in a token
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes the files in a ConfigMap as block scalars, and never writes an alias."""
+class Dumper(yaml.SafeDumper):
+    """Writes texts of several lines, such as files, as block scalars, and never writes an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
         """Always return True, because some tools that read manifests do not support aliases."""
@@ -305,12 +299,12 @@ def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Dumper.add_representer(str, _represent_text)
+Dumper.add_representer(str, _represent_text)
 
 
 def render(documents: Iterable[Document]) -> str:
     """Return the documents as one YAML stream."""
-    return str(yaml.dump_all(list(documents), Dumper=_Dumper, sort_keys=False, allow_unicode=True, explicit_start=True))
+    return str(yaml.dump_all(list(documents), Dumper=Dumper, sort_keys=False, allow_unicode=True, explicit_start=True))
 
 
 class _Loader(yaml.SafeLoader):
@@ -367,7 +361,7 @@ def _render_job(api: str, spec: JobSpec) -> tuple[Document, ...]:
     """Return the documents of a job for one API: first the objects that it needs, last the job itself."""
     return from_template(
         api, spec=spec, api=api, pod_label=POD_LABELS[api], mount=MOUNT, port=PORT, end_seconds=END_SECONDS,
-        audience=AGENT_AUDIENCE, final=FINAL, retried=RETRIED,
+        audience=AGENT_AUDIENCE, final=FINAL, retried=RETRIED, peer_wait_seconds=PEER_WAIT_SECONDS,
     )  # fmt: skip
 
 

@@ -16,42 +16,17 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.advice import Recommendation
 from planner.kubernetes.manifests import Document, JobError, check_form, from_template
 from planner.nccl_env.devices import PortChoice, choose_ports, exact_if_needed
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.situation import NodeView, PortView, Setting, networks as subnets, setting
+from planner.nccl_env.situation import NodeView, PortView, Setting, networks as subnets, setting, some
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 
-# Private addresses: RFC 1918, RFC 6598, RFC 4193. The user chose only the first range; the others are computed
-# and must not reach public addresses.
-PRIVATE = tuple(
-    ipaddress.ip_network(block)
-    for block in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
-)
-
-
-def ranges(cidr: str, gateway: str | None, count: int) -> list[tuple[str, str | None]]:
-    """Return address range and gateway of each of `count` rails: consecutive networks of the size of `cidr`.
-
-    Raises JobError if they do not fit into one block of private addresses, or if the gateway is outside `cidr`.
-    """
-    first = ipaddress.ip_network(cidr)
-    home = next((block for block in PRIVATE if first[0] in block and first[-1] in block), None)
-    if home is None or int(first[0]) + count * first.num_addresses - 1 > int(home[-1]):
-        blocks = ", ".join(str(block) for block in PRIVATE)
-        raise JobError(
-            f"range={cidr!r}: {count} interfaces need {count} networks of its size, one after the other, and these "
-            f"{f'leave {home}' if home else 'are not private'}; all of them must lie within one of {blocks}"
-        )
-    first_hop = ipaddress.ip_address(gateway) if gateway else None
-    if first_hop and first_hop not in first:
-        raise JobError(f"gateway={gateway!r}: must be within range={cidr!r}: each of {count} interfaces has its own")
-    steps = [index * first.num_addresses for index in range(count)]
-    return [(f"{first[0] + step}/{first.prefixlen}", str(first_hop + step) if first_hop else None) for step in steps]
+RESOURCE = "rdma_shared_device_eth"  # name of the RoCE devices that the device plugin shares, after "rdma/"
+_MOST_RAILS = 254  # the networks from 192.168.2.0/24 to the end of this private block (RFC 1918)
 
 
 def _fit(node: NodeView, names: Iterable[str]) -> set[str]:
@@ -76,7 +51,7 @@ def in_use(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
         for node in map(_make_view, snapshots) for link in node.links for network in networks for there in subnets(link)
         if ipaddress.ip_network(network).overlaps(there)
     ]  # fmt: skip
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return some(found)
 
 
 def attached(
@@ -147,48 +122,33 @@ class NetworkSpec:
     ports: tuple[str, ...] = ()  # netdevs of the PCI functions, such as a bond's members; default: the interfaces
     name: str = "rdmashared-net"
     namespace: str = "default"
-    resource_name: str = "rdma_shared_device_eth"
-    infiniband_name: str = "rdma_shared_device_ib"
-    range: str = "192.168.2.0/24"  # addresses that whereabouts assigns; with several interfaces, on the first one
+    range: str = "192.168.2.0/24"  # addresses that whereabouts assigns
     # Whether the nodes have the NIC driver (False: the network operator's ofedDriver installs it); None: unknown
     host_mofed: bool | None = True
-    gateway: str | None = None  # within the range; other interfaces have theirs at the same offset in their range
-
-    def __post_init__(self) -> None:
-        if not (self.interfaces or self.infiniband):
-            raise JobError("interfaces: none; the network needs the name of at least one RDMA netdev of the nodes")
-        for name in (*self.interfaces, *self.ports):
-            check_form("interface", "interface ", name)
-        try:
-            ipaddress.ip_network(self.range)
-            if self.gateway:
-                ipaddress.ip_address(self.gateway)
-        except ValueError as error:
-            raise JobError(f"range={self.range!r} gateway={self.gateway!r}: {error}") from None
-        self.rails()
 
     def rails(self) -> tuple[NetworkSpec, ...]:
-        """Return one network per interface, in order; the network itself if there is a single interface."""
+        """Return one network per interface, with consecutive ranges; the network itself if there is one interface."""
         if len(self.interfaces) < 2:
             return (self,) if self.interfaces else ()
-        addresses = ranges(self.range, self.gateway, len(self.interfaces))
         return tuple(
-            replace(self, interfaces=(interface,), name=f"{self.name}-{i + 1}", range=cidr, gateway=gateway)
-            for i, (interface, (cidr, gateway)) in enumerate(zip(self.interfaces, addresses, strict=True))
+            replace(self, interfaces=(interface,), name=f"{self.name}-{i + 1}", range=f"192.168.{2 + i}.0/24")
+            for i, interface in enumerate(self.interfaces)
         )
 
 
-def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpec:
+def from_snapshots(
+    snapshots: Sequence[Snapshot], *, namespace: str = "default", host_mofed: bool | None = None
+) -> NetworkSpec:
     """Return the network for the active RoCE ports that all nodes have, and whether all nodes have InfiniBand.
 
     RoCE must be scanned with the host network, because a pod sees only its macvlan. Interfaces with the same name on
-    different nodes are taken to be on the same rail. Raises JobError if the nodes have no such port in common.
+    different nodes are taken to be on the same rail. `host_mofed` None: as the nodes show it. Raises JobError if the
+    nodes have no such port in common.
     """
     nodes = [_make_view(snapshot) for snapshot in snapshots]
     found = [_list_roce_mtus(node) for node in nodes]
     suitable = [_fit(node, mtus) for node, mtus in zip(nodes, found, strict=True)]
-    names = set.intersection(*suitable) if suitable else set()
-    common = {name: min(mtus[name] for mtus in found) for name in names}
+    common = sorted(set.intersection(*suitable)) if suitable else []
     layers = [{view.port.link_layer for view in node.default_ports()} for node in nodes]
     infiniband = bool(layers) and all("InfiniBand" in of_node for of_node in layers)
     if not (common or infiniband):
@@ -196,17 +156,19 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
             "no active InfiniBand port, and no active RoCE port with a netdev, is on every one of these nodes; scan "
             "them on the host network (EFA needs none of these resources: AWS' device plugin is all)"
         )
+    if len(common) > _MOST_RAILS:
+        raise JobError(f"{len(common)} RoCE interfaces: at most {_MOST_RAILS} get a network each")
+    ports = {port for node in nodes for name in common for port in _list_netdevs(node, name)}
+    for name in ports.union(common):
+        check_form("interface", "interface ", name)
     # nvidia_peermem requires the peer memory interface of NVIDIA's NIC driver (CUDA's GPUDirect RDMA guide). If the
     # module is loaded, the driver is already installed on the node.
     loaded = [facts is not None and facts.peermem_loaded for node in nodes for facts in (node.facts(PciFacts),)]
-    there = True if loaded and all(loaded) else None
-    defaults: dict[str, Any] = {"interfaces": (), "infiniband": infiniband, "host_mofed": there}
-    if common:
-        ports = {port for node in nodes for name in common for port in _list_netdevs(node, name)}
-        defaults |= {
-            "interfaces": tuple(sorted(common)), "ports": tuple(sorted(ports)), "mtu_bytes": min(common.values()),
-        }  # fmt: skip
-    return NetworkSpec(**{**defaults, **settings})
+    return NetworkSpec(
+        interfaces=tuple(common), ports=tuple(sorted(ports)), infiniband=infiniband, namespace=namespace,
+        mtu_bytes=min((mtus[name] for mtus in found for name in common), default=1500),
+        host_mofed=host_mofed if host_mofed is not None else True if all(loaded) else None,
+    )  # fmt: skip
 
 
 def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
@@ -238,4 +200,4 @@ def _list_roce_mtus(node: NodeView) -> dict[str, int]:
 
 def network(spec: NetworkSpec) -> tuple[Document, ...]:
     """Return all objects that a cluster needs for RDMA in pods, in the order in which to apply them."""
-    return from_template("network", spec=spec)
+    return from_template("network", spec=spec, resource=RESOURCE)

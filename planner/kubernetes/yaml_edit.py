@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from contracts.yaml_text import YamlTextError, load_all
+from planner.kubernetes.manifests import Dumper
 
 MOST_ALIASES = 1000
 
@@ -23,14 +24,11 @@ class EditError(ValueError):
     """An addition cannot be inserted into the text; the message names the key."""
 
 
-class _Dumper(yaml.SafeDumper):
-    """Indents lists below their keys, and never writes an alias."""
+class _Dumper(Dumper):
+    """Indents lists below their keys."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - PyYAML's
         super().increase_indent(flow, False)
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
-        return True
 
 
 def documents(text: str) -> list[Any]:

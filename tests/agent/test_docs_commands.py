@@ -34,7 +34,7 @@ n1:10:20 [0] NCCL INFO NCCL_DEBUG set by environment to INFO
 n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
 """
 MATRIX = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV4\t0-7\nGPU1\tNV4\t X \t0-7\n"
-# What a reader puts in place of a word in capitals, and the files that stand in a reader's folder.
+# What a reader puts instead of a word in capitals, and the files that stand in a reader's folder.
 WORDS = {
     "CODE": "rdma.port.down", "VERSION": "2.27.7", "NODE": "gpu-01", "DIR": "fleet", "LOG": "nccl.log",
     "A": "A.json", "B": "B.json", "PID": "1", "CLASS": "efs",
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def filled(line: str, folder: Path) -> list[str]:
-    """The words with what a reader would put in place of those in capitals."""
+    """The words with what a reader would put instead of those in capitals."""
     words = shlex.split(line)[1:]
     given = {**WORDS, "FILE": FILE_OF.get(words[0], "job.env")}
     places = {"/etc/nccl.conf": folder / "nccl.conf", "eth0": "eno1", "eth1": "eno1"}

@@ -13,7 +13,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync", "--disable-dev-shm-usage", "--force-color-profile=srgb",
 )  # fmt: skip
-ANSWER_SECONDS = 180  # a busy machine is slow, a hanging browser is not waited for
+ANSWER_SECONDS = 400  # a busy machine is slow, a hanging browser is not waited for
 
 
 class Tab:

@@ -139,12 +139,13 @@ def every_page(
     return pages_of | {"runs": address, "fleet": console(64)}
 
 
+@pytest.mark.timeout(1800)
 def test_no_page_is_wider_than_a_phone(chromium, machines, agent, console, tmp_path):
     """Wide drawings and tables scroll inside themselves, or become narrow."""
     wide = []
     with chromium.tab(width=390, height=740) as tab:
         for name, address in every_page(machines, agent, console, tmp_path).items():
-            tab.open_page(address)
+            tab.open_page(address).until("document.fonts.status === 'loaded'")
             if tab.run("document.scrollingElement.scrollWidth") > 390:
                 wide.append((name, tab.page.evaluate(WIDER, 390)))
     assert not wide, wide

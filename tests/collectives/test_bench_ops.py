@@ -48,13 +48,13 @@ def after(name, turn, ranks=(4, 7, 9), size=3 * 1024):
     given = [side.send_buffer.clone() for side in sides]
     n = len(ranks)
     for place, side in enumerate(sides):
-        whole = {
-            "all_gather": lambda: torch.cat(given),
-            "reduce_scatter": lambda: sum(given).chunk(n)[place],  # noqa: B023 - called at once
-            "all_reduce": lambda: sum(given),
-            "all_to_all": lambda: torch.cat([one.chunk(n)[place] for one in given]),  # noqa: B023
-        }[name]()
-        side.output.copy_(whole)
+        received = {
+            "all_gather": torch.cat(given),
+            "reduce_scatter": sum(given).chunk(n)[place],
+            "all_reduce": sum(given),
+            "all_to_all": torch.cat([one.chunk(n)[place] for one in given]),
+        }
+        side.output.copy_(received[name])
     return op, sides
 
 

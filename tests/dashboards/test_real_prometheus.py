@@ -188,7 +188,7 @@ def wait_for(server: Prometheus, folder: Path) -> None:
                 server.last = settled
                 return
         except (OSError, ValueError):
-            pass  # "Service Unavailable" in place of JSON while it starts
+            pass  # "Service Unavailable" instead of JSON while it starts
         time.sleep(0.5)
     raise AssertionError(f"{len(seen)} of {len(AGENTS)} agents were scraped: {folder}")
 

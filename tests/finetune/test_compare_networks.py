@@ -1,6 +1,5 @@
 """topoflight compare-networks on this host: what it makes, proves, draws and leaves behind."""
 
-import contextlib
 import json
 import os
 import signal
@@ -60,7 +59,7 @@ def test_only_a_proven_complete_run_is_a_bar():
 
 
 def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_network():
-    """Two nodes at 3.60 an hour cost 0.002 a second; what was not had has words in place of a bar."""
+    """Two nodes at 3.60 an hour cost 0.002 a second; what was not had has words instead of a bar."""
     over = [bar_of(NetworkBar(network=name), record(transports=[f"gloo: TCP over {name} (10.0.0.1)"]), name)
             for name in ("eth0", "net1")]  # fmt: skip
     found = add_cost(NetworkBars(
@@ -156,7 +155,8 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
     assert eth0["cost"] == pytest.approx(eth0["step_seconds"] * found["steps"] * 2 * 36 / 3600)
     assert (rdma["status"], rdma["step_seconds"]) == ("not available", None)
     assert (folder / "networks.svg").read_text().count("a step") >= 2
-    left = [p for p in psutil.process_iter() if p.pid not in before and str(ROOT) in " ".join(cmdline(p))]
+    running = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+    left = [p for p in running if str(ROOT) in " ".join(p.info["cmdline"] or ())]
     assert not psutil.wait_procs(left, timeout=30)[1]
     assert {"eth0", "net1"}.isdisjoint(set(psutil.net_if_addrs()) - INTERFACES)
 
@@ -208,11 +208,10 @@ def test_one_host_beats_two_and_a_route_around_the_named_network_is_told(tmp_pat
 INTERFACES = set(psutil.net_if_addrs())  # of this host itself
 
 
-def cmdline(process):
-    """Of a process that may be gone."""
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
+def count_hosts(verb):
+    """The children of a verb that hold the namespaces of a host; a child may end meanwhile."""
+    words = [child.as_dict(["cmdline"])["cmdline"] or [""] for child in verb.children(recursive=True)]
+    return sum(command[0] == "cat" for command in words)
 
 
 @needs_namespaces
@@ -223,8 +222,7 @@ def test_nothing_is_left_however_it_ends(tmp_path, number):
     argv = [*OWN_LOCK, sys.executable, "-m", "agent.cli", "compare-networks", "--report", str(tmp_path)]
     verb = psutil.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        holders = lambda: [one for one in verb.children(recursive=True) if cmdline(one)[:1] == ["cat"]]  # noqa: E731
-        eventually(lambda: len(holders()) == 2, "both hosts are there")
+        eventually(lambda: count_hosts(verb) == 2, "both hosts are there")
         children = verb.children(recursive=True)
         verb.send_signal(number)
         verb.wait(20)  # also while it imports torch

@@ -341,7 +341,7 @@ def test_nothing_of_datasets_is_written_or_asked(tmp_path):
 
 
 def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path):
-    """A broken line, a row that is no mapping, a null cell, a number in place of a text; each in one line."""
+    """A broken line, a row that is no mapping, a null cell, a number instead of a text; each in one line."""
     parquet(tmp_path / "null.parquet", [{"text": "a"}, {"text": None}])
     wrong = []
     for name, (content, words) in rows("unread")().items():

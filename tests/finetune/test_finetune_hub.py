@@ -26,6 +26,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from finetune.checkpoint import SaveError
+
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 JOBS = yaml.safe_load((Path(__file__).with_name("jobs") / "hub.yaml").read_text())
 SMALL, JOB = JOBS["small"], JOBS["job"]
@@ -37,7 +39,7 @@ TEMPLATE = (
 # One interpreter for each hub and cache, as their variables are read while libraries are imported, which takes longer
 # than the training itself. It runs the jobs of each line of standard input in forks, one fork for each rank.
 DRIVER = """
-import json, os, sys, traceback
+import ctypes, json, os, subprocess, sys, traceback
 import accelerate, peft, transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
 from finetune import train
 
@@ -45,6 +47,10 @@ def run(jobs, log):
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
     for name, argv, env in jobs:
+        if small := env.pop("SMALL_DISK", None):  # a mount that this fork alone sees
+            assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS, sched.h
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", small], check=True)
         for key, value in env.items():
             os.environ.pop(key, None)
             if value is not None:
@@ -320,22 +326,38 @@ def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home,
     assert "HF_HUB_OFFLINE" in found["no model"][1].splitlines()[0]
 
 
+def ranks_of_two(name, settings, *environments):
+    """The forks of a job of two ranks, each with its environment."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    return [{f"{name}-{rank}": (settings, {**env, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)})}
+            for rank, env in enumerate(environments)]  # fmt: skip
+
+
 def test_all_ranks_use_the_commit_that_the_first_one_resolved(online, driver, home, hub):
     """FSDP over two ranks from the same hub: the loss of one rank alone, and one question for each id."""
     settings, env = GOOD["llama"]
     settings = {**settings, "per_device_train_batch_size": None, "layout": {"dp_shard": 2, "micro_batch": 2},
                 "output_dir": str(home / "out/ranks")}  # fmt: skip
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     before = len(hub.asked)
-    ranks = [{f"rank-{r}": (settings, {**env, **meet, "RANK": str(r), "LOCAL_RANK": str(r)})} for r in range(2)]
-    found = driver.run(*ranks)
+    found = driver.run(*ranks_of_two("rank", settings, env, env))
     assert [code for code, *_ in found.values()] == [0, 0], found["rank-0"][1][-3000:]
     assert found["rank-0"][2]["loss"] == pytest.approx(online["llama"][2]["loss"], rel=1e-5)
     named = [path for path in hub.asked[before:] if path.endswith("/revision/main")]
     # the model, again as its adapter is saved, and the data under the old name and today's: one rank's questions
     asked = [path.removeprefix("GET /api/").removesuffix("/revision/main") for path in named]
     assert sorted(asked) == ["datasets/gsm8k", "datasets/openai/gsm8k", *["models/meta/tiny-llama"] * 2]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_of_a_rank_is_the_reason_in_the_record(online, driver, home):
+    """Rank 1 alone has no room for the model and alone knows it; rank 0 waits for it in a collective."""
+    settings = {**GOOD["qwen2"][0], "layout": {"dp_shard": 2}, "output_dir": str(home / "out/full")}
+    found = driver.run(*ranks_of_two("full", settings, {}, {"SMALL_DISK": str(home / "cache/hub")}))
+    code, words, record = found["full-1"]
+    assert (code, record["status"], record["exit_code"]) == (SaveError.code, "failed", SaveError.code), words[-3000:]
+    assert record["reason"].startswith("rank 1 on ") and "No space left on device" in record["reason"]
+    assert words.splitlines()[0] == f"failed: {record['reason']}"
 
 
 def test_a_model_that_moved_is_not_mixed_into_a_checkpoint(online, driver, home, hub):

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rigs.benchmarks import OWN_LOCK, require_own_lock
@@ -242,11 +242,15 @@ def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(t
     assert found == ({1: 1, 0: pod.ENDED_HERE, 2: pod.ENDED_HERE}, set())
 
 
-def test_a_pod_that_is_stopped_is_given_up():
+def test_a_pod_that_is_stopped_is_given_up(tmp_path):
     """Its node answers, so the connection stays; the ranks of pod 0 have ended well."""
-    settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=(), wait=0.2)
+    (tmp_path / "done.py").touch()
+    words = (str(tmp_path / "done.py"),)
+    settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=words, wait=0.2)
     wires, _stopped = connected(1)
-    assert watch(settings, wires, SimpleNamespace(poll=lambda **_: 0)) == ({0: 0}, {1})
+    alone = replace(settings, nodes=1, wait=60)
+    with contextlib.closing(pod.Ranks(alone, "127.0.0.1", (1, 2))) as ranks:
+        assert watch(settings, wires, ranks) == ({0: 0}, {1})
 
 
 def test_connections_that_name_no_pod_are_bounded():

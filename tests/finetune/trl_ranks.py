@@ -10,19 +10,23 @@ import signal
 import sys
 from pathlib import Path
 
+import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from equivalence_ranks import fork
+from transformers import trainer
 
-from finetune import sft_trl, train  # TRL is imported once, before the fork
+from finetune import sft_trl, train  # noqa: F401 - TRL is imported once, before the fork
 
-SEEN = sft_trl.Recording.on_step_begin
+USUAL = trainer.DEFAULT_CALLBACKS
 
 
-def stopped(self, args, state, control, **words):
-    """SIGTERM in the third step."""
-    if state.global_step == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
-    SEEN(self, args, state, control, **words)
+class StopsAtStep3(transformers.TrainerCallback):
+    """A callback of the user's: SIGTERM in the third step."""
+
+    def on_step_begin(self, _args, state, _control, **_words):
+        """Stop where two steps are done."""
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(path, rank, world):
@@ -33,7 +37,7 @@ def main(path, rank, world):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))  # fmt: skip
         os.environ.update(case["environment"])
-        sft_trl.Recording.on_step_begin = stopped if case["stop"] and rank == 1 else SEEN
+        trainer.DEFAULT_CALLBACKS = [*USUAL, StopsAtStep3] if case["stop"] and rank == 1 else USUAL
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()
         codes.append(train.main(["--plan", case["plan"]]))

@@ -32,7 +32,7 @@ state = State(lambda: snapshots((Path(sys.argv[4]),), ALL), interval_seconds=360
 app = serve.application(state, serve.serve.make_context("serve", []).params)
 serve.listen(app, serve.bind("127.0.0.1", port))
 """
-SECONDS = 2.0  # that a request may take to arrive, in place of the agent's own limit
+SECONDS = 2.0  # that a request may take to arrive, instead of the agent's own limit
 PLACES = 40
 HEAD_END = b"\r\n\r\n"  # of an answer: the connection may stay
 

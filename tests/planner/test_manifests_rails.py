@@ -45,28 +45,25 @@ def node(name: str = "a", *, rails: int = 8, links: Sequence[Interface] = (), de
 
 
 def test_the_network_of_one_interface_has_no_number() -> None:
-    """No number in the name, the range and the gateway as given; InfiniBand alone has no network."""
-    one = spec(1, range="8.8.8.0/24", gateway="1.1.1.1")
+    """No number in its name; InfiniBand alone has no network."""
+    one = spec(1)
     assert one.rails() == (one,)
     documents = network_manifests.network(one)
     assert [document["metadata"]["name"] for document in documents[3:]] == ["rdmashared-net", "rdmashared-net"]
-    ipam = {"type": "whereabouts", "range": "8.8.8.0/24", "gateway": "1.1.1.1"}
-    assert json.loads(documents[3]["spec"]["ipam"]) == ipam
+    assert json.loads(documents[3]["spec"]["ipam"]) == {"type": "whereabouts", "range": "192.168.2.0/24"}
     assert network_manifests.NetworkSpec(interfaces=(), infiniband=True).rails() == ()
 
 
 @each_row("count", [2, 8])
 def test_each_interface_has_its_network(count: int) -> None:
     """Numbered in the order of the interfaces, each on its own master, with the next addresses of the same size."""
-    documents = network_manifests.network(spec(count, gateway="192.168.2.1", namespace="training"))
+    documents = network_manifests.network(spec(count, namespace="training"))
     made = of_kind(documents, "MacvlanNetwork")
     assert [d["metadata"]["name"] for d in made] == [f"rdmashared-net-{i + 1}" for i in range(count)]
     assert [d["spec"]["master"] for d in made] == [f"ens{i}f0np0" for i in range(count)]
     assert {d["spec"]["networkNamespace"] for d in made} == {"training"}
     said = [json.loads(d["spec"]["ipam"]) for d in made]
-    assert [(each["range"], each["gateway"]) for each in said] == [
-        (f"192.168.{2 + i}.0/24", f"192.168.{2 + i}.1") for i in range(count)
-    ]
+    assert [each["range"] for each in said] == [f"192.168.{2 + i}.0/24" for i in range(count)]
     attachments = of_kind(documents, "NetworkAttachmentDefinition")
     configs = [json.loads(d["spec"]["config"]) for d in attachments]
     assert [d["metadata"]["name"] for d in attachments] == [d["metadata"]["name"] for d in made]
@@ -80,27 +77,6 @@ def test_the_device_plugin_shares_all_rails_as_one_resource() -> None:
     (policy,) = of_kind(network_manifests.network(spec(8)), "NicClusterPolicy")
     (shared,) = json.loads(policy["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
     assert shared["selectors"]["ifNames"] == [f"ens{i}f0np0" for i in range(8)]
-
-
-@each_row(("given", "last"), rows("follow"))
-def test_ranges_follow_each_other(given: str, last: str) -> None:
-    """Of any size and family, up to the block's last one."""
-    found = [rail.range for rail in spec(8, range=given).rails()]
-    assert found[0] == given and found[-1] == last and len(set(found)) == 8
-
-
-@each_row(("given", "why"), rows("private_block"))
-def test_ranges_end_with_the_private_block(given: str, why: str) -> None:
-    """The next addresses belong to others, or do not exist; the error names what is allowed."""
-    with pytest.raises(JobError, match=rf"range='{given}': 8 interfaces .*{why}; all of them must lie .*10\.0\.0\.0/8"):
-        spec(8, range=given)
-
-
-@each_row("gateway", ["192.168.3.1", "fd00::1"])
-def test_a_gateway_is_the_first_ranges(gateway: str) -> None:
-    """So that the other gateways follow from it."""
-    with pytest.raises(JobError, match=f"gateway='{gateway}': must be within range='192.168.2.0/24'"):
-        spec(2, gateway=gateway)
 
 
 def interfaces(*snapshots: Snapshot) -> tuple[str, ...]:

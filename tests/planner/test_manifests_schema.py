@@ -32,7 +32,7 @@ SPEC = JobSpec(
     preflight_require=("rdma.port.down",), measure=True, agent="http://topoflight-node.topoflight:9402",
     resource_claim_template="gpu-nic", compute_domain=True,
 )  # fmt: skip
-NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
+NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000)
 
 SHARED_CLAIM = manifests.from_template("claim", name="shared", namespace="default", size="500Gi", storage_class="CLASS")
 

@@ -31,7 +31,7 @@ def scanner_of(fake_nvml, tmp_path, monkeypatch, recording):
     """A scanner whose child process finds a recorded machine's GPUs through the fake NVML, with failures on demand."""
 
     def make(name: str, inject: str = "", nvml: dict[str, dict] | None = None, **options) -> Scanner:
-        """`nvml` are answers in place of recorded ones, by symbol and question."""
+        """`nvml` are answers instead of recorded ones, by symbol and question."""
         answers = recording(name)["answers"]
         for symbol, told in (nvml or {}).items():
             answers["nvml"][symbol] = answers["nvml"].get(symbol, {}) | told

@@ -16,7 +16,7 @@ from rigs import netns
 from rigs.packages import apt_installed
 from rigs.waiting import eventually
 
-COMMAND_SECONDS = 60.0
+COMMAND_SECONDS = 240.0
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 
 
@@ -132,6 +132,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 JobAcctGatherType=jobacct_gather/none
 SlurmctldTimeout=30
+MessageTimeout=100
 KillWait=5
 {more}
 {rows}

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def eventually(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+def eventually(true: Callable[[], object], what: str, seconds: float = 300.0) -> None:
     """Wait until it holds; a generous bound, as the machine may be busy."""
     until = time.monotonic() + seconds
     while not true():

@@ -142,10 +142,13 @@ def test_constants_of_nccl():
         ("AuthenticAMD", 25, 1): 16, ("GenuineIntel", 6, 79): 6, ("GenuineIntel", 6, 85): 10,
         ("GenuineIntel", 6, 143): 22, ("GenuineIntel", 6, 207): 40, ("ARM", None, None): 6,
     }  # fmt: skip
-    in_gigabytes = lambda value: value and pytest.approx(value * 1e9)  # noqa: E731
-    assert {key: nvlink_bytes_per_second(key) for key in nvlink} == {k: in_gigabytes(v) for k, v in nvlink.items()}
-    assert {key: pcie_bytes_per_second(*key) for key in pcie} == {k: in_gigabytes(v) for k, v in pcie.items()}
-    assert {key: cpu_bytes_per_second(*key) for key in cpus} == {k: in_gigabytes(v) for k, v in cpus.items()}
+    found = [
+        {key: nvlink_bytes_per_second(key) for key in nvlink},
+        {key: pcie_bytes_per_second(*key) for key in pcie},
+        {key: cpu_bytes_per_second(*key) for key in cpus},
+    ]
+    in_gigabytes = [{key: value and value / 1e9 for key, value in rates.items()} for rates in found]
+    assert in_gigabytes == [pytest.approx(nvlink), pytest.approx(pcie), pytest.approx(cpus)]
 
 
 def device(bus_id, parent=None, root="pci0000:00", numa=0, **fields):

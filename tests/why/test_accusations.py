@@ -442,10 +442,16 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
     own.mkdir()
     (own / "sitecustomize.py").write_text("import os\nos.environ['OWN_RAN'] = '1'\n")
     (tmp_path / "finetune_job.py").write_text(
-        "import os, time, contracts, finetune, agent, torch.distributed as dist\n"
+        "import json, os, pathlib, time, contracts, finetune, agent, torch.distributed as dist\n"
         "assert agent.NAME.startswith('the script') and os.environ['OWN_RAN'] == '1'\n"
         "import sys\nown = dict(rank=int(sys.argv[1]), world_size=2, init_method=sys.argv[2]) if sys.argv[1:] else {}\n"
-        "dist.init_process_group('gloo', **own)\ntime.sleep(3)\ndist.destroy_process_group()\n"
+        "dist.init_process_group('gloo', **own)\n"
+        "run, until = pathlib.Path(os.environ['TOPOFLIGHT_RUN']), time.monotonic() + 200\n"
+        "state = run / 'ranks' / f'state_rank_{dist.get_rank()}.json'\n"
+        "while run.is_dir() and time.monotonic() < until:  # until the monitor has seen where this script is\n"
+        "    if state.exists() and json.loads(state.read_text())['own']:\n        break\n"
+        "    time.sleep(0.1)\n"
+        "dist.destroy_process_group()\n"
     )  # fmt: skip
     unwritable = tmp_path / "file"
     unwritable.write_text("")
@@ -468,7 +474,7 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
     words = [sys.executable, "finetune_job.py"]  # a launcher of the job's own, which sets no RANK
     started = [subprocess.Popen([*words, str(rank), f"file://{tmp_path}/store"], cwd=tmp_path, env=environment)
                for rank in range(2)]  # fmt: skip
-    assert [one.wait(120) for one in started] == [0, 0]
+    assert [one.wait(300) for one in started] == [0, 0]
     assert sorted(ranks.of_run(tmp_path / "own-run")[0].states) == [0, 1]
 
 

@@ -122,7 +122,7 @@ def test_a_rank_that_restores_before_the_rendezvous_is_seen_by_its_process(tmp_p
 
 LOOP = """
 import datetime, os, signal, sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=200))
 rank, fault = dist.get_rank(), sys.argv[1]
 try:
     for step in range(80 if rank == 1 and fault == "leaves" else 100):
