@@ -318,14 +318,14 @@ def environment(data: bytes) -> object:
     """Environment variables in every kind of text, checked by the rules of lint-env."""
     kind = (None, *KINDS)[data[0] % (len(KINDS) + 1)] if data else None
     found = read_text(_text(data[1:]), kind).environments
-    return [lint(each.environment, source=each.source) for each in found]
+    return [lint(each) for each in found]
 
 
 @reads(seed("pod.json"), ALIASES, errors=(EnvironmentTextError,), stepped=True)
 def manifest(data: bytes) -> object:
     """Environment variables in a manifest, checked for NCCL 2.27.7."""
     found = read_text(_text(_json(lambda: document_of("pod"), data)), "yaml").environments
-    return [lint(each.environment, source=each.source, nccl_version=(2, 27, 7)) for each in found]
+    return [lint(each, nccl_version=(2, 27, 7)) for each in found]
 
 
 @reads(b"\0" + b'{"kind": "topoflight-recording"}', errors=(RecordingError,), stepped=True)

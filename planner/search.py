@@ -328,17 +328,15 @@ def _list_shardings(job: Job, dp: int, in_node: int, named: object) -> Iterator[
     for zero in zeros:  # FSDP's follows below
         if zero in can and job.engine.as_run(Layout(world_size=dp, dp_shard=dp, sharding=zero)).sharding == zero:
             yield zero, dp, 1, True
+    reshards = (True, False) if job.engine.reshard else (True,)
     if "zero3" in can:
-        yield "zero3", dp, 1, True
-        if job.engine.reshard:
-            yield "zero3", dp, 1, False
+        yield from (("zero3", dp, 1, reshard) for reshard in reshards)
     if "hsdp" in can:
         group = named if isinstance(named, int) and named > 1 else max(2, in_node)
         while group < dp:
             if dp % group == 0:
-                yield "zero3", group, dp // group, True
-                if job.engine.reshard and group in (in_node, named):
-                    yield "zero3", group, dp // group, False
+                for reshard in reshards if group in (in_node, named) else (True,):
+                    yield "zero3", group, dp // group, reshard
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.run_record import RESUMABLE
+from contracts.tables import read_texts
 from planner.advice import render
 from planner.kubernetes.manifests import END_SECONDS, RUNS_GATE, SAVE_SECONDS
 from planner.lint.expansion import limit_parsing, parse
@@ -24,6 +25,7 @@ _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
 _TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,5}-\d{1,2}(:\d{2}){0,2}|UNLIMITED")  # sbatch(1), --time
 MOST_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
 _EARLY_SECONDS = 60  # sbatch(1), --signal: the signal may come so much earlier
+_text = read_texts(__file__, "slurm.toml")
 _OPTION_OF_TEMPLATE = frozenset({
     "nodes", "ntasks-per-node", "gres", "exclude", "time", "signal", "requeue", "open-mode", "output", "job-name",
 })  # fmt: skip
@@ -36,7 +38,7 @@ class ScriptError(ValueError):
 def check_word(what: str, value: str) -> None:
     """Raise ScriptError for a value that would end or split an #SBATCH line."""
     if re.search(r"[\s\"'#\\]|[^\x20-\x7e]", value):
-        raise ScriptError(f"{what} {value[:80]!r}: must have no blanks, quotes, # or letters beyond ASCII")
+        raise ScriptError(_text("word", what=what, value=value[:80]))
 
 
 def seconds_of_limit(text: str) -> int | None:
@@ -53,18 +55,17 @@ def seconds_of_limit(text: str) -> int | None:
 
 def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
     """Raise ScriptError if Slurm cannot signal a job so long before its time limit."""
-    why = f"the ranks need {signal_seconds} s before the time limit to save a checkpoint and end"
-    faster = "--storage-rate shortens this time if the storage of the checkpoints is fast"
+    notice, faster = _text("notice", seconds=signal_seconds), _text("faster")
     if signal_seconds > MOST_SIGNAL_SECONDS:
-        raise ScriptError(f"{why}, and sbatch takes at most {MOST_SIGNAL_SECONDS} s (--signal). {faster}; "
-                          "a LoRA (--method lora) has a smaller checkpoint")  # fmt: skip
+        raise ScriptError(_text("signal_too_early", notice=notice, most=MOST_SIGNAL_SECONDS, faster=faster))
     limit = seconds_of_limit(time_limit) if time_limit else None
     if limit is not None and limit <= signal_seconds + _EARLY_SECONDS:
         least = (signal_seconds + _EARLY_SECONDS) // 60 + 5  # minutes for gate, imports, model and the first steps
-        raise ScriptError(f"--time-limit {time_limit}: it is {limit} s, and {why}. Slurm may signal "
-                          f"the job {_EARLY_SECONDS} s earlier still, so it would end at its start. Give it time for "
-                          f"the start and some steps, too, such as {least // 60:02}:{least % 60:02}:00"
-                          + f". {faster}" * (signal_seconds > SAVE_SECONDS + END_SECONDS))  # fmt: skip
+        raise ScriptError(_text(
+            "limit_too_short", value=time_limit, limit=limit, notice=notice, early=_EARLY_SECONDS,
+            least=f"{least // 60:02}:{least % 60:02}:00",
+            hint=f". {faster}" if signal_seconds > SAVE_SECONDS + END_SECONDS else "",
+        ))  # fmt: skip
 
 
 def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mapping[str, str], save_seconds: int,
@@ -75,11 +76,10 @@ def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mappi
     `save_seconds` limits a checkpoint after SIGTERM. `values` are the other values of templates/job.sbatch.j2.
     """
     if time_limit is not None and not _TIME.fullmatch(time_limit):
-        raise ScriptError(f"--time-limit {time_limit!r}: must be MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
+        raise ScriptError(_text("time_limit", value=time_limit))
     for key, value in more.items():
         if not _KEY.fullmatch(key) or key in _OPTION_OF_TEMPLATE:
-            own = "the script sets this option itself" if key in _OPTION_OF_TEMPLATE else "no option of sbatch"
-            raise ScriptError(f"--sbatch {key}: {own}")
+            raise ScriptError(_text("own_option" if key in _OPTION_OF_TEMPLATE else "no_option", option=key))
         check_word(f"--sbatch {key}", value)
     check_word("--output", str(output))
     check_word("--name", name)
@@ -101,22 +101,20 @@ def check_options(text: str) -> list[str]:
     """Return notes on a script's sbatch options. Raises ScriptError if sbatch would reject or misread a line."""
     lines = text.split("\n")
     if not text.startswith("#!"):
-        raise ScriptError("line 1: sbatch takes only a script that begins with #! and a shell, such as #!/bin/bash")
+        raise ScriptError(_text("no_shebang"))
     if not re.match(r"#!\s*(/\S*/(env\s+)?)?(ba|da|k|z)?sh\b", lines[0]):
-        raise ScriptError(f"line 1: {lines[0][:60]!r} names no shell whose syntax is read")
+        raise ScriptError(_text("no_shell", line=lines[0][:60]))
     late: list[str] = []
     is_over = False
     for number, line in enumerate(lines, 1):
         if wrong := re.search(r"[\0-\x08\x0b-\x1f]", line):
-            what = "a DOS line break; dos2unix removes them" if wrong[0] == "\r" else f"the character {wrong[0]!r}"
-            raise ScriptError(f"line {number}: {what}: sbatch refuses such a script")
+            raise ScriptError(_text("dos" if wrong[0] == "\r" else "character", number=number, found=wrong[0]))
         if re.match(r"[ \t]*#SBATCH\b", line) and (is_over or line[0] != "#"):
-            why = "it follows the first command" if is_over else "blanks come before #SBATCH"
-            late.append(f"line {number}: sbatch ignores this option, because {why}")
+            late.append(_text("late" if is_over else "blanks", number=number))
         elif line.startswith("#SBATCH"):
             _check_option(number, line.removeprefix("#SBATCH"))
         if re.match(r"#SBATCH\b|\s*[^\s#]", line) and re.search(r"\s--export[= ](?!\S*\bALL\b)", line):
-            late.append(f"line {number}: --export without ALL: the ranks do not get the environment that is added")
+            late.append(_text("export", number=number))
         is_over = is_over or not _COMMENT.fullmatch(line)
     return late
 
@@ -132,14 +130,13 @@ def size_of(text: str) -> tuple[int | None, int | None]:
 def _check_option(number: int, rest: str) -> None:
     """Raise ScriptError for an #SBATCH line without an option."""
     if len(rest) > MOST_OPTION_CHARACTERS:
-        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}...: longer than {MOST_OPTION_CHARACTERS} characters")
+        raise ScriptError(_text("too_long", number=number, rest=rest[:60], most=MOST_OPTION_CHARACTERS))
     try:
         words = shlex.split(rest, comments=True)
     except ValueError as error:
-        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {str(error).lower()}") from None
+        raise ScriptError(_text("quotes", number=number, rest=rest[:60], error=str(error).lower())) from None
     if words and not words[0].startswith("-"):
-        raise ScriptError(f"line {number}: #SBATCH{rest[:60]}: {words[0][:40]!r} is no option of sbatch; heterogeneous "
-                          "jobs (hetjob, packjob) are not supported")  # fmt: skip
+        raise ScriptError(_text("not_an_option", number=number, rest=rest[:60], word=words[0][:40]))
 
 
 def wrap_script(
@@ -154,19 +151,19 @@ def wrap_script(
     """
     notes = check_options(text)
     if MARK in text:
-        return text, [*notes, "the script has been wrapped before: nothing is added"]
+        return text, [*notes, _text("wrapped")]
     limit_parsing()
     root = parse(text.encode())
     if root is None:
-        raise ScriptError("line 1: the script is nested or broken beyond what is read")
+        raise ScriptError(_text("nested"))
     starts = read_shell(text).starts
     if not starts:
-        raise ScriptError(f"line {text.count(chr(10)) or 1}: no start of ranks was recognised (srun, torchrun, ...)")
+        raise ScriptError(_text("no_start", number=text.count("\n") or 1))
     code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#") or "#SBATCH" in line)
     present = [setting for setting in settings if re.search(rf"\b{setting.name}\b", code)]
-    notes += [f"{setting.name} stays as the script sets it; recommended: {setting.value}" for setting in present]
+    notes += [_text("present", name=setting.name, value=setting.value) for setting in present]
     if has_gate := bool(RUNS_GATE.search(code)):
-        notes.append("the script runs `topoflight preflight` already: no second check of the nodes is added")
+        notes.append(_text("has_gate"))
     block = render(
         "wrap.sbatch", mark=MARK, settings=[setting for setting in settings if setting not in present], python=python,
         monitor="" if "TOPOFLIGHT_RUN" in code else monitor, has_gate=has_gate, require=require,

@@ -326,7 +326,8 @@ def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding,
         if environment:
             from planner.lint.environment import lint  # not needed on most hosts
             from planner.lint.machine import machine_of
+            from planner.lint.script import NamedEnvironment
 
-            machine = machine_of(snapshot, node)
-            findings += lint(environment, machine=machine, source=f"{snapshot.hostname} {source}")
+            named = NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=environment)
+            findings += lint(named, machine=machine_of(snapshot, node))
     return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

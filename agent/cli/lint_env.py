@@ -122,11 +122,7 @@ def _checks(
     """Return the findings of each environment; a finding in several places is returned once with all places."""
     seen: set[tuple[str, Finding]] = set()
     for named in reading.environments:
-        judged = lint(
-            named.environment, nccl_version=version_in_use, machine=machine, source=named.source,
-            unresolved=named.unresolved, unexported=named.unexported, own=named.used,
-            nodes=reading.nodes, gpus=reading.gpus, also_set=named.also_set,
-        )  # fmt: skip
+        judged = lint(named, nccl_version=version_in_use, machine=machine, nodes=reading.nodes, gpus=reading.gpus)
         for finding in (*named.findings, *judged):
             if (named.place, finding) in seen:
                 continue

@@ -39,7 +39,6 @@ MOUNT = "/mnt/shared"  # mount path of the PersistentVolumeClaim in the pods
 CACHE = f"{MOUNT}/.cache"  # HF_HOME on the claim, so that all pods and later jobs share one download
 RESTARTS = 3  # how often an interrupted job is restarted automatically
 RUNS_GATE = re.compile(r"\b(topoflight|agent\.cli)\s+preflight\b")  # a command that already runs preflight
-PEER_WAIT_SECONDS = 3600  # how long pods wait for each other; pulling a large image can take this long
 SAVE_SECONDS = 100  # minimum time from SIGTERM to the saved checkpoint
 END_SECONDS = 20  # time from the checkpoint to the end of the pod, or of Slurm's batch script
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
@@ -277,10 +276,6 @@ POD_LABELS = {
 PORT = 29500  # where pod 0 listens for the other pods; the default of torchrun
 # Exit codes after which a pod is replaced: a checkpoint was saved, SIGKILL, SIGTERM. Any other code fails the job.
 RETRIED = (RESUMABLE, KILLED + 9, KILLED + 15)
-# Exit codes that the loss of another pod cannot cause: rejected settings, a failed check, out of memory, disk full, a
-# layout that differs from the plan (docs/reference/finetune-job.md). With an operator these codes fail the job
-# immediately, and all other codes restart it.
-FINAL = (2, 3, 71, 74, 76)
 AGENT_AUDIENCE = "topoflight"  # audience that the agent's TokenReview expects in a token
 
 
@@ -361,7 +356,7 @@ def _render_job(api: str, spec: JobSpec) -> tuple[Document, ...]:
     """Return the documents of a job for one API: first the objects that it needs, last the job itself."""
     return from_template(
         api, spec=spec, api=api, pod_label=POD_LABELS[api], mount=MOUNT, port=PORT, end_seconds=END_SECONDS,
-        audience=AGENT_AUDIENCE, final=FINAL, retried=RETRIED, peer_wait_seconds=PEER_WAIT_SECONDS,
+        audience=AGENT_AUDIENCE, retried=RETRIED,
     )  # fmt: skip
 
 

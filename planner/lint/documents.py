@@ -28,6 +28,7 @@ from planner.lint.script import (
     EnvironmentTextError,
     Inner,
     Script,
+    Settings,
     Unread,
     is_judged,
     pattern,
@@ -43,6 +44,7 @@ _MOST_BRANCHES = 8  # maximum number of texts of one template
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
 _INSTRUCTIONS = words()["documents"]["instructions"]
+_ENV_FROM = {"secretRef": "Secret", "configMapRef": "ConfigMap"}
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
@@ -103,13 +105,7 @@ def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Scr
     branches = [_parse(each, kind, first) for each in texts]
     found: dict[str, Script] = {}
     for number, documents in enumerate(branches):
-        walk = _Walk(documents)
-        _compare_replicas(walk.found)
-        used = {name for names in walk.taken.values() for name in names}
-        for source, script in walk.found.items():
-            has_content = any(script.settings()) or script.inner or script.unread or script.files
-            if walk.config_of.get(source) in used or not has_content:
-                continue
+        for source, script in _Walk(documents).found.items():
             before = found.setdefault(source, Script() if number else script)
             if number:
                 more = {name: each for name, each in script.always.items() if each != before.always.get(name)}
@@ -156,15 +152,26 @@ class _Walk:
 
     def __init__(self, documents: list[Any]) -> None:
         self.found: dict[str, Script] = {}
-        self.config_of: dict[str, str] = {}  # source -> name, if the source is a ConfigMap
-        self.taken: dict[str, set[str]] = {}  # source -> ConfigMaps that it includes with envFrom
-        self._configs = dict(_configs(documents))
+        self._configs: dict[str, str] = {}  # place of a ConfigMap -> "ConfigMap NAME"
         self._left = _LIMIT_NODES
         self._read_shell = cache(read_shell)  # a script with an anchor occurs several times
         self._compose = _form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
         for document in documents:
             self._visit(document, title(document), 0)
+        self._take_configs()
+        _compare_replicas(self.found)
+
+    def _take_configs(self) -> None:
+        """Add the variables of each ConfigMap to the places whose envFrom names it; `env` overrides them."""
+        configs = {name: (place, self.found.get(place, Script())) for place, name in self._configs.items()}
+        for script in list(self.found.values()):
+            for name in [each for each in script.files if each in configs]:
+                place, config = configs[name]
+                script.always = config.always | script.always
+                script.findings += config.findings
+                script.files.remove(name)
+                self.found.pop(place, None)
 
     def _visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
         """Visit a node and its children; `source` is the name of its place."""
@@ -181,26 +188,29 @@ class _Walk:
 
     def _mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
         if node.get("kind") == "ConfigMap" and isinstance(node.get("metadata"), dict):
-            self.config_of[source] = str(node["metadata"].get("name"))
+            self._configs[source] = f"ConfigMap {node['metadata'].get('name')}"
+        for field, kind in _ENV_FROM.items() if key == "envFrom" else ():
+            if isinstance(origin := node.get(field), dict):
+                prefix = f" (with prefix {node['prefix']})" if node.get("prefix") else ""
+                self._at(source).files.append(f"{kind} {origin.get('name')}{prefix}")
         if self._kubernetes and key in _CONTAINERS:
             self._container(node, source)
         is_item = pattern("own").match(str(node.get("name"))) is not None  # of `env`, which a patch adds
         if is_item and isinstance(node.get("value"), str | int | float):
             self._entry(node, node["name"], source)
             return
-        here = bool(pattern("place").fullmatch(key))
+        here, is_data = bool(pattern("place").fullmatch(key)), key == "data" and source in self._configs
         for name, value in node.items():
-            if (key == "environment" and self._compose) or (key == "data" and source in self.config_of):
+            if (key == "environment" and self._compose) or is_data:
                 self._check_type(source, str(name), value)
             word = name if isinstance(name, str) else ""
+            is_variable = pattern("own").match(word) or (here and NAME.match(word)) or (is_data and is_judged(word))
             if pattern("own").match(word) and isinstance(value, dict):
                 self._add(source, word, value.get("value", value.get("default", OPEN)))
-            elif (pattern("own").match(word) or (here and NAME.match(word))) and not isinstance(value, dict | list):
+            elif is_variable and not isinstance(value, dict | list):
                 is_inherited = self._compose and isinstance(value, Plain) and value in ("", "~", "null")
                 self._add(source, word, f"${{{word}}}" if is_inherited else value, getattr(value, "line", 0))
             else:
-                if name == "envFrom":
-                    self._env_from(value, source)
                 of_files = {"configMapGenerator": ("env", "envs")}.get(key, ("env_file", "extends") * self._compose)
                 if name in of_files:
                     files = [each.get("path", each.get("file")) if isinstance(each, dict) else each
@@ -217,7 +227,7 @@ class _Walk:
         here = bool(pattern("place").fullmatch(key))
         for item in node:
             name = item.get("name") if isinstance(item, dict) else None
-            name = name if isinstance(name, str) else ""
+            name = name if isinstance(name, str) else title(item) if key == "items" and self._kubernetes else ""
             if pattern("own").match(name) or (here and NAME.match(name)):
                 self._entry(item, name, source)
             elif not isinstance(item, str):
@@ -257,37 +267,20 @@ class _Walk:
             self._at(source).findings.append(note)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
-        """Take an entry of a container's `env`. A ConfigMap's value is used if the ConfigMap is in the documents."""
-        origin = item.get("valueFrom")
+        """Take an entry of a container's `env`."""
         if "valueFrom" not in item:
             self._add(source, name, item.get("value", item.get("default", "")))
-            return
-        reference = origin.get("configMapKeyRef") if isinstance(origin, dict) else None
-        data = self._configs.get(str(reference.get("name")), {}) if isinstance(reference, dict) else {}
-        if isinstance(reference, dict) and reference.get("key") in data:
-            self._add(source, name, data[reference["key"]])
         else:
+            origin = item["valueFrom"]
             kind = next(iter(origin), "elsewhere") if isinstance(origin, dict) else "elsewhere"
             self._at(source).set(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}"))
-
-    def _env_from(self, entries: Any, source: str) -> None:
-        for entry in (each for each in entries if isinstance(each, dict)) if isinstance(entries, list) else ():
-            kind, field = ("Secret", "secretRef") if "secretRef" in entry else ("ConfigMap", "configMapRef")
-            name = str(entry[field].get("name")) if isinstance(entry.get(field), dict) else ""
-            if kind == "Secret" or name not in self._configs:
-                self._at(source).files += [f"{kind} {name}"] if name else []
-                continue
-            self.taken.setdefault(source, set()).add(name)
-            for key, value in self._configs[name].items():
-                if NAME.match(str(key)):
-                    self._check_type(source, str(key), value)
-                    self._add(source, f"{entry.get('prefix', '')}{key}", value)
 
     def _words(self, words: list[str], source: str) -> None:
         """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""
         if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
-            for word in words:
-                self._add_pair(source, word, getattr(word, "line", 0))
+            for word in words:  # NAME alone: Compose takes its value from its own environment
+                name, equals, value = word.partition("=")
+                self._add(source, name, value if equals else f"${{{name}}}", getattr(word, "line", 0))
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
         first = next((getattr(word, "line", 0) for word in words if lines or NAMED.search(word)), 0)
@@ -298,11 +291,11 @@ class _Walk:
         if not pattern("script").search(text) or len(text) < 8:
             return
         line = getattr(text, "line", 0)
-        rows = [(line and line + at, row.strip().rstrip(";")) for at, row in enumerate(text.splitlines())
-                if row.strip() and not row.lstrip().startswith("#")]  # fmt: skip
+        rows = [(at, row.strip().rstrip(";")) for at, row in enumerate(text.splitlines(), start=line)]
+        rows = [(at, row) for at, row in rows if row and row[0] != "#"]
         if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for _, row in rows):
-            for number, row in rows:
-                self._add_pair(source, row, number)
+            for at, row in rows:
+                self._add(source, *row.partition("=")[::2], line and at)
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
             self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=line))
@@ -319,22 +312,8 @@ class _Walk:
         raw = text.replace(OPEN, "{{...}}")
         self._at(source).set(Assigned(name=name, value=found, raw=raw, line=line or getattr(value, "line", 0)))
 
-    def _add_pair(self, source: str, entry: str, line: int) -> None:
-        """Add NAME=VALUE, or NAME, whose value Compose takes from its own environment: `${NAME}`."""
-        name, equals, value = entry.partition("=")
-        self._add(source, name, value if equals else f"${{{name}}}", line)
-
     def _at(self, source: str) -> Script:
         return self.found.setdefault(source, Script())
-
-
-def _configs(documents: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for document in (each for each in documents if isinstance(each, dict)):
-        data, metadata, items = (document.get(key) for key in ("data", "metadata", "items"))
-        if document.get("kind") == "ConfigMap" and isinstance(data, dict):
-            yield str(metadata.get("name")) if isinstance(metadata, dict) else "", data
-        elif isinstance(items, list):
-            yield from _configs(items)
 
 
 def scalar(value: Any) -> str:
@@ -366,12 +345,9 @@ class _Instruction(NamedTuple):
     rest: str  # arguments, with continued lines joined and without here-documents
 
 
-_Stage = dict[str, Assigned]  # ENV (exported) and ARG
-
-
 def read_dockerfile(text: str) -> Script:
     """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
-    script, stage, named = Script(), _Stage(), dict[str, _Stage]()
+    script, stage, named = Script(), Settings(), dict[str, Settings]()  # ENV (exported) and ARG
     arguments = stage  # of ARG instructions before the first stage
     for each in _instructions(text, script):
         if each.name == "FROM":
@@ -389,7 +365,7 @@ def read_dockerfile(text: str) -> Script:
     return script
 
 
-def _variables(each: _Instruction, stage: _Stage) -> None:
+def _variables(each: _Instruction, stage: Settings) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
     before = [one._replace(exported=False) for one in stage.values()]
     words = _WORD.findall(each.rest)
@@ -403,7 +379,7 @@ def _variables(each: _Instruction, stage: _Stage) -> None:
                 stage[one.name] = one._replace(exported=each.name == "ENV")
 
 
-def _run(each: _Instruction, stage: _Stage, script: Script) -> None:
+def _run(each: _Instruction, stage: Settings, script: Script) -> None:
     """Take the files that RUN writes. Variables that it exports do not outlive the instruction."""
     rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
     found = read_shell(rest + "\n", before=stage.values(), line=each.line)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from planner.lint.script import JOB_SIZE, NODES, pattern, whole_number
+from planner.lint.script import JOB_SIZE, NODES, NamedEnvironment, pattern, whole_number
 from planner.lint.values import (
     check_kind,
     check_quotes,
@@ -64,8 +64,7 @@ class _Case(NamedTuple):
 
     version: Version | None
     machine: ProbedMachine | None
-    source: str
-    own: frozenset[str]  # names that the script itself reads
+    named: NamedEnvironment
     plugin: bool  # aws-ofi-nccl is in use and may have set variables
     vendor: Platform | None  # platform whose network plugin the environment configures
     carrier: str  # setting of the network plugin that replaces NCCL's RDMA; or ""
@@ -73,26 +72,20 @@ class _Case(NamedTuple):
 
 
 def lint(
-    environment: Mapping[str, str],
+    named: NamedEnvironment,
     *,
     nccl_version: tuple[int, ...] | None = None,
     machine: ProbedMachine | None = None,
-    source: str = "",
-    unresolved: Mapping[str, str] | None = None,
-    unexported: Mapping[str, str] | None = None,
-    own: frozenset[str] = frozenset(),
     nodes: int | None = None,
     gpus: int | None = None,
-    also_set: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
     """Return findings about one environment, worst first.
 
     If `nccl_version` is None, all known releases count; `machine` is the machine on which the environment is used.
-    Variables in `unresolved` have unknown values (name -> source text), so only their names are checked. `unexported`
-    are shell variables that no program gets, `own` are names that the script reads, `nodes` is the number of nodes of
-    the job, `gpus` that of the GPUs of each, and `also_set` are names that may be set under a condition.
+    `nodes` is the number of nodes of the job, and `gpus` that of the GPUs of each.
     """
     found, quoted = list[Finding](), list[Finding]()
+    environment, source = named.environment, named.source
     if source == "env file" or source.endswith(".env"):  # most programs that read env files remove quotes
         quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
@@ -100,9 +93,9 @@ def lint(
     nodes = nodes if nodes is not None else nodes_of(environment)
     several_ranks = any((whole_number(environment.get(name, "")) or 0) > 1 for name in _ALL_RANKS)
     conditions = {
-        "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu),
+        "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu()),
         "one_node": nodes == 1,
-        "efa": machine is not None and machine.has_efa,
+        "efa": machine is not None and machine.efa_count() > 0,
         "unknown": machine is None and nodes != 1,
         "several_nodes": machine is None and (nodes or 0) > 1,
         "several_ranks": machine is None and nodes is None and several_ranks,
@@ -110,22 +103,22 @@ def lint(
         "own_net": machine is None and nodes != 1 and not other_net(environment),
     }
     case = _Case(
-        version=padded(nccl_version) if nccl_version is not None else None, machine=machine, source=source, own=own,
+        version=padded(nccl_version) if nccl_version is not None else None, machine=machine, named=named,
         plugin=plugin, vendor=platform_of_plugin(environment),
         carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
         places=tuple(name for name, holds in conditions.items() if holds),
     )  # fmt: skip
     for name, value in environment.items():
         found += _judge_name(name, value, case)
-    for name, raw in (unresolved or {}).items():
+    for name, raw in named.unresolved.items():
         found += _judge_name(name, raw, case, known=False)
-    for name, raw in (unexported or {}).items():
+    for name, raw in named.unexported.items():
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
             found.append(finding("env.name.unexported", name, raw))
     if "one_gpu" in case.places:
         environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
-    found += _apply_rules(environment, {*environment, *(unresolved or {}), *also_set}, case.places)
+    found += _apply_rules(environment, {*environment, *named.unresolved, *named.also_set}, case.places)
     found += _sockets(environment)
     found += machine.check(environment, case.version) if machine is not None else ()
     general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
@@ -140,14 +133,14 @@ def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
     logged = source.startswith("log") and any(environment.get(k) in v for k, v in settings()["plugin_values"].items())
-    efa = machine is not None and machine.has_efa
+    efa = machine is not None and machine.efa_count() > 0
     return efa or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
 
 def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> Iterator[Finding]:
     """Check a name and, if `known`, its value; otherwise `value` is the source text of an unknown value."""
     entry, version = names().get(name), case.version
-    if name in RESERVED and ("TrainJob" in case.source or "TrainingRuntime" in case.source):
+    if name in RESERVED and ("TrainJob" in case.named.source or "TrainingRuntime" in case.named.source):
         yield finding("env.name.reserved", name, value)
     elif name.startswith("TORCH_NCCL_"):
         if name not in torch_names():
@@ -195,7 +188,7 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
         yield finding("env.debug.leftover/one_node", name, value)
     elif case.vendor is not None:
         yield from _compare_with_vendor(name, value, case.vendor)
-    elif name == "NCCL_PXN_DISABLE" and case.machine is not None and case.machine.lacks_nvlink:
+    elif name == "NCCL_PXN_DISABLE" and case.machine is not None and case.machine.lacks_nvlink():
         yield finding("env.debug.leftover/pxn", name, value)
     else:
         off = name in _COSTLY and (name in ("NCCL_ALGO", "NCCL_PROTO") or strtoll(value)[0] != 0)
@@ -244,7 +237,7 @@ def _unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
         right = names().get(close[0])
         stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
         return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=" or ".join(close))
-    if name in case.own:
+    if name in case.named.used:
         return finding("env.name.unknown/own", name, value, reader=reader)
     if pattern("own_value").fullmatch(value.strip()):
         return finding("env.name.unknown/own_value", name, value, reader=reader)

@@ -32,41 +32,32 @@ from topology.build import build
 from topology.graph import NodeTopology
 
 
-@dataclass(frozen=True, slots=True)
-class ProbedMachine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedMachine(NodeView):
     """A scanned machine, and checks of an environment against it."""
 
-    node: NodeView
-
-    @property
-    def has_efa(self) -> bool:
-        """Whether the machine has EFA devices."""
-        return bool(self.node.efa_count())
-
-    @property
     def lacks_nvlink(self) -> bool:
         """Whether certainly no NVLink connects two GPUs."""
-        topology = self.node.topology
+        topology = self.topology
         if topology is None or not topology.gpus or not topology.nvlink_known:
             return False
         return not any(len(island.gpus) > 1 for island in topology.islands)
 
-    @property
     def has_one_gpu(self) -> bool:
         """Whether the host has a single GPU, which NVLink does not connect to other hosts."""
-        facts = self.node.facts(GpuFacts)
+        facts = self.facts(GpuFacts)
         return facts is not None and len(facts.gpus) == 1 and not facts.gpus[0].fabric_clique
 
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
         """Yield every contradiction between the environment and this machine."""
         for rule in (_interfaces, _gloo, _hcas, _fabric, _peers, _class):
-            yield from rule(environment, self.node)
-        yield from _gids(environment, self.node, version)
+            yield from rule(environment, self)
+        yield from _gids(environment, self, version)
 
 
 def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> ProbedMachine:
     """Return the machine of a snapshot; `topology` is its topology if it has already been built."""
-    return ProbedMachine(NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=topology or build(snapshot)))
+    return ProbedMachine(hostname=snapshot.hostname, snapshot=snapshot, topology=topology or build(snapshot))
 
 
 def _gids(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
 from contracts.tables import read_table
-from planner.lint.script import CHECKED, NAMED, Assigned, Word, pattern, words
+from planner.lint.script import CHECKED, NAMED, Assigned, Inner, Word, pattern, words
 
 IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")
 """Prefix of variables that Apptainer's container gets without it."""
@@ -63,22 +62,18 @@ def removed_names(words: Sequence[Word], names: Iterable[str]) -> list[str]:
     return [n for n in names if n in named or (everything and n not in command and not IN_CONTAINER.match(n))]
 
 
-Part = tuple[Literal["set", "run", "prose", "python", "option.json", "file"], Assigned]
-"""What a word of a command means for the program: a variable, or the script or file that is the value.
+def parts_of(words: Sequence[Word]) -> Iterator[Assigned | Inner]:
+    """Yield the settings that the words of a command give to its program, and the texts that it runs or reads.
 
-"prose" may be a script or not.
-"""
-
-
-def parts_of(words: Sequence[Word]) -> Iterator[Part]:
-    """Yield the settings that the words of a command give to its program, and the texts that it runs or reads."""
+    A text without a reader is the name of a file with settings.
+    """
     may_set = False  # NAME=VALUE may follow, as after env(1)
     runs_script = False  # behind torchrun, Python and others whose argument is a script
     is_argument = False  # it is an argument of a Python script
     for at, word in enumerate(words):
         text, before = word.text, words[at - 1].text if at else ""
         if at > 1 and words[at - 2].text in _NAMES["takes_pair"]:
-            yield "set", Assigned(before, text, word.raw, word.line)
+            yield Assigned(before, text, word.raw, word.line)
         option, equals, tail = text.partition("=") if text[:1] == "-" else (before, "", text)
         given = tail if equals else text
         takes_list = option in _NAMES["takes_list"]
@@ -86,42 +81,42 @@ def parts_of(words: Sequence[Word]) -> Iterator[Part]:
         is_argument = is_argument or (runs_script and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
         runs_script = runs_script or name_of(word) in _NAMES["takes_script"]
         if option in _NAMES["takes_file"] and given != option:
-            yield "file", Assigned("", given, given, word.line)
+            yield Inner(given, "", word.line)
         elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):
             # srun(1): a value ends at each comma
             for part in re.split("," if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", given):
                 name, sign, value = part.partition("=")
                 if sign:
-                    yield "set", Assigned(name, value, word.raw.partition(f"{name}=")[2], word.line)
+                    yield Assigned(name, value, word.raw.partition(f"{name}=")[2], word.line)
         elif at and (not is_argument or pattern("dotted").match(text)):
             yield from _text_of_word(words, at)
         is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting
         may_set = name_of(word) in {"env", *_NAMES["wrappers"]} or (may_set and is_value)
 
 
-def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Part]:
+def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Assigned | Inner]:
     """Yield what a word is that sets no variable by an option: a script, JSON, a key path of Hydra or Helm."""
     (text, raw, line), before = words[at], words[at - 1].text
     if before in ("-S", "--split-string"):
-        yield "run", Assigned("", f"env {text}", raw, line)
+        yield Inner(f"env {text}", "bash", line)
     elif runs := _runner_of(words, at):
-        yield "python" if runs == "python" else "run", Assigned("", text, raw, line)
+        yield Inner(text, runs, line)
     elif pattern("dotted").match(text) or pattern("item_value").search(text):
         yield from _key_paths(words, at)
     elif before[:1] == "-" and CHECKED.match(text):
         name, _, value = text.partition("=")
-        yield "set", Assigned(name, value, raw.partition("=")[2], line)
+        yield Assigned(name, value, raw.partition("=")[2], line)
     elif name_of(words[0]) in _NAMES["remote"] and re.search(r"\s", text):
-        yield "run", Assigned("", text, raw, line)
+        yield Inner(text, "bash", line)
     elif NAMED.search(text):
         text = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=|\w+=[\[{]", text) else text
         if text.lstrip().startswith(("{", "[")) and '"' in text:
-            yield "option.json", Assigned("", text, raw, line)
+            yield Inner(text, "option.json", line)
         elif pattern("commands").search(text):
-            yield "prose", Assigned("", text, raw, line)
+            yield Inner(text, "bash", line)
 
 
-def _key_paths(words: Sequence[Word], at: int) -> Iterator[Part]:
+def _key_paths(words: Sequence[Word], at: int) -> Iterator[Assigned]:
     """Yield the variables of `env.NAME=VALUE,env.NAME=VALUE` and of `env[0].name=NAME,env[0].value=VALUE`."""
     near = ",".join(each.text for each in words[max(0, at - 20) : at + 20])[:MOST_OPTIONS]
     for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", words[at].text):
@@ -130,11 +125,11 @@ def _key_paths(words: Sequence[Word], at: int) -> Iterator[Part]:
             if "[" in name:  # the path of an item
                 names = re.findall(rf"(?:^|[,=]){re.escape(name)}\.name=(\w+)", near)
                 name = names[-1] if names else ""
-            yield "set", Assigned(name, value, words[at].raw, words[at].line)
+            yield Assigned(name, value, words[at].raw, words[at].line)
 
 
 def _runner_of(words: Sequence[Word], at: int) -> str:
-    """Return the program that runs this word as a command (option -c); empty if there is none."""
+    """Return the kind of program that runs this word as a command (option -c), python or bash; empty: none."""
     if not re.fullmatch(r"-\w*c", words[at - 1].text):
         return ""
     program = name_of(words[0])
@@ -142,4 +137,4 @@ def _runner_of(words: Sequence[Word], at: int) -> str:
     if "python" in (program, near):
         return "python"
     own, is_text = {program, near} & _NAMES["own_c"], re.search(r"\s", words[at].text) is not None
-    return near if near in _NAMES["shells"] - _NAMES["own_c"] or (is_text and not own) else ""
+    return "bash" if near in _NAMES["shells"] - _NAMES["own_c"] or (is_text and not own) else ""

@@ -134,7 +134,7 @@ class Script:
 class NamedEnvironment:
     """One environment, and where in the text it was found."""
 
-    source: str  # "env file", "nccl.conf", "TrainJob/sft trainer", "shell script, if [ ... ]", "log"
+    source: str = ""  # "env file", "nccl.conf", "TrainJob/sft trainer", "shell script, if [ ... ]", "log"
     environment: dict[str, str]
     unresolved: dict[str, str] = field(default_factory=dict)  # name -> source text of an unknown value
     unexported: dict[str, str] = field(default_factory=dict)  # shell variables that are not exported

@@ -61,11 +61,8 @@ _LIBRARY = {"function_definition", "declaration_command", *_LIST}
 _PARTS = ("pipeline", "list", "&&", "||")  # nodes that the grammar puts inside a here-document redirection
 
 
-class _Way(NamedTuple):
-    """One way through the script: it differs from the likely way in the outcome of some conditions."""
-
-    choices: Mapping[str, bool] = {}  # condition -> outcome
-    labels: tuple[str, ...] = ()
+_Way = Mapping[str, tuple[bool, str]]
+"""One way through the script: the conditions whose outcome is not the likely one, each with its outcome and label."""
 
 
 class _Launch(NamedTuple):
@@ -113,7 +110,8 @@ class _Reader(Expander):
     def __init__(self, before: Iterable[Assigned] = ()) -> None:
         super().__init__(Shell({each.name: each for each in before}))
         self.script = Script()
-        self._ways, self._way = [_Way()], _Way()
+        self._ways: list[_Way] = []
+        self._way: _Way = {}
         self._met: set[str] = set()  # conditions, on all ways
         self._outcomes: dict[str, bool] = {}  # of the conditions that were met on this way
         self._known: dict[int, bool] = {}  # id of the list that was followed last, and its outcome if that is certain
@@ -152,7 +150,7 @@ class _Reader(Expander):
 
         `exports_all`: it is a list of variables, which is meant to be exported.
         """
-        first, self._ways, self._met = self.scope, [_Way()], set()
+        first, self._ways, self._met = self.scope, [{}], set()
         for way in self._ways:
             self.scope, self._way, self._left, self._written, self._outcomes = first.copy(), way, "", {}, {}
             if self._commands > _MOST_COMMANDS or not self.spend(0):
@@ -261,9 +259,9 @@ class _Reader(Expander):
         key = "\0".join([key, *map(self.parameter, re.findall(r"[A-Za-z_]\w*", key))])
         if key not in self._met:
             self._met.add(key)
-            labels = (*self._way.labels, f"else of {label}" if likely else label)
-            self._ways.append(_Way({**self._way.choices, key: not likely}, labels))
-        return self._outcomes.setdefault(key, self._way.choices.get(key, likely))
+            self._ways.append({**self._way, key: (not likely, f"else of {label}" if likely else label)})
+        outcome, _ = self._way.get(key, (likely, ""))
+        return self._outcomes.setdefault(key, outcome)
 
     def _succeeds(self, node: Node, title: str, *, likely: bool | None = None) -> bool:
         """Return whether a command succeeds on this way. By default a program is likely to, and a test to fail."""
@@ -460,16 +458,11 @@ class _Reader(Expander):
             written = self._written.get(self._target, Inner("", self._target, line))
             self._written[self._target] = written._replace(text=written.text + text + end)
 
-    def _follow_nested(self, text: str, line: int, *, surely: bool = True) -> None:
-        """Follow a script run by another shell: `bash -c`, ssh, a here-document. `surely` False: it may be prose."""
-        started, unread = self._started, len(self.script.unread)
+    def _follow_nested(self, text: str, line: int) -> None:
+        """Follow a script run by another shell: `bash -c`, ssh, a here-document."""
         inherited = {name: each for name, each in self.scope.variables.items() if each.exported}
         with self.during(scope=Shell(inherited), _left=""):
             self.follow_text(text, line)
-        if not surely:
-            del self.script.unread[unread:]
-            if self._started == started:
-                self._launch("command", line, sure=False)
 
     # -- variables
 
@@ -602,17 +595,14 @@ class _Reader(Expander):
         started, program, sets = self._started, words[at:], False
         for name in removed_names(words, self.scope.variables):
             del self.scope.variables[name]
-        for does, given in parts_of(words):
-            where = given.line or line
-            if does == "set":
-                sets = sets or is_judged(given.name)
-                self.set(given._replace(line=where), exported=True)
-            elif does in ("run", "prose"):
-                self._follow_nested(given.value, where, surely=does == "run")
-            elif does == "file":
-                self.script.files.append(given.value)
+        for part in parts_of(words):
+            if isinstance(part, Assigned):
+                sets = sets or is_judged(part.name)
+                self.set(part._replace(line=part.line or line), exported=True)
+            elif part.target == "":
+                self.script.files.append(part.text)
             else:
-                self.script.inner.append(Inner(given.value, does, where))
+                self._pass_on(part._replace(line=part.line or line))
         idle = is_idle(program)
         sure = not idle and is_launcher(program)
         if sure and starts_ranks(word.text for word in program):
@@ -632,7 +622,7 @@ class _Reader(Expander):
                 settings[name] = each._replace(name=name)
         self.spend(WORK_OF_WORD * len(settings))
         if len(self._launches) < _MOST_LAUNCHES:
-            launch = _Launch(label, sure, self._way.labels, settings)
+            launch = _Launch(label, sure, tuple(name for _, name in self._way.values()), settings)
             self._launches.setdefault((label, sure, _content(settings)), launch)
         else:
             self._report(0, "too many commands that start programs")

@@ -104,14 +104,9 @@ def other_net(environment: Mapping[str, str]) -> str:
         return "" if net.lower() in ("ib", "socket", "ibext") else f"NCCL_NET={net}"
     if re.search(r"ofi|fabric|efa|gib|fastrak|gpudirecttcpx|aws", plugin, re.IGNORECASE):
         return f"NCCL_NET_PLUGIN={plugin}"
-    provider = first_provider(environment)
+    provider = re.split(r"[;,]", environment.get("FI_PROVIDER", ""))[0].strip().lower()
     is_plugin = bool(provider) and provider not in values()["words"]["tcp"] and provider[0] != "^"
     return f"FI_PROVIDER={environment['FI_PROVIDER']}" if is_plugin else ""
-
-
-def first_provider(environment: Mapping[str, str]) -> str:
-    """Return the first provider of libfabric in FI_PROVIDER, in small letters."""
-    return re.split(r"[;,]", environment.get("FI_PROVIDER", ""))[0].strip().lower()
 
 
 def is_quoted(value: str) -> bool:
@@ -194,7 +189,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         return
     number, whole = strtoll(value)
     default = _default(name, entry)
-    if not whole and name in values()["names"]["bytes"] and (unit := _UNIT.fullmatch(value)):
+    if name in values()["names"]["bytes"] and (unit := _UNIT.fullmatch(value)):
         meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
         yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
     elif not whole:

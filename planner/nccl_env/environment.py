@@ -208,30 +208,28 @@ def omp_threads(case: Situation) -> Setting | None:
 
     One thread is enough for a rank that computes on a GPU. What offloading gains from more, the forecast says.
     """
-    counts = [] if case.amd else [(node, *found) for node in case.nodes if (found := _count_cores(node))]
+    counts = [found for node in case.nodes if not case.amd and (found := _count_threads(case, node))]
     if not counts:
         return None
-    node, cores, quota = min(counts, key=lambda count: _count_threads(case, *count))
-    ranks, threads = case.ranks_on(node), _count_threads(case, node, cores, quota)
-    evidence = f"{cores} cores{f', {quota:g} by cgroup' if quota else ''}, {ranks} rank{'s' if ranks > 1 else ''}"
+    threads, ranks, quota, evidence = min(counts, key=lambda count: count[0])
     if ranks == 1:
         return setting("omp.limited", str(threads), evidence) if case.backend == "gloo" or quota else None
     return setting("omp.cpu", str(threads), evidence, ranks=ranks) if case.backend == "gloo" and threads > 1 else None
 
 
-def _count_cores(node: NodeView) -> tuple[int, float | None] | None:
-    """Return a node's CPU cores, and the limit of the job's cgroup if it is lower; None if they are unknown."""
-    info, limits = node.facts(HostinfoFacts), node.facts(LimitsFacts)
+def _count_threads(case: Situation, node: NodeView) -> tuple[int, int, float | None, str] | None:
+    """Return the CPU cores of a rank, the ranks, and the CPU limit of the job's cgroup if it is below the node's cores.
+
+    The last value is the evidence. None: the node's cores are unknown.
+    """
+    info, limits, ranks = node.facts(HostinfoFacts), node.facts(LimitsFacts), case.ranks_on(node)
     cores = info.cores or info.threads if info else None
     if cores is None:
         return None
     quota = limits.cgroup_cpus if limits and not limits.of_agent else None  # the agent's CPU limit does not limit jobs
-    return cores, quota if quota and quota < cores else None
-
-
-def _count_threads(case: Situation, node: NodeView, cores: int, quota: float | None) -> int:
-    """Return the CPU cores that one rank can use."""
-    return max((int(quota) if quota else cores) // case.ranks_on(node), 1)
+    quota = quota if quota and quota < cores else None
+    evidence = f"{cores} cores{f', {quota:g} by cgroup' if quota else ''}, {ranks} rank{'s' if ranks > 1 else ''}"
+    return max((int(quota) if quota else cores) // ranks, 1), ranks, quota, evidence
 
 
 # NCCL's troubleshooting page starts containers with --shm-size=1g. DataLoader workers pass batches through the same

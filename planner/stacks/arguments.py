@@ -25,15 +25,10 @@ _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl")
 _SHELLS = ("bash", "sh", "ash", "dash", "zsh")
 _NODES = ("nnodes", "num_machines", "num_nodes")
 _RANKS = ("nproc_per_node", "num_gpus")
-# TRL trainers that use a second model, pairs of rows, or generation
-_OTHER_LOSS = re.compile(r"(?:^|[/_.-])(?:[a-z]?[dgpr]po|[os]rpo|kto|rloo|gkd|reward|distill\w*)(?=[_.-]|$)", re.I)
-# Words in a script's own options that affect memory or step time; an option with such a word leaves both unknown.
-_TELLING = re.compile(
-    r"(?:^|[_.])(?:lora|peft|qlora|bits?|[48]bit|quant|quantization|length|len|tokens|batch|micro|accumulation|parallel"
-    r"|[tpce]p|zero|offload|offloading|checkpointing|recompute|freeze|packing)(?=[_.]|$)", re.I)  # fmt: skip
-_NOT_OF_STEPS = re.compile(r"(?:^|[_.])(?:eval|test|generation|prompt|new|dropout|alpha)(?=[_.]|$)", re.I)
-# Defaults of HF Trainer (transformers 5 TrainingArguments)
-_TRAINER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+_TABLE = read_table(__file__, "scripts.toml")
+_OTHER_LOSS, _TELLING, _NOT_OF_STEPS = (
+    re.compile(_TABLE["pattern"][name], re.IGNORECASE) for name in ("other_loss", "telling", "not_of_steps")
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,9 +181,8 @@ def _read_script(options: dict[str, Any], files: Files, parsed: CommandSettings)
 
 def _rename_settings(settings: dict[str, Any], parsed: CommandSettings) -> dict[str, Any]:
     """Return the settings under TRL's names, with the script's own defaults, if scripts.toml knows the script."""
-    rows = read_table(__file__, "scripts.toml")["script"]
-    fits = (one for one in rows if re.search(one["pattern"], parsed.script) and {*one["needs"]} & {*settings})
-    row: dict[str, Any] = next(fits, {})
+    rows = (one for one in _TABLE["script"] if re.search(one["pattern"], parsed.script))
+    row: dict[str, Any] = next((one for one in rows if settings.keys() & one["needs"]), {})
     found: dict[str, Any] = dict(row.get("defaults", {}))
     for name, value in settings.items():
         meaning = row.get("values", {}).get(name, {}).get(str(value).lower())
@@ -262,16 +256,11 @@ def as_run(parsed: CommandSettings) -> dict[str, Any]:
     """Return the settings that the trainer uses, with its defaults for missing ones, and a note about them."""
     elsewhere = ("report_to", "output_dir", "push_to_hub")
     made = {name: value for name, value in parsed.settings.items() if name not in elsewhere}
-    assumed: dict[str, Any] = {name: value for name, value in _TRAINER.items() if name not in made}
-    if not {"fsdp", "fsdp_config", "deepspeed", "parallelism_config", "layout"} & set(made):
-        assumed["fsdp"] = False  # DDP
-    if not {"gradient_checkpointing", "activation_checkpointing"} & set(made):
-        assumed["gradient_checkpointing"] = True  # TRL 1.x SFTConfig; False in transformers' own Trainer
-    if not {"bf16", "fp16"} & set(made):
-        assumed["bf16"] = True  # TRL 1.x SFTConfig
     of_trl = parsed.launcher == "trl" or parsed.script.endswith("trl/scripts/sft.py")
-    if of_trl and not {"dtype", "torch_dtype", "load_in_4bit"} & set(made):
-        assumed["dtype"] = "float32"  # TRL 1.x ModelConfig; from_pretrained itself uses the type of the file
+    assumed: dict[str, Any] = {
+        row["name"]: row["value"] for row in _TABLE["default"]
+        if not {row["name"], *row.get("unless", ())} & set(made) and (of_trl or not row.get("of_trl"))
+    }  # fmt: skip
     if assumed:
         words = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())
         parsed.notes.append(f"not set, so the defaults of TRL 1.x and transformers 5 apply: {words}")

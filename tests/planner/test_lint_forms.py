@@ -45,7 +45,7 @@ def test_forms(name: str) -> None:
 def test_a_variable_that_is_never_exported() -> None:
     """NCCL does not see it, and only known names are named."""
     found = only(reading("#!/bin/bash\nexport NCCL_DEBUG=WARN\nNCCL_IB_HCA=mlx5_0\nNCCL_OWN=1\ntorchrun t.py\n"))
-    (finding,) = lint(found.environment, unexported=found.unexported)
+    (finding,) = lint(found)
     assert (finding.code, finding.subject) == ("env.name.unexported", "NCCL_IB_HCA")
 
 
@@ -66,10 +66,10 @@ def test_a_files_name_tells_its_form(name: str, kind: str) -> None:
 def test_what_the_script_itself_reads_is_no_mistake() -> None:
     """An unknown name that is used elsewhere is a note; one that only hands on its own value is none the better."""
     helper = only(reading("export NCCL_ITERS=20\n./all_reduce_perf -n $NCCL_ITERS\n"))
-    (note,) = lint(helper.environment, own=helper.used)
+    (note,) = lint(helper)
     assert (note.code, note.status) == ("env.name.unknown", "info")
     alone = only(reading("export NCCL_ITERS=${NCCL_ITERS:-20}\n./all_reduce_perf\n"))
-    (warning,) = lint(alone.environment, own=alone.used)
+    (warning,) = lint(alone)
     assert warning.status == "warn"
 
 

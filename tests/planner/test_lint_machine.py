@@ -9,6 +9,7 @@ from rigs.tables import each_row, rows_of
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
 from planner.lint.machine import machine_of
+from planner.lint.script import NamedEnvironment
 from planner.lint.values import CODES, NameList
 from probes.api import Snapshot
 from probes.rdma.facts import Gid
@@ -23,7 +24,7 @@ TWELVE = [port(f"mlx5_{i}") for i in range(12)]
 
 def found(environment: dict[str, str], machine: Snapshot, version: tuple[int, ...] = (2, 27, 7)) -> list[Finding]:
     """All findings; each code is announced."""
-    findings = lint(environment, nccl_version=version, machine=machine_of(machine))
+    findings = lint(NamedEnvironment(environment=environment), nccl_version=version, machine=machine_of(machine))
     assert {finding.code for finding in findings} <= set(CODES)
     return list(findings)
 
@@ -81,7 +82,7 @@ def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> 
     """PXN sends through another GPU, over NVLink; of a machine that nobody probed the cost is told as it may be."""
     (joined,) = found({"NCCL_PXN_DISABLE": "1"}, snapshot("polaris-4xA100-nv4"))
     (apart,) = found({"NCCL_PXN_DISABLE": "1"}, snapshot("l40s-4x-pcie"))
-    (unknown,) = lint({"NCCL_PXN_DISABLE": "1"}, nccl_version=(2, 27, 7))
+    (unknown,) = lint(NamedEnvironment(environment={"NCCL_PXN_DISABLE": "1"}), nccl_version=(2, 27, 7))
     assert {f.code for f in (joined, apart, unknown)} == {"env.debug.leftover"}
     assert [f.status for f in (joined, apart, unknown)] == [Status.WARN, Status.INFO, Status.WARN]
     assert "no two GPUs of this host are" in apart.message

@@ -32,7 +32,7 @@ def test_the_environment_of_a_text(text: str, kind: str | None, environment: dic
     """What is set, and what the linter says of it."""
     found = one(text, kind)
     assert found.environment == environment
-    judged = lint(found.environment, source=found.source, unexported=found.unexported)
+    judged = lint(found)
     assert sorted(f.code for f in judged) == sorted(said)
 
 
@@ -83,7 +83,7 @@ def test_environments_of_real_logs(corpus):
     for path in sorted((corpus / "nccl_logs").glob("*.log")):
         for found in read_environment(path.read_text(errors="replace"), "log"):
             seen += 1
-            findings = lint(found.environment, source=found.source)
+            findings = lint(found)
             if "efa" in path.name:
                 plugin = ("NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE")
                 assert not [f for f in findings if f.subject in plugin], path.name
@@ -141,7 +141,7 @@ def test_one_gpu_per_pod_or_node_has_no_peer_access(text: str, old: str, new: st
     found = read_text(rows("texts")()[text].replace(old, new))
     assert found.gpus == gpus
     (each,) = found.environments
-    judged = lint(each.environment, gpus=found.gpus)
+    judged = lint(each, gpus=found.gpus)
     if gpus == 1:
         assert [(f.code, f.status, "no effect here" in f.message) for f in judged] == [
             ("env.debug.leftover", "info", True)
@@ -156,7 +156,7 @@ def test_one_node_has_no_traffic_between_nodes(text: str, nodes: int | None) -> 
     """NCCL_IB_DISABLE costs nothing in a job of one node, and says so."""
     found = read_text(text)
     assert found.nodes == nodes
-    (judged,) = lint(found.environments[0].environment, nodes=found.nodes)
+    (judged,) = lint(found.environments[0], nodes=found.nodes)
     assert (judged.status == "info", "the job has one node" in judged.message) == (nodes == 1,) * 2
 
 

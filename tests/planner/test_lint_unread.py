@@ -35,7 +35,7 @@ def test_what_is_set_and_what_is_not_understood(row):
     assert list(found.files) == row.get("files", list(found.files))
     assert len(found.environments) == row.get("environments", len(found.environments))
     if not any(row["sets"].values()):  # of an unknown value only the name is judged
-        assert not [each for named in found.environments for each in lint({}, unresolved=named.unresolved)]
+        assert not [each for named in found.environments for each in lint(named)]
 
 
 def test_each_way_has_the_line_of_its_own_assignment() -> None:

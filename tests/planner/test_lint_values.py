@@ -8,6 +8,7 @@ from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
+from planner.lint.script import NamedEnvironment
 from planner.lint.values import CODES, strtoll
 
 rows = rows_of(__file__, "lint_values.yaml")
@@ -18,7 +19,7 @@ SEVERITIES = dict(ENTRY.findall(SETTINGS.read_text(encoding="utf-8")))
 
 def found(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27, 7), source: str = "") -> list[Finding]:
     """All findings, each with a code that is announced, a severity that its entry has, evidence and a remedy."""
-    findings = lint(environment, nccl_version=version, source=source)
+    findings = lint(NamedEnvironment(environment=environment, source=source), nccl_version=version)
     for finding in findings:
         assert finding.code in CODES, finding
         assert finding.status.value in SEVERITIES[finding.code].split(" or "), finding
@@ -127,7 +128,11 @@ def test_levels(value: str, version: tuple[int, ...], expected: list[str]) -> No
 @each_row(("environment", "nodes", "severity"), rows("interface"))
 def test_an_interface_of_one_host_in_a_job_of_several(environment, nodes, severity):
     """Loopback and bridges reach no other node; how bad that is follows from the job's size."""
-    findings = [each for each in lint(environment, nodes=nodes) if each.code == "env.interface.unfit"]
+    findings = [
+        each
+        for each in lint(NamedEnvironment(environment=environment), nodes=nodes)
+        if each.code == "env.interface.unfit"
+    ]
     assert [each.status for each in findings] == ([] if severity is None else [severity])
 
 
