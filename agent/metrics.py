@@ -257,5 +257,5 @@ def _run_values(view: View) -> Iterator[tuple[str, Values]]:
 
 
 def _bounds(record: RunRecord, quantity: str) -> Values:
-    limits = getattr(record.forecast, quantity)
+    limits = getattr(record.plan.forecast, quantity)
     return [((bound,), getattr(limits, bound)) for bound in BOUNDS] if limits else []

@@ -55,6 +55,11 @@ class Row:
         return self.gpus_per_node * self.nodes
 
 
+def is_of_a_rack(gpu: Gpu) -> bool:
+    """Whether the NVLink domain spans the hosts of a rack: GPUs on a Grace CPU from Blackwell on."""
+    return gpu.grace and (gpu.compute_capability or (0, 0)) >= (10, 0)
+
+
 def read(path: Path, bad: list[str] | None = None) -> list[Row]:
     """Read the rows of either file. Errors of rows are added to `bad`; without it the first raises PlaceError."""
     rows = []
@@ -172,7 +177,7 @@ def _instances() -> tuple[_Instance, ...]:
 def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tuple[int, Interval | None]:
     """Return the number of NVLink groups and the network bandwidth of each. A domain of several hosts is one group."""
     plain = re.search(r"no domain|no mnnvl|\bib\b|infiniband|roce|\btcp\b|ethernet|socket|racks? to rack", text)
-    racked = gpu is not None and gpu.of_a_rack and (not plain or "mnnvl off" in text)
+    racked = gpu is not None and is_of_a_rack(gpu) and (not plain or "mnnvl off" in text)
     if not racked or row.nodes == 1:
         return row.nodes, wire
     groups = -(-row.ranks // _DOMAIN)
@@ -183,7 +188,7 @@ def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tupl
 def _inside(
     row: Row, text: str, gpu: Gpu | None, instance: _Instance | None, wire: Interval | None
 ) -> tuple[str | None, Interval | None]:
-    if row.gpus_per_node < 2 and not (gpu and gpu.of_a_rack):
+    if row.gpus_per_node < 2 and not (gpu and is_of_a_rack(gpu)):
         return None, None
     pair = re.search(r"\bnv(\d+)\b", text)
     links = int(pair[1]) if pair else gpu.links if gpu else 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from busbw_rows import INFINIBAND_GBPS
+from busbw_rows import INFINIBAND_GBPS, is_of_a_rack
 from shapes import ShapeError, is_mixture, shape_of
 from stacks import Stack, stack_matching
 
@@ -170,7 +170,7 @@ def read_per_node(raw: Raw, gpu: Gpu, world: int) -> int:
     if match:
         return min(world, int(match[1]))
     machine = _machine(raw.get("system") or "")
-    return min(world, machine.gpus if machine else 4 if gpu.of_a_rack else 8)
+    return min(world, machine.gpus if machine else 4 if is_of_a_rack(gpu) else 8)
 
 
 def _match(table: str, text: str) -> Any:
@@ -366,7 +366,7 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
                    link=gpu.interconnect if nvlink else "PCIe")  # fmt: skip
     network, known = read_network(raw, gpu, per_node) if nodes > 1 else (None, True)
     island = per_node if nvlink else 1
-    if re.search(r"domain of 72|nvl-?72", f"{intra} ; {text_of(raw, 'gpu', 'system')}") or gpu.of_a_rack:
+    if re.search(r"domain of 72|nvl-?72", f"{intra} ; {text_of(raw, 'gpu', 'system')}") or is_of_a_rack(gpu):
         island = min(world, 64)  # NVL72: 64 is the largest power of two up to 72
     links = Links(ranks_per_node=per_node, nodes=nodes, island_size=max(1, island), island=inside, node=inside,
                   network=network)  # fmt: skip

@@ -13,26 +13,14 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsRead
 
 _BLOCK_BYTES = 1 << 20
 _ZIP_ENTRY = b"PK\1\2"  # begins each entry of the central directory (APPNOTE.TXT 4.3.12)
 _MOST_ZIP_ENTRIES = 1 << 16
-
-
-class Stream(Protocol):
-    """A readable source: an open file, or a stream that decompresses a file."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return up to `size` bytes; fewer only at the end of the stream."""
-        ...
-
-
-class NotRegularError(OSError):
-    """A path names a pipe, a socket or a device."""
-
-    def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
 
 
 class TooLargeError(ValueError):
@@ -59,7 +47,7 @@ def _require_regular(mode: int, path: str | Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise NotRegularError(errno.EINVAL, "a pipe, a socket or a device; only regular files are read", str(path))
+        raise OSError(errno.EINVAL, "a pipe, a socket or a device; only regular files are read", str(path))
 
 
 def read(path: str | Path, limit_bytes: int) -> bytes:
@@ -73,7 +61,7 @@ def read_text(path: str | Path, limit_bytes: int) -> str:
     return read(path, limit_bytes).decode("utf-8")
 
 
-def rest(stream: Stream, limit_bytes: int) -> bytes:
+def rest(stream: SupportsRead[bytes], limit_bytes: int) -> bytes:
     """Return the remaining bytes of an open, buffered stream. Raises TooLargeError."""
     raw = stream.read(limit_bytes + 1)
     if len(raw) > limit_bytes:
@@ -118,7 +106,7 @@ def zip_files(
         raise ArchiveError(str(error)) from None
 
 
-def utf8_chunks(file: Stream) -> Iterator[bytes]:
+def utf8_chunks(file: SupportsRead[bytes]) -> Iterator[bytes]:
     """Yield the file in chunks of about 1 MiB. UTF-16 text, with or without byte order mark, is converted to UTF-8."""
     chunk = file.read(_BLOCK_BYTES)
     encoding = utf16(chunk[:4096])

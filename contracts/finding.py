@@ -20,16 +20,12 @@ class Status(StrEnum):
     PASS = "pass"  # noqa: S105 - the check ran and found no problem
 
 
-FAILING_LOSS = 0.1
-"""If a problem costs at least this fraction of a multi-node step, it is a failure: docs/decisions/0020."""
-
-
 def by_loss(share: float) -> Status:
-    """Return FAIL if the loss is at least a tenth of the rate that bounds a multi-node step, else WARN.
+    """Return FAIL if the loss is at least a tenth of the rate that bounds a multi-node step, else WARN (decision 0020).
 
     `share` (0 to 1) is the lost fraction of a rate that the step waits for: link bandwidth, clock of the slowest GPU.
     """
-    return Status.FAIL if share >= FAILING_LOSS else Status.WARN
+    return Status.FAIL if share >= 0.1 else Status.WARN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ def read_config(path: Path | None, overrides: Sequence[str] = ()) -> tuple[JobCo
 def read_file(path: Path) -> dict[str, Any]:
     """Read the settings, with the content of files that a setting names in place of their path."""
     raw = read_mapping(path, once=True)
-    for name in ("deepspeed", "fsdp_config"):
+    for name in trl.FILES:
         named = raw.get(name)
         if isinstance(named, str) and named and (inner := _find_file(path, named)):
             raw[name] = read_mapping(inner, once=True)
@@ -173,12 +173,8 @@ def read_mapping(path: Path, *, once: bool = False) -> dict[str, Any]:
 def _text(path: Path) -> str:
     try:
         return bounded.read_text(path, MAX_FILE_BYTES)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # too large, or not UTF-8
-        raise ConfigError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: too large, or not UTF-8
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from None
 
 
 def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, Any]:
@@ -260,8 +256,8 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
     names, kind = trl.option_names(), _types().get(name)
     if any(name in row["options"] for row in names["switch"].values()):
         return
-    if row := names["no_effect"].get(name, names["only"].get(name)):
-        note(f"{name}: no effect, {row['why']}")
+    if why := names["no_effect"].get(name, names["only"].get(name, {}).get("why")):
+        note(f"{name}: no effect, {why}")
     elif name in names["in_layout"]:
         if value is not None:
             member = names["in_layout"][name]
@@ -386,6 +382,8 @@ class RunForecast:
 
     step_seconds: Interval | None = None
     memory_bytes: Interval | None = None
+    tokens_per_second: float | None = None  # of all ranks, without padding
+    mfu: float | None = None  # at this rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ Field names are those of torchtitan. This module imports no other project module
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -18,11 +18,6 @@ Offload = Literal["none", "optimizer", "all"]
 # The job can shard these `model_type`: one stack of layers, rotary embeddings, q/k/v/o and gate/up/down projections.
 ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
-
-_COUNTS = (
-    "world_size", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "micro_batch", "gradient_accumulation",
-    "virtual_stages",
-)  # fmt: skip
 
 
 class LayoutError(ValueError):
@@ -102,3 +97,6 @@ class Layout:
         elif self.dp_replicate > 1:
             parts.append("DDP")
         return " x ".join(parts) or "single"
+
+
+_COUNTS = tuple(one.name for one in fields(Layout) if one.type == "int")

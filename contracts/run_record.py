@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from contracts import bounded, plain
 from contracts.finding import Interval
-from contracts.job_config import JobPlan, RunForecast
+from contracts.job_config import JobPlan
 from contracts.redaction import redact, without_secrets
 
 RECORD_VERSION = 1
@@ -195,11 +195,6 @@ class RunRecord:
     posted_by: str | None = None  # the service account, if the record came over HTTP
 
     @property
-    def forecast(self) -> RunForecast:
-        """Forecast in the plan."""
-        return self.plan.forecast
-
-    @property
     def placements(self) -> str:
         """Describe the effective layout: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
         found = self.layout.effective
@@ -215,7 +210,7 @@ def compare(record: RunRecord) -> tuple[Comparison, ...]:
     """Compare step time and memory of a run with the forecast in its plan; unknown values are included."""
     found = []
     for name in _TITLES:
-        due, measured = getattr(record.forecast, name), getattr(record.measured, name)
+        due, measured = getattr(record.plan.forecast, name), getattr(record.measured, name)
         within = None if due is None or measured is None else due.low <= measured <= due.high
         found.append(Comparison(quantity=name, forecast=due, measured=measured, within=within))
     return tuple(found)

@@ -8,7 +8,6 @@ field, or a note reports that it has no effect, or it is rejected with the allow
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -35,15 +34,9 @@ class OnlyTrlError(ConfigError):
     """A setting that TRL's trainer supports and the built-in trainer does not."""
 
 
-@functools.cache
 def option_names() -> dict[str, Any]:
-    """Read trl.toml, whose comments describe its tables, with the rows of `no_effect` and `only` by option."""
-
-    def by_option(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return {name: row for row in rows for name in row["names"]}
-
-    table = read_table(__file__, "trl.toml")
-    return table | {name: by_option(table[name]) for name in ("no_effect", "only")}
+    """Read trl.toml, whose comments describe its tables."""
+    return read_table(__file__, "trl.toml")
 
 
 FILES = ("deepspeed", "fsdp_config")  # mappings in place of which a file may be named

@@ -38,8 +38,7 @@ class PlannedNetwork:
     usable RDMA devices it falls back to TCP, and without GPUDirect RDMA to host memory.
     """
 
-    rdma: str = ""  # any network except TCP; the planner saw "IB" or "AWS Libfabric"
-    why: str = ""  # reason for it
+    rdma: str = ""  # any network except TCP, such as "IB" or "AWS Libfabric"
     gdrdma: str = ""  # why GPUDirect RDMA is expected; empty: it is not
 
     def meets(self, network: str) -> bool:
@@ -82,22 +81,13 @@ def log_path(named: str | None, host: str, pid: int) -> Path | None:
     return Path(re.sub("%(.)", lambda found: words.get(found[1], found[0]), named)) if named else None
 
 
-def planned_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> PlannedNetwork:
-    """Read the plan from its environment, and from its `transport` if the environment leaves the network to NCCL."""
-    planned, named = str(transport.get("network") or ""), environment.get("NCCL_NET", "")
-    rdma, why = (planned, f"the plan's network {planned}") if planned else ("", "")
-    if value := environment.get("NCCL_IB_HCA", ""):
-        rdma, why = "IB", f"NCCL_IB_HCA={value}"
-    if named:
-        rdma, why = named, f"NCCL_NET={named}"
-    if rdma.lower() in TCP or (not named and environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")):
-        rdma = why = ""  # a better transport than planned is not a fault
-    level = environment.get("NCCL_NET_GDR_LEVEL", "")
-    expected = transport.get("gdrdma")  # reason to expect it
-    gdrdma = f"gdrdma of the plan ({expected})" if expected else ""
-    if level not in ("", "0", "LOC"):
-        gdrdma = f"NCCL_NET_GDR_LEVEL={level}"
-    return PlannedNetwork(rdma=rdma, why=why, gdrdma=gdrdma)
+def planned_channels(transport: Mapping[str, Any]) -> PlannedNetwork:
+    """Read from `transport` of the plan what it expects of channels between hosts."""
+    network, expected = str(transport.get("network") or ""), transport.get("gdrdma")  # the reason to expect it
+    return PlannedNetwork(
+        rdma="" if network.lower() in TCP else network,  # a better transport than planned is not a fault
+        gdrdma=f"gdrdma of the plan ({expected})" if expected else "",
+    )
 
 
 def read_log(path: Path | None, plan: PlannedNetwork, *, hosts: int) -> Seen:
@@ -117,7 +107,8 @@ def differences(found: Evidence, plan: PlannedNetwork, path: Path, *, hosts: int
     networks = {name.removeprefix("NET/"): n for name, n in found.transports.items() if name.startswith("NET/")}
     for name, count in networks.items() if hosts > 1 else ():
         if plan.rdma and name.lower() in TCP:
-            wrong.append(f"{plan.why}: {count} channels over NET/{name} ({_line(found, path, f'NET/{name}: ')})")
+            where = _line(found, path, f"NET/{name}: ")
+            wrong.append(f"the plan's network {plan.rdma}: {count} channels over NET/{name} ({where})")
     # Before Ampere, NCCL stages data to send through the host by default, so only received data shows a fault.
     bare = found.receive.total - found.receive.gdrdma
     if hosts > 1 and plan.gdrdma and not wrong and bare:
@@ -161,7 +152,7 @@ def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclCh
         seen_all = bool(networks) and all(plan.meets(name) for name in networks) and not unknown
         verdict = "as planned" if seen_all else "unknown"
     return NcclChannels(
-        verdict=verdict, planned="; ".join(word for word in (plan.why, plan.gdrdma) if word) or None,
+        verdict=verdict, planned="; ".join(word for word in (plan.rdma, plan.gdrdma) if word) or None,
         hosts=hosts, channels=dict(sorted(counts.items())), unknown=unknown[:8],
         interfaces=sorted({seen.interface for seen in ranks if seen.interface})[:8], log=ranks[0].log or None,
     )  # fmt: skip

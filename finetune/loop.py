@@ -68,24 +68,6 @@ def weights_in(parameter: torch.Tensor) -> int:
     return math.prod(packed.shape) if packed is not None else parameter.numel()
 
 
-def multiplied(net: Any) -> tuple[int, int]:
-    """Return the number of weights multiplied per token, and how many of them are trained.
-
-    An embedding is a lookup; if tied, it is the head. For a fully trained module, PEFT keeps the unused original. A
-    token passes through some of the experts (of models that TRL trains).
-    """
-    lm = model.causal_lm(net)
-    experts = getattr(lm.config, "num_experts", 0) or getattr(lm.config, "num_local_experts", 0)
-    chosen = lm.config.num_experts_per_tok / experts if experts else 1.0
-    looked_up = set() if lm.config.tie_word_embeddings else {id(p) for p in lm.get_input_embeddings().parameters()}
-    counts = [
-        (round(weights_in(p) * (chosen if ".experts." in name else 1.0)), p.requires_grad)
-        for name, p in net.named_parameters()
-        if p.ndim > 1 and id(p) not in looked_up and ".original_module." not in name
-    ]  # fmt: skip
-    return sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
-
-
 class Trainer:
     """The training run."""
 
@@ -106,7 +88,7 @@ class Trainer:
             test = rows.prepare(config, config.dataset_test_split, self.tokenizer)[0]
 
         net = model.build_model(config, layout.precision, recorder.note)
-        counts, factors = [(weights_in(p), p.requires_grad) for p in net.parameters()], multiplied(net)
+        counts = [(weights_in(p), p.requires_grad) for p in net.parameters()]
         shape = model.causal_lm(net).config
         rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
@@ -121,8 +103,6 @@ class Trainer:
         effective = verify.check(layout, verify.observe(self.engine), plan.environment)
         parameters, trainable = sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
         length = sum(len(e.tokens) for e in examples) / len(examples)
-        self.length = max(len(e.tokens) for e in examples)
-        recorder.flops = runs.flops_per_token(*factors, shape, length)
         record = recorder.record
         record.layout.effective = effective
         record.model = RunModel(name=config.model_name_or_path, parameters=parameters, trainable=trainable)

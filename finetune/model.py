@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,14 +25,6 @@ from contracts.job_config import ConfigError, JobConfig
 from contracts.layout import ROPE_TYPES, TRAINED
 from finetune import hub
 from finetune.rows import IGNORED
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Causal windows and shared key heads came after the function itself.
-    _HAS_VARLEN = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-except ImportError:
-    _HAS_VARLEN = False
 
 BY_DOCUMENT = "by_document"
 RANDOM = {
@@ -284,6 +275,8 @@ def attend(
     bounds, lengths = documents
     if not dropout and _varlen_takes(query):
         flat = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+        from torch.nn.attention.varlen import varlen_attn
+
         packed: torch.Tensor = varlen_attn(
             *flat, bounds, bounds, length, length, scale=scaling, window_size=(-1, 0), enable_gqa=True
         )
@@ -295,8 +288,11 @@ def attend(
 
 
 def _varlen_takes(query: torch.Tensor) -> bool:
-    """Flash attention's terms: an Ampere or later GPU, 16 bits, heads of 256 at most."""
-    if not (_HAS_VARLEN and query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256):
+    """Flash attention's terms: an Ampere or later GPU, 16 bits, heads of 256 at most.
+
+    varlen_attn of torch 2.11 has neither causal windows nor shared key heads. NVIDIA's builds of 2.13 are 2.13.0a0.
+    """
+    if torch.__version__ < "2.13.0a0" or not query.is_cuda or query.element_size() != 2 or query.shape[-1] > 256:
         return False
     capability: tuple[int, int] = torch.cuda.get_device_capability(query.device)
     return capability >= (8, 0)

@@ -6,9 +6,8 @@ With `--once` the pod starts its ranks once and ends with the job's own exit cod
 restart pods by their own policies. Without it, in a bare Indexed Job, pod 0 listens at `--meet`; the other pods connect
 whenever their image is there, and the ranks start when all have come. The connections stay open while the ranks run, so
 that each pod knows of every other whether it lives and how it ended: all start again together (a rank saved and ended,
-a pod was lost), or all end with the code of the one that failed. With `--measure` each start first measures what the
-ranks will use; a result that fails ends the job. What the ranks print goes to the pod's log, and whole lines of NCCL's
-logs too. Surface: TCP, one JSON object a line; SIGTERM; stdout. No torch in this process.
+a pod was lost), or all end with the code of the one that failed. What the ranks print goes to the pod's log, and whole
+lines of NCCL's logs too. Surface: TCP, one JSON object a line; SIGTERM; stdout. No torch in this process.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class Settings:
     restarts: int = 3
     wait: float = 3600.0  # seconds for the other pods: as long as an image may take to be pulled
     save: float = 100.0  # seconds after SIGTERM; the pod's terminationGracePeriodSeconds must be more
-    measure: bool = False
     once: bool = False
 
     def log(self, text: str) -> None:
@@ -116,23 +114,18 @@ class Wire:
 
 
 class Ranks:
-    """One start of this pod's ranks: with `--measure` the benchmark, then torchrun. Copies their output."""
+    """One start of this pod's ranks by torchrun. Copies their output."""
 
-    def __init__(self, settings: Settings, address: str, ports: Sequence[int], restarts: int | None = None) -> None:
-        """Start them. They meet at the address of pod 0: for the benchmark at the first port, to train at the second.
+    def __init__(self, settings: Settings, address: str, port: int, restarts: int | None = None) -> None:
+        """Start them. They meet at `port` of pod 0, whose address is `address`.
 
         `restarts` is for the record; None where an operator counts, whose number is in the environment already.
         """
-        self.is_measuring = settings.measure  # the ranks do not train yet
         self._settings, self._save_by, self._end_by, self._tail = settings, 0.0, 0.0, b""
-        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if restarts is not None:
-            self._environment["TOPOFLIGHT_RESTARTS"] = str(restarts)
-        meeting, port = ports
-        bench = [sys.executable, "-m", "agent.cli", "bench", "--quick", "--no-advice", f"--ranks={settings.ranks}"]
-        if settings.nodes > 1:
-            bench += [f"--nodes={settings.nodes}", f"--node-rank={settings.index}", f"--rendezvous={address}:{meeting}"]
-        self._torchrun = [
+            environment["TOPOFLIGHT_RESTARTS"] = str(restarts)
+        words = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={settings.nodes}",
             f"--node-rank={settings.index}", f"--nproc-per-node={settings.ranks}", f"--master-addr={address}",
             f"--master-port={port}", f"--rdzv-conf=timeout={settings.wait:.0f}", *settings.words,
@@ -142,14 +135,9 @@ class Ranks:
         earlier = frozenset(self._nccl_logs())
         self._nccl = threading.Thread(target=self._copy_nccl, args=(earlier,), name="NCCL's log", daemon=True)
         self._nccl.start()
-        if self.is_measuring:
-            settings.log("measuring what the ranks will use, before they train")
-        self._start(bench if self.is_measuring else self._torchrun)
-
-    def _start(self, words: Sequence[str]) -> None:
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb") as stream:
-            self._tree = processes.Tree(words, self._environment, stream)
+            self._tree = processes.Tree(words, environment, stream)
         self._output = threading.Thread(target=self._copy, args=(reading,), name="the ranks' output", daemon=True)
         self._output.start()
 
@@ -184,14 +172,16 @@ class Ranks:
             return []
 
     def poll(self, *, terminating: bool, troubled: bool) -> int | None:
-        """Return the code that these ranks ended with; None while they run.
+        """Return the code of the rank that failed first, or torchrun's; None while they run.
 
         Ranks of a pod that is terminating are asked to save and have `--save` seconds for it; ranks whose peers are in
         trouble have LOST_GRACE_SECONDS. Then they are ended.
         """
         code, now = self._tree.process.poll(), time.monotonic()
         if code is not None:
-            return self._take_code(code, terminating=terminating, troubled=troubled)
+            self._output.join(5.0)
+            first = run_record.first_failed_rank(self._tail.decode(errors="replace")) if code else None
+            return code if first is None or first.exit_code is None else first.exit_code
         if terminating and not self._save_by:
             self._save_by = now + self._settings.save
             self._tree.terminate()  # the ranks, not torchrun
@@ -201,21 +191,6 @@ class Ranks:
             self.close()
             return RESUMABLE if terminating else ENDED_HERE
         return None
-
-    def _take_code(self, code: int, *, terminating: bool, troubled: bool) -> int | None:
-        """Return the code of the rank that failed first. After a benchmark that passed the ranks start to train."""
-        self._output.join(5.0)
-        if not self.is_measuring:
-            first = run_record.first_failed_rank(self._tail.decode(errors="replace")) if code else None
-            return code if first is None or first.exit_code is None else first.exit_code
-        if terminating or (troubled and not code):  # a benchmark that was ended early has no result
-            return RESUMABLE if terminating else ENDED_HERE
-        if not code:
-            self._settings.log("measured: no result fails; the ranks train")
-            self.is_measuring, self._tail = False, b""
-            self._tree.end(1.0)  # what the benchmark may have left
-            self._start(self._torchrun)
-        return code or None
 
     def last_error(self) -> str:
         """Return the error that a rank of this pod printed last; "" where none did."""
@@ -267,7 +242,7 @@ class Pod:
         settings, (host, port) = self.settings, self.settings.meet
         self.before = post.written_at(settings.output)
         address = host if settings.index else "127.0.0.1"
-        with contextlib.closing(Ranks(settings, address, (port + 1, port))) as ranks:
+        with contextlib.closing(Ranks(settings, address, port)) as ranks:
             while (code := ranks.poll(terminating=self.terminating, troubled=False)) is None:
                 time.sleep(_POLL_SECONDS)
         if self.terminating and code:
@@ -314,16 +289,15 @@ class Pod:
             if not missing:
                 break
         self.before = post.written_at(settings.output)
-        with _listen(0) as first, _listen(0) as second:
-            ports = [first.getsockname()[1], second.getsockname()[1]]
+        with _listen(0) as free:
+            port = free.getsockname()[1]
         wires, self.peers = self.peers, {}
         for wire in wires.values():
-            wire.send(go=ports)
-        with contextlib.closing(Ranks(settings, "127.0.0.1", ports, self.restarts)) as ranks:
+            wire.send(go=port)
+        with contextlib.closing(Ranks(settings, "127.0.0.1", port, self.restarts)) as ranks:
             codes, lost = self._watch(listener, ranks, wires)
         code, why = self.judge(codes, lost)
         if code not in (0, RESUMABLE):
-            why = f"not started: measured before the job: {why}" if ranks.is_measuring else why
             error = ranks.last_error()
             self.why = why = f"{why}. The last error in pod 0: {error}" if error else why
         for wire in wires.values():
@@ -407,9 +381,9 @@ class Pod:
 
     def _follow(self) -> int:
         """Make one start as another pod: connect to pod 0, run the ranks, and follow its verdict. Return its code."""
-        wire, ports = self._connect()
+        wire, port = self._connect()
         ended, troubled, until = False, False, math.inf
-        ranks = Ranks(self.settings, self.settings.meet[0], ports)
+        ranks = Ranks(self.settings, self.settings.meet[0], port)
         with contextlib.closing(wire), contextlib.closing(ranks):
             while not wire.closed and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
@@ -429,15 +403,15 @@ class Pod:
         self._end_record(RESUMABLE, "pod 0 was lost", 0.0)
         return RESUMABLE
 
-    def _connect(self) -> tuple[Wire, list[int]]:
-        """Return the connection to pod 0, and the ports at which the ranks meet."""
+    def _connect(self) -> tuple[Wire, int]:
+        """Return the connection to pod 0, and the port at which the ranks meet."""
         host, port = self.settings.meet
         wire = None
         for _ in self._wait(SEND_SECONDS):  # pod 0, which waits as long, says first who is missing
             if wire is not None and not wire.closed:
                 for message in wire.receive():
-                    if isinstance(ports := message.get("go"), list):
-                        return wire, ports
+                    if isinstance(at := message.get("go"), int):
+                        return wire, at
                 continue
             try:
                 wire = Wire(socket.create_connection((host, port), timeout=SEND_SECONDS))
@@ -491,7 +465,6 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settin
     parser.add_argument("--restarts", type=int, help="times that an interrupted job starts again")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="to wait for the other pods")
     parser.add_argument("--save", type=float, metavar="SECONDS", help="to save after SIGTERM")
-    parser.add_argument("--measure", action="store_true", help="measure before each start; a failure ends the job")
     parser.add_argument("--once", action="store_true", help="start the ranks once: an operator restarts the pods")
     parser.add_argument("words", nargs="+", metavar="torchrun ...")
     options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}

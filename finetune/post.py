@@ -97,7 +97,7 @@ def write_termination_message(record: Path, place: Path, why: str = "", began: f
         "host": found.host, "steps_done": found.steps_done, "transports": found.transports[:12],
         "measured": {"step_seconds": found.measured.step_seconds, "counted_steps": found.measured.counted_steps},
         "nccl": {"interfaces": found.nccl.interfaces[:12]} if found.nccl else None,
-        "plan": {"forecast": {"step_seconds": plain.write(found.forecast.step_seconds)}},
+        "plan": {"forecast": {"step_seconds": plain.write(found.plan.forecast.step_seconds)}},
     }  # fmt: skip
     with contextlib.suppress(OSError):  # the record itself is in the output folder
         place.write_text(json.dumps(short)[:4096])

@@ -25,7 +25,6 @@ from contracts import run_record
 from contracts.job_config import EndedError, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import Communication, Loss, Measured, RunLayout, RunRecord, timestamp
-from hardware.gpus import gpu_named
 from hardware.units import GIB
 
 WARM_UP = 2  # first steps allocate and, in a pipeline, agree on shapes: not part of the median
@@ -36,18 +35,6 @@ MEMORY_STEPS = 3
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 EXACT_BYTES, FAST_BYTES = 128 << 10, 32 << 20
 MAX_STEPS = 4096  # steps whose times are kept
-
-
-def flops_per_token(parameters: int, trainable: int, shape: Any, length: float) -> float:
-    """Model FLOPs of one token, forward and backward, causal attention.
-
-    6 per weight that it is multiplied with, 4 where that is frozen: its own gradient is not formed. The embedding,
-    a look-up, is not among them, as in torchtitan's count. Attention: 2 x layers x heads x head_dim x length forward,
-    three times that in all.
-    """
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    attention: float = 6 * shape.num_hidden_layers * shape.num_attention_heads * head_dim * length
-    return float(4 * parameters + 2 * trainable) + attention
 
 
 def rss_bytes() -> int:
@@ -172,8 +159,6 @@ class Recorder:
             restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS") or 0), steps_done=0,
             plan=plan, layout=RunLayout(family=layout.family), notes=list(plan.notes),
         )  # fmt: skip
-        self.ranks = layout.world_size
-        self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = 0  # peak of the fullest rank, once the ranks have exchanged theirs
         self.started = False  # the model is loaded
@@ -270,7 +255,7 @@ class Recorder:
     def exhausted(self, error: str) -> str:
         """Describe the memory when an allocation failed, its forecast, and what to change."""
         where = f"step {len(self.losses) + 1}" if self.started else "loading"
-        due, forecast = self.record.forecast.memory_bytes, "no plan has a forecast of its memory"
+        due, forecast = self.record.plan.forecast.memory_bytes, "no plan has a forecast of its memory"
         if due is not None:
             forecast = f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
         taken = f"{(rss_bytes() - self.baseline_rss) / GIB:.2f} GiB resident besides the program"
@@ -286,12 +271,10 @@ class Recorder:
 
     def measured(self) -> Measured:
         """Return the measurements, with which a forecast is compared."""
-        on_gpu, counted = self.device.type == "cuda", self.counted_steps()
+        counted, due = self.counted_steps(), self.record.plan.forecast
         typical = statistics.median(counted or self.seconds) if self.seconds else None
         rate = self.tokens / len(self.losses) / typical if typical else None
-        gpu = gpu_named(torch.cuda.get_device_name(self.device)) if on_gpu else None
-        peak = gpu.peak_bf16 if gpu and gpu.bf16 else None  # dense, by its data sheet, FLOP/s
-        mfu = rate * self.flops / (peak * self.ranks) if rate and self.flops and peak else None
+        mfu = due.mfu * rate / due.tokens_per_second if rate and due.mfu and due.tokens_per_second else None
         return Measured(
             step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu,
             memory_bytes=max(self.peak_memory(), self.fullest),

@@ -82,7 +82,6 @@ def _make_trainer(
     net, examples = trainer.model, trainer.train_dataset
     lengths = [len(row["input_ids"]) for row in examples.take(1000)]
     mean = sum(lengths) / len(lengths)
-    made.flops = recorder.flops_per_token(*loop.multiplied(net), net.config.get_text_config(), mean)
     trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
     made.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
     made.record.data = {"name": config.dataset_name, "mean_tokens": mean}

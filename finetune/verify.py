@@ -166,7 +166,7 @@ def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
         return []
     host = os.environ.get("NCCL_HOSTID") or os.uname().nodename  # as NCCL's getHostHash, without the boot id
     hosts = len(set(_gather(host)))
-    planned = channels.planned_channels(plan.environment, plan.transport)
+    planned = channels.planned_channels(plan.transport)
     path = channels.log_path(os.environ.get("NCCL_DEBUG_FILE"), os.uname().nodename, os.getpid())
     ranks = _gather(channels.read_log(path, planned, hosts=hosts))
     record.nccl = channels.record(ranks, planned, hosts=hosts)

@@ -52,11 +52,6 @@ class Gpu:
         """Whether the tensor cores support bf16 (compute capability 8.0, Ampere, and newer)."""
         return self.compute_capability is None or self.compute_capability >= (8, 0)
 
-    @property
-    def of_a_rack(self) -> bool:
-        """Whether the NVLink domain spans the hosts of a rack: GPUs on a Grace CPU from Blackwell on."""
-        return self.grace and (self.compute_capability or (0, 0)) >= (10, 0)
-
     def busbw_of(self, gpus: int) -> float | None:
         """Measured all-gather bus bandwidth of `gpus` GPUs in one node, in bytes/s; None if not measured."""
         return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)

@@ -87,20 +87,14 @@ def catalogue() -> tuple[Known, ...]:
     return tuple(row for row in machines() if isinstance(row, Known))
 
 
-@cache
-def recognised() -> tuple[Machine, ...]:
-    """Return the machines that a scan can recognise. If several rows match, the first one is used."""
-    return tuple(row for row in machines() if row.gpu_pattern is not None)
-
-
 def machine_of_host(model: str | None, gpus: int, product: str | None) -> Machine | None:
-    """Return the row that matches a host's GPU model, GPU count and DMI product name; None if none matches."""
-    row = next((row for row in recognised() if model and _matches(row, model, gpus, product)), None)
+    """Return the first row that matches a host's GPU model, GPU count and DMI product name; None if none matches."""
+    row = next((row for row in machines() if model and _matches(row, model, gpus, product)), None)
     return row if row and gpus not in row.other_sizes else None
 
 
 def _matches(row: Machine, model: str, gpus: int, product: str | None) -> bool:
-    if re.search(rf"\b(?:{row.gpu_pattern})", model) is None:
+    if row.gpu_pattern is None or re.search(rf"\b(?:{row.gpu_pattern})", model) is None:
         return False
     if row.product is not None:
         return product is not None and re.search(row.product, product) is not None

@@ -36,7 +36,7 @@ class Forecast:
     dominant: str  # a sentence: "compute-bound: GEMMs are 71 % of the step"
     tokens_per_second: float  # all ranks, without padding
     tokens_per_second_per_rank: float = 0.0
-    mfu: float | None = None  # relative to the data sheet's bf16 peak, as the run computes it; None without such a GPU
+    mfu: float | None = None  # relative to the data sheet's bf16 peak; None without such a GPU
     capacity_bytes: float | None = None
     inputs: tuple[str, ...] = ()  # all inputs: "all_gather 48.1 GB/s: measured", "... derived", "... assumed"
 

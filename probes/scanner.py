@@ -182,8 +182,6 @@ class Scanner:
 
         Setting `stop` soon ends a scan in progress: probes that have not answered yet are `Failed`.
         """
-        if timeout_seconds is not None and timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be greater than 0")
         if not Path(root).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "the host's root is not a folder", root)
         self._root = str(Path(root).resolve())
@@ -203,21 +201,21 @@ class Scanner:
         with self._lock, contextlib.suppress(WorkerError):
             self._start_worker()
 
-    def scan(self) -> Snapshot:
-        """Run every probe. A probe that hangs, crashes or sends invalid data is `Failed`; others are unaffected."""
+    def scan(self, answers: dict[str, dict[str, Json]] | None = None) -> Snapshot:
+        """Run every probe. A probe that hangs, crashes or sends invalid data is `Failed`; others are unaffected.
+
+        The answers of the host are added to `answers`, if given.
+        """
         with self._lock:
             began, self._start_error = time.time(), None
-            outcomes = {probe.name: self._run_probe(probe, {}) for probe in self._probes}
+            outcomes = {probe.name: self._run_probe(probe, answers) for probe in self._probes}
             return Snapshot(hostname=host_name(), taken_at_seconds=began, outcomes=outcomes)
 
-    def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
+    def capture(self) -> tuple[Snapshot, dict[str, Json]]:
         """Run a scan, and record all answers of the host (see probes.wire)."""
-        with self._lock:
-            name, began, self._start_error = host_name(), time.time(), None
-            answers: dict[str, dict[str, Json]] = {}
-            outcomes = {probe.name: self._run_probe(probe, answers, record=True) for probe in self._probes}
-        snapshot = Snapshot(hostname=name, taken_at_seconds=began, outcomes=outcomes)
-        return snapshot, archive({"hostname": name, "time": began}, answers, source)
+        answers: dict[str, dict[str, Json]] = {}
+        snapshot = self.scan(answers)
+        return snapshot, archive({"hostname": snapshot.hostname, "time": snapshot.taken_at_seconds}, answers, "")
 
     @property
     def child_pid(self) -> int | None:
@@ -237,7 +235,7 @@ class Scanner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_probe(self, probe: Source[Any], answers: dict[str, dict[str, Json]], *, record: bool = False) -> Outcome:
+    def _run_probe(self, probe: Source[Any], answers: dict[str, dict[str, Json]] | None) -> Outcome:
         start = time.perf_counter()
         stuck = next(
             (w.process for name, w in self._lingering if name == probe.name and w.process.poll() is None), None
@@ -253,11 +251,12 @@ class Scanner:
         try:
             worker = self._start_worker()
             seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
-            worker.request(probe=probe.name, record=record, begin=begin)
+            worker.request(probe=probe.name, record=answers is not None, begin=begin)
             answer = worker.answer(seconds)
             outcome = outcome_from_json(probe, answer.get("outcome"))
-            for method, answered in answer["answers"].items() if record else ():
-                _merge(answers.setdefault(method, {}), answered)
+            if answers is not None:
+                for method, answered in answer["answers"].items():
+                    _merge(answers.setdefault(method, {}), answered)
             return outcome
         except (WorkerError, OutcomeError) as caught:
             words = self._describe_failure(probe.name, caught, worker.driver_call() if worker else "")

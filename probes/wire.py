@@ -23,11 +23,7 @@ Json = Any
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Json]:
     """Return {"status": "ok", "absent" or "failed", "seconds": ..., and "facts", "why" or "error"}."""
-    if isinstance(outcome, Ok):
-        return {"status": "ok", "seconds": outcome.seconds, "facts": write(outcome.facts)}
-    if isinstance(outcome, Absent):
-        return {"status": "absent", "seconds": outcome.seconds, "why": outcome.why}
-    return {"status": "failed", "seconds": outcome.seconds, "error": outcome.error}
+    return {"status": type(outcome).__name__.lower(), "seconds": outcome.seconds, **write(outcome)}
 
 
 class OutcomeError(ValueError):

@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         if hidden := {mark.name for mark in item.iter_markers()}.intersection(TIERS) - tiers_of(item.path):
-            raise pytest.UsageError(f"{item.nodeid}: its marks {sorted(hidden)} stand nowhere in its file's text")
+            raise pytest.UsageError(f"{item.nodeid}: its marks {sorted(hidden)} are nowhere in its file's text")
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -113,7 +113,7 @@ def forked_ranks() -> Iterator[None]:
 def golden() -> Callable[..., None]:
     """Compare a value with tests/golden/<name>; TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites it.
 
-    With `digest` the file holds the document's SHA-256 alone: long documents that follow from others which are kept
+    With `digest` the file holds the document's SHA-256 alone: long documents that follow from others which are stored
     whole. `make golden-documents OUT=DIR` writes them out, before a change and after it, for diff -r.
     """
 

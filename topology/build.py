@@ -134,7 +134,7 @@ def _build_pairs(
 def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | None) -> Pair:
     count, evidence = links.between(a.index, b.index)
     if count:
-        return joined(a, b, count, evidence, unread=links.unread_between(a.index, b.index))
+        return joined(a, b, count, evidence, unread=max(links.unread(a.index), links.unread(b.index)))
     if count is None and not (_has_no_nvlink(a.model) and _has_no_nvlink(b.model)):
         return Pair(a=a.name, b=b.name, label=UNKNOWN, path=None, evidence=evidence)
     pair = links.pair(a.index, b.index)

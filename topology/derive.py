@@ -61,7 +61,6 @@ def reference_of(node: NodeTopology) -> Machine | None:
     return machine_of_host(models.pop(), len(node.gpus), node.product) if len(models) == 1 else None
 
 
-SYS_RANK = rank("SYS")
 _text = read_texts(__file__, "texts.toml")
 
 
@@ -174,7 +173,7 @@ def _nearest(gpu: str, nics: tuple[NicNode, ...], known: Pairs, undecidable: str
         label=label,
         path=pair.path if pair else path_class(label),
         nics=tied,
-        local=best < SYS_RANK,
+        local=best < rank("SYS"),
         decidable=not undecidable and best < FARTHEST,
         why=why,
     )

@@ -45,26 +45,21 @@ class Trait:
     status: Status  # severity of a difference
     size: float | None = None  # if set, more is better: an increase on the same host is an improvement
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """Key that identifies comparable traits."""
-        return self.subject, self.what
-
 
 def traits(
     snapshot: Snapshot, like: Snapshot | None = None, node: NodeTopology | None = None
 ) -> dict[tuple[str, str], Trait]:
-    """Return every trait of a snapshot by key. GPUs get the names of the GPUs at the same PCI addresses in `like`.
+    """Return every trait of a snapshot by its subject and `what`.
 
-    `node` is the topology, if it is already built. NVML numbers only the GPUs it finds, so if one is missing, later
-    GPUs have other numbers.
+    GPUs get the names of the GPUs at the same PCI addresses in `like`, because NVML numbers only the GPUs it finds: if
+    one is missing, later GPUs have other numbers. `node` is the topology, if it is already built.
     """
     found: dict[tuple[str, str], Trait] = {}
     names = {} if like is None else _map_names(snapshot.facts(GpuFacts), like.facts(GpuFacts))
     of_facts = (traits_of(facts) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)) is not None)
     for trait in chain(_probes(snapshot), *of_facts, _links(build(snapshot) if node is None else node)):
         named = replace(trait, subject=_GPU_NAME.sub(lambda name: names.get(name[0], name[0]), trait.subject))
-        found.setdefault(named.key, named)
+        found.setdefault((named.subject, named.what), named)
     return found
 
 

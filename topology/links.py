@@ -111,10 +111,6 @@ class NvLinks:
             return LINKS_MAX
         return sum(_is_unread(link) for link in gpu.nvlinks)
 
-    def unread_between(self, a: int, b: int) -> int:
-        """Return by how much the link count of a pair may be too low."""
-        return max(self.unread(a), self.unread(b))
-
     def _may_link(self, gpu: Gpu) -> bool:
         """Whether some link of the GPU may lead to a device other than the reported ones."""
         return bool(self.unread(gpu.index) or _count_ending_at(gpu, "nvswitch") or _count_ending_at(gpu, None))

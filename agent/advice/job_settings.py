@@ -405,9 +405,14 @@ def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[st
     seen = [s.reason.evidence for s in advice.settings if s.name == "NCCL_IB_HCA"]
     seen += [note.evidence for note in advice.notes if note.topic == "NCCL_IB_HCA"]
     efa = any(value.startswith("vpc.amazonaws.com/efa: ") for value in resources)
-    planned = {"network": "AWS Libfabric" if efa else "IB", "evidence": next(filter(None, seen), "")}
-    chosen = next((s.value for s in advice.settings if s.name == "NCCL_IB_HCA"), "")
-    if not efa and (why := gdrdma(found, chosen)):
+    named = {setting.name: setting.value for setting in advice.settings}
+    planned = {
+        "network": named.get("NCCL_NET", "AWS Libfabric" if efa else "IB"),
+        "evidence": next(filter(None, seen), ""),
+    }
+    if level := named.get("NCCL_NET_GDR_LEVEL"):  # set where the fabric is known to use it (Slingshot, gIB)
+        planned["gdrdma"] = f"NCCL_NET_GDR_LEVEL={level}"
+    elif not efa and (why := gdrdma(found, named.get("NCCL_IB_HCA", ""))):
         planned["gdrdma"] = why
     return planned
 

@@ -117,7 +117,7 @@ def lint_text(
 
 
 def _checks(
-    reading: Reading, version_in_use: tuple[int, ...] | None, machine: ProbedMachine | None
+    reading: Reading, version_in_use: tuple[int, int, int] | None, machine: ProbedMachine | None
 ) -> Iterator[Finding]:
     """Return the findings of each environment; a finding in several places is returned once with all places."""
     seen: set[tuple[str, Finding]] = set()

@@ -361,7 +361,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     if record.status not in _ENDED_WELL and verdict.state == "fine":
         cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
         return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
-    measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
+    measured, forecast = record.measured.step_seconds, record.plan.forecast.step_seconds
     if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
         times = measured / (forecast.mid or forecast.high)
         sentence = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"

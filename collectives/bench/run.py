@@ -42,26 +42,20 @@ def run(
     Raises processes.BusyError before anything starts if the host is in use. `on_event` gets one dict for each event of
     a local rank: "start", "joined", "progress", "measured", "skipped", "error", "end".
     """
+    from collectives.nccl_log import evidence  # not needed to read results
+
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     cases = spec.cases or tuple(Case(op=op, bytes=size) for op in spec.ops for size in spec.sizes_bytes)
     spec = replace(spec, backend=spec.backend or visible_backend(), cases=cases)
     with processes.lock_host(Path(spec.lock_path) if spec.lock_path else None), processes.run_folder() as directory:
-        return _run_in(directory, spec, on_event or (lambda _event: None), stop)
-
-
-def _run_in(
-    directory: Path, spec: BenchSpec, on_event: Callable[[dict[str, Any]], None], stop: threading.Event | None
-) -> BenchResult:
-    debug = directory / "nccl"
-    debug.mkdir()
-    from collectives.nccl_log import evidence  # not needed to read results
-
-    environment = {**(evidence.environment(debug) if spec.backend == "nccl" else {}), **spec.environment}
-    started, clock = time.time(), time.monotonic()
-    outcome = watch.run_ranks(spec, directory, environment, on_event, stop)
-    seconds = time.monotonic() - clock
-    logs = sorted(path for path in debug.iterdir() if path.is_file())  # one per process; gloo writes none
-    return assemble(spec, outcome, started, seconds, evidence.read_files(logs) if logs else None)
+        debug = directory / "nccl"
+        debug.mkdir()
+        environment = {**(evidence.environment(debug) if spec.backend == "nccl" else {}), **spec.environment}
+        started, clock = time.time(), time.monotonic()
+        outcome = watch.run_ranks(spec, directory, environment, on_event or (lambda _event: None), stop)
+        seconds = time.monotonic() - clock
+        logs = sorted(path for path in debug.iterdir() if path.is_file())  # one per process; gloo writes none
+        return assemble(spec, outcome, started, seconds, evidence.read_files(logs) if logs else None)
 
 
 # The result: bandwidths and problems, from the events of the ranks.

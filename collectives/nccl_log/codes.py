@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from collectives.nccl_log.transport import LogProblem
@@ -92,6 +92,8 @@ def _read_signs() -> tuple[Sign, ...]:
 
 
 SIGNS = _read_signs()
+_DIGITS = b"0123456789"
+_SHAPES = tuple((sign.needle.translate(None, _DIGITS), sign) for sign in SIGNS)
 LOGGING: dict[str, str] = _MESSAGES["logging"]
 HARMLESS = re.compile(_MESSAGES["harmless"].encode())
 WORDS_OF = {name: tuple(_MESSAGES[name]) for name in ("tuning", "set_by_ofi", "bridges", "local")}
@@ -105,12 +107,19 @@ FACT_WORDS, DULL_STARTS = (tuple(text.encode() for text in _MESSAGES[name]) for 
 SEARCHED: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS if sign.own))
 
 
+@lru_cache(maxsize=256)  # a line has at most 16 KiB
+def _signs_in(shape: bytes) -> tuple[Sign, ...]:
+    """Return the signs whose texts a message of this shape, which is the message without digits, may contain."""
+    return tuple(sign for text, sign in _SHAPES if text in shape)
+
+
 def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     """Return the codes that the message indicates, each once, in table order.
 
     ``foreign``: the line may not be NCCL's; only texts that no other library prints count.
     """
-    signs = (sign for sign in SIGNS if sign.needle in message and (sign.own or not foreign))
+    candidates = _signs_in(message.translate(None, _DIGITS))  # lines of one kind differ in their digits
+    signs = (sign for sign in candidates if sign.needle in message and (sign.own or not foreign))
     found = tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))
     causes = any(not CODES[code].symptom and not CODES[code].vague for code in found)
     return tuple(code for code in found if not (causes and CODES[code].symptom))

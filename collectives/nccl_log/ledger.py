@@ -6,7 +6,7 @@ The number of distinct hosts, variables, devices and codes limits the memory, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -68,20 +68,14 @@ def host_name(name: bytes) -> str:
 class Proofs(Firsts[str, list[ProofLine]]):
     """The lines that prove each fact: the first few, and the first of each further host or device."""
 
-    def add(self, fact: str, line: ProofLine) -> None:
-        """Store the line if the fact has few."""
-        self.keep(fact, [])
-        rows = self.get(fact)
-        if rows is None or len(rows) >= MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
-            return
-        if len(rows) < MAX_PROOF_PER_FACT or all(line.origin != other.origin for other in rows):
-            rows.append(line)
-
-    def merge(self, other: Mapping[str, list[ProofLine]]) -> None:
-        """Add the lines of another table."""
-        for fact, rows in other.items():
-            for row in rows:
-                self.add(fact, row)
+    def add(self, key: str, value: list[ProofLine]) -> None:
+        """Store those of the lines for which the fact has room."""
+        super().add(key, [])
+        rows = self.get(key, [])  # a new list if there are too many facts
+        for line in value:
+            is_new = len(rows) < MAX_PROOF_PER_FACT or all(line.origin != other.origin for other in rows)
+            if is_new and len(rows) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
+                rows.append(line)
 
 
 class Ledger:
@@ -240,21 +234,20 @@ class Ledger:
     def prove(self, fact: str, shown: bytes, proves: str = "") -> None:
         """Store the line as proof of the fact if it has few."""
         if len(self.proof.get(fact, ())) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
-            self.proof.add(fact, self._proof_line(shown, proves or fact))
+            self.proof.add(fact, [self._proof_line(shown, proves or fact)])
 
     def record_variable(self, name: str, shown: bytes) -> None:
         """Store the line that shows an environment variable."""
-        if name not in self.variable_lines:
-            self.variable_lines.keep(name, self._proof_line(shown, name))
+        self.variable_lines.add(name, self._proof_line(shown, name))
 
     def blame(self, code: str, shown: bytes) -> None:
         """Count a code, and store its first lines."""
         self.codes.add(code)
-        self.last_lines.keep((code, self.file), self.lines)
+        self.last_lines.add((code, self.file), self.lines)
         if self.writer.host or self.writer.rank is not None:
-            self.code_writers.keep((code, self.writer), None)
+            self.code_writers.add((code, self.writer), None)
         if len(self.code_lines.get(code, ())) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
-            self.code_lines.add(code, self._proof_line(shown, code))
+            self.code_lines.add(code, [self._proof_line(shown, code)])
 
     def _proof_line(self, shown: bytes, proves: str) -> ProofLine:
         return ProofLine(

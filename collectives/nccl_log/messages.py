@@ -31,24 +31,6 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Tally(Counter[Key]):
-    """Counts of keys. Keys beyond the first `most` are not counted."""
-
-    def __init__(self, most: int = 512) -> None:
-        super().__init__()
-        self.most = most
-
-    def add(self, key: Key, times: int = 1) -> None:
-        """Count the key."""
-        if key in self or len(self) < self.most:
-            self[key] += times
-
-    def merge(self, other: Mapping[Key, int]) -> None:
-        """Add the counts of another table."""
-        for key, times in other.items():
-            self.add(key, times)
-
-
 class Firsts(dict[Key, Value]):
     """The first value of each key, for at most `most` keys."""
 
@@ -56,7 +38,7 @@ class Firsts(dict[Key, Value]):
         super().__init__()
         self.most = most
 
-    def keep(self, key: Key, value: Value) -> None:
+    def add(self, key: Key, value: Value) -> None:
         """Store the value, unless the key already has one."""
         if len(self) < self.most:
             self.setdefault(key, value)
@@ -64,16 +46,25 @@ class Firsts(dict[Key, Value]):
     def merge(self, other: Mapping[Key, Value]) -> None:
         """Add the values of another table."""
         for key, value in other.items():
-            self.keep(key, value)
+            self.add(key, value)
 
 
 class Lasts(Firsts[Key, Value]):
     """The last value of each key, for at most `most` keys."""
 
-    def keep(self, key: Key, value: Value) -> None:
+    def add(self, key: Key, value: Value) -> None:
         """Store the value; it replaces an earlier one."""
         if key in self or len(self) < self.most:
             self[key] = value
+
+
+class Tally(Firsts[Key, int], Counter[Key]):
+    """Counts of keys, for at most `most` keys."""
+
+    def add(self, key: Key, value: int = 1) -> None:
+        """Count the key."""
+        if key in self or len(self) < self.most:
+            self[key] += value
 
 
 def merge_attributes(mine: object, theirs: object, names: Iterable[str]) -> None:
@@ -279,14 +270,14 @@ class Facts:
                 self._take_row(row, message, proven)
         if b" set " in message and (match := _TEXTS["environment"].search(message)):
             self.variable = match[1].decode()
-            self.environment.keep(self.variable, match[2][:200].decode("utf-8", "replace"))
+            self.environment.add(self.variable, match[2][:200].decode("utf-8", "replace"))
         if b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
             self._take_ports(match, host)
             proven.append("RDMA devices in use")
         if b"GPU Direct RDMA" in message or b"DMA-BUF" in message:
             self._take_gdr(message, host, proven)
         if b" Pid " in message and (match := _TEXTS["test_rank"].search(message)):
-            self.test_ranks.keep(int(match[1]), match[2].decode("utf-8", "replace"))
+            self.test_ranks.add(int(match[1]), match[2].decode("utf-8", "replace"))
         if b"NVIDIA" in message or b"Tesla" in message or b"GeForce" in message or b" Pid " in message:
             self._take_gpu(message, proven)
         return proven
@@ -314,29 +305,29 @@ class Facts:
     def _take_ports(self, match: re.Match[bytes], host: str) -> None:
         self.counts.add("RDMA devices")
         if match[2]:
-            self.whole_lists.keep(host, None)
+            self.whole_lists.add(host, None)
         position = -1
         for index, port, layer in _TEXTS["port"].findall(match[1])[:128]:
             position = int(index) if index else position + 1
             kind = "IB" if layer == b"IB" else "RoCE"
-            self.ports.keep((host, port.decode()), kind)
-            self.layers.keep((position, kind), None)
+            self.ports.add((host, port.decode()), kind)
+            self.layers.add((position, kind), None)
 
     def _take_gdr(self, message: bytes, host: str, proven: list[str]) -> None:
         if message.startswith(b"DMA-BUF is available on GPU device"):
-            self.gdr_words.keep((host, "usable"), None)
+            self.gdr_words.add((host, "usable"), None)
         elif match := _TEXTS["gdr_hca"].search(message):
             enabled = match["state"].lower() == b"enabled"
             network = (match["network"] or b"IB").decode()
             if network != "Socket":
-                self.gdr_words.keep((host, "usable" if enabled else "refused"), None)
+                self.gdr_words.add((host, "usable" if enabled else "refused"), None)
             if _SPARK_PORT.search(message.decode(errors="replace")):
-                self.gdr_words.keep((host, "on a port named as on DGX Spark"), None)
+                self.gdr_words.add((host, "on a port named as on DGX Spark"), None)
             self.gdr_hca.add((network, enabled))
             proven.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
         elif match := _TEXTS["gdr_path"].search(message):
             key = (match[1] == b"Enabled", int(match[2][:4]), int(match[3][:4]))
-            self.gdr_words.keep((host, "near" if key[0] else "far"), None)
+            self.gdr_words.add((host, "near" if key[0] else "far"), None)
             self.gdr_read_allowed |= key[0] and match[4] == b"1"
             self.gdr_paths.add(key)
             if not key[0]:

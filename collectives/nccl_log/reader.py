@@ -1,24 +1,30 @@
-"""One pass over a log, in blocks, into ledgers.
+"""One pass over a log, in blocks, into ledgers: channels, messages, and text that other programs write between them.
 
 Surface: NCCL and RCCL INFO logs on stdout or from NCCL_DEBUG_FILE, with what launchers, terminals, container runtimes
 and log rotation do to them: gzip, bzip2 and xz, colours (ECMA-48 SGR), HTML and JSON escapes, progress bars that share
 a line by carriage return, many messages in one JSON string. Container logs of Kubernetes split long entries: a part
 that is tagged P continues in the next entry of its stream, until one is tagged F (k8s.io/cri-client, pkg/logs/logs.go).
 
-Most lines repeat each other. A line without any word of the tables is recognised by its shape: the line without digits.
+Channel lines name the transport that joins two ranks. Surface: NCCL src/transport/net.cc, p2p.cc, shm.cc, coll_net.cc
+from 2.4 to 2.32, and RCCL: ``Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0(6)/GDRDMA``. The tags have the order
+``/GDRDMA``, ``(PCI)``, ``/Shared``, ``/flush=``. A line that is cut before its tag proves the transport, but says
+nothing about GPUDirect RDMA.
+
+Most lines repeat each other: a channel line whose end is known is only counted. A line without any word of the tables
+is recognised by its shape: the line without digits.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, Final
 
-from collectives.nccl_log.codes import FACT_WORDS, SEARCHED
-from collectives.nccl_log.ledger import Runs
-from collectives.nccl_log.lines import MAX_SEEN, LineReader
-from contracts.bounded import Stream, utf16
+from collectives.nccl_log.codes import CODES, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, codes_of
+from collectives.nccl_log.ledger import Channel, Ledger, Runs, Writer, host_name
+from collectives.nccl_log.messages import END, STEP, Firsts, Place
+from contracts.bounded import utf16
 from contracts.tables import read_patterns, read_table
 
 BLOCK_BYTES: Final = 1 << 20
@@ -26,7 +32,7 @@ BLOCK_BYTES: Final = 1 << 20
 # A longer line is cut. No NCCL message is near this length, and a file without newlines must not need more memory.
 MAX_LINE_BYTES: Final = 16_384
 
-_TEXTS = read_patterns(__file__, "facts.toml", "reader", str.encode)
+_FORMS = read_patterns(__file__, "facts.toml", "reader", str.encode)
 _ESCAPES = read_table(__file__, "facts.toml")["escapes"]
 _COLOUR_MARKS: Final = tuple(mark.encode() for mark in _ESCAPES["marks"])
 _PLAIN_TEXTS: Final = tuple((escaped.encode(), plain.encode()) for escaped, plain in _ESCAPES["plain"])
@@ -37,6 +43,29 @@ _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04
 WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
 _DIGITS: Final = b"0123456789"
 
+MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; the time of the patterns must be limited
+MOST_PREFIX_BYTES: Final = 300  # of the names of a host and a process, with what a launcher puts before them
+MAX_SEEN: Final = 8_192  # stored texts: ranks repeat each other
+MAX_DULL_BYTES: Final = 400
+TRACEBACK_LINES: Final = 1_000  # other ranks write between a traceback and its exception
+BELOW_EXCEPTION: Final = 3  # lines that may follow the last exception of a log
+CAUSE_LINES: Final = 2  # the text of "Last error:" is below it, perhaps after an empty line
+
+_TEXTS = read_patterns(__file__, "facts.toml", "lines", str.encode)
+_TRACEBACK = b"Traceback (most recent call last)"
+_AT_EXIT = (b", in _run_finalizers", b", in _exitfunc", b", in __del__")
+_CAUSE = b"Last error:"
+_ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
+_INFO = b"NCCL INFO "
+_HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
+# These messages are clear only with the name of their source file, which precedes the header.
+_WITH_FILE = (b"hip", b"Call to bind", b"Call to listen")
+TAG = b"/GDRDMA"
+
+_MOST_HEAD_BYTES = 72  # between "Channel" and "via"
+_MOST_NAME_BYTES = 160  # "ip: 10.100.100.100", or "host : " and a name
+_BELOW = (b"The actor ", b"(local_rank: ", b" exitcode ")  # lines about the process that the line above names
+
 
 class LogFileError(ValueError):
     """The file cannot be read as a log; the message says why, and what helps."""
@@ -45,7 +74,7 @@ class LogFileError(ValueError):
 class _Rest:
     """A stream whose first bytes were already read."""
 
-    def __init__(self, first: bytes, file: Stream) -> None:
+    def __init__(self, first: bytes, file: BinaryIO) -> None:
         self._first, self._file = first, file
 
     def read(self, size: int = BLOCK_BYTES, /) -> bytes:
@@ -57,7 +86,7 @@ class _Rest:
 class Unpacked:
     """A file as it is, or decompressed if its first bytes are those of a compressed file."""
 
-    def __init__(self, file: Stream) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         first = file.read(BLOCK_BYTES)
         for magic, tool, command in _NOT_UNPACKED:
             if first.startswith(magic):
@@ -66,7 +95,7 @@ class Unpacked:
         module = next((module for magic, module in _PACKED.items() if first.startswith(magic)), None)
         self._packed: Any = importlib.import_module(module).open(self._plain) if module else None
 
-    def read(self, size: int, /) -> bytes:
+    def read(self, size: int = BLOCK_BYTES, /) -> bytes:
         """Return the next part; an empty one at the end. Raises LogFileError if the file is damaged."""
         if self._packed is None:
             return self._plain.read(size)
@@ -96,9 +125,9 @@ def split_long(line: bytes) -> list[bytes]:
 def clean(line: bytes) -> list[bytes]:
     """Return the logical lines of one physical line, without colours and escapes."""
     if b"\x1b" in line:
-        line = _TEXTS["escape"].sub(b"", _TEXTS["colour"].sub(b"", line))
+        line = _FORMS["escape"].sub(b"", _FORMS["colour"].sub(b"", line))
     elif any(mark in line for mark in _COLOUR_MARKS):
-        line = _TEXTS["colour"].sub(b"", line)
+        line = _FORMS["colour"].sub(b"", line)
     for escaped, plain in _PLAIN_TEXTS:
         if escaped in line:
             line = line.replace(escaped, plain)
@@ -106,13 +135,27 @@ def clean(line: bytes) -> list[bytes]:
     return [part for part in re.split(rb"[\r\n]+", line) if part] if b"\r" in line or b"\n" in line else [line]
 
 
-class Reader(LineReader):
+class Reader:
     """Reads blocks of lines into the ledgers of the runs that they belong to."""
 
     def __init__(self, runs: Runs | None = None, *, file: str = "") -> None:
-        super().__init__(runs or Runs(), file=file)
-        self._quiet: set[bytes] = set()  # shapes without any word of the tables
+        self.runs = runs or Runs()
+        self.file = file
+        self.ledger = Ledger(file=file)
         self.held: dict[bytes, bytes] = {}  # the parts of an entry that is not complete, by stream
+        self.cut = False  # the current line has no end
+        self._quiet: set[bytes] = set()  # shapes without any word of the tables
+        self._dull: set[bytes] = set()  # messages without a fact or a problem
+        self._writers: Firsts[bytes, Writer] = Firsts(MAX_SEEN)  # by the prefix of a line
+        self._processes: Firsts[str, None] = Firsts(MAX_SEEN)
+        self._ends: Firsts[tuple[str | None, bytes], Channel] = Firsts(MAX_SEEN)  # by direction and text after "via "
+        self._tags_read = 0  # tags of the current line that belong to a channel
+        self._traceback = 0  # number of the line with the start of an open traceback; -1: of one that ends no program
+        self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
+        self._ignored = -2  # number of the line that says that an exception is ignored
+        self._step = b""  # the last step of training that a line reports
+        self._above = (0, b"", b"")  # last line with a host that belongs to the line below: number, end, its label
+        self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def feed(self, block: bytes, *, cut: bool = False) -> None:
         """Read whole lines; the last newline of the block may be missing. `cut`: the log ends inside the last line."""
@@ -144,15 +187,9 @@ class Reader(LineReader):
                 at = text.find(word, end)
         self._quiet |= new
 
-    def finish(self) -> None:
-        """Add what was read to the runs."""
-        for part in self.held.values():
-            self._take_dirty(part, cut=True)
-        super().finish()
-
     def _join_parts(self, line: bytes) -> bytes:
         """Return the whole entry if this line completes it, nothing if it does not."""
-        entry = _TEXTS["entry"].match(line)
+        entry = _FORMS["entry"].match(line)
         if entry is None:
             return line
         start, stream, tag, content = entry.groups()
@@ -167,3 +204,274 @@ class Reader(LineReader):
         for number, part in enumerate(parts, 1):
             self.cut = cut and number == len(parts)
             self.take_line(part)
+
+    def finish(self) -> None:
+        """Add what was read to the runs. An exception at the end of a log ended the program."""
+        for part in self.held.values():
+            self._take_dirty(part, cut=True)
+        end, (number, bare) = self.ledger.lines, self._bare
+        if bare and end <= number + BELOW_EXCEPTION and not codes_of(bare, foreign=True):
+            self.ledger.writer, self.ledger.lines = _writer_of(bare), number
+            self.ledger.blame("python_traceback", bare)
+            self.ledger.lines = end
+        self.runs.lines += end
+        self.runs.add(self.ledger)
+
+    # --- a line
+
+    def is_known(self, line: bytes) -> bool:
+        """Return whether the line says nothing, or is a channel line like an earlier one, which is then counted."""
+        prefix, _, message = line.partition(_INFO)
+        if message.startswith(DULL_STARTS) and b"NCCL" not in message:
+            return True
+        head, via, end = message.rpartition(b"via ")
+        # A longer head contains the message of another writer.
+        if not via or len(head) > _MOST_HEAD_BYTES or not head.startswith(b"Channel "):
+            return False
+        writer, channel = self._writers.get(prefix), self._ends.get((direction_of(head), end))
+        if writer is None or channel is None:
+            return False
+        self.ledger.channels.add((writer.host, channel))
+        self.ledger.facts.channel_places.add(head[8:], writer.host)
+        return True
+
+    def take_line(self, line: bytes) -> None:
+        """Read one line."""
+        has_header = any(header in line for header in _HEADERS)
+        self._tags_read = 0
+        number, above, label = self._above
+        is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
+        above = above if is_below else b""
+        self.ledger.writer = writer = Writer() if has_header else _writer_of(above + line)
+        if writer.host and writer.rank is not None:
+            self.ledger.rank_hosts.add(writer.rank, writer.host)
+        if has_header:
+            self._meet_process(line)
+            self.ledger.began.add(self.file, self.ledger.lines)
+        found = self._channels(line) if b"via " in line else 0
+        if has_header:
+            self._messages(line)
+        elif not found:
+            self._headless(line)
+        if match := _TEXTS["above"].search(line[-_MOST_NAME_BYTES:]):
+            self._above = self.ledger.lines, above + match[0] + b" ", _label_of(line)
+        self.cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self.cause_lines - 1)
+        if TAG in line:
+            # A tag that belongs to no channel of its line was torn from an earlier one.
+            spare = len(_TEXTS["spare_tag"].findall(line)) - self._tags_read
+            if spare > 0 and (has_header or _TEXTS["torn_tag"].match(_TEXTS["launcher"].sub(b"", line))):
+                self.ledger.counts.add("orphan tags", spare)
+
+    # --- processes
+
+    def _meet_process(self, line: bytes) -> None:
+        """Set the writer of the line. A new process after channels were made starts a new part."""
+        mark = _TEXTS["header"].search(line)
+        prefix = line[: mark.start()] if mark else line
+        writer = self._writers.get(prefix) or _writer_in(prefix)
+        if not writer.process:
+            return
+        if writer.process not in self._processes and len(self._processes) < MAX_SEEN:
+            if self.ledger.count_transports():
+                self._begin_part(line)
+            self._processes.add(writer.process, None)
+        if prefix not in self._writers:
+            self.ledger.hosts.add(writer.host)
+            self.ledger.facts.rccl |= b"/hipify/" in prefix
+            if len(prefix) < MOST_PREFIX_BYTES:
+                self._writers.add(prefix, writer)
+        self.ledger.writer = writer
+        if b" Channel " in line:
+            self.ledger.marks.add(writer.process, None)
+        # A process prints device 0 before it has chosen its device.
+        if writer.device.isdigit() and (writer.device != "0" or b" Channel " in line):
+            self.ledger.gpus.add((writer.host, f"device {writer.device}"), writer.process)
+        if b"anks " in line and (init := _TEXTS["init"].search(line)):
+            self._meet_rank(init, writer)
+
+    def _meet_rank(self, init: re.Match[bytes], writer: Writer) -> None:
+        """Record the rank, the GPU and the communicator in a line of communicator set-up."""
+        rank, ranks, named, bus, communicator = (group.decode() if group else "" for group in init.groups())
+        device = named or writer.device
+        if bus:
+            self.ledger.gpus.add((writer.host, bus), writer.process)
+        if communicator:
+            self.ledger.marks.add(communicator, None)
+        place = Place(int(ranks), int(rank), writer.host, bus or f"device {device}", writer.process, device)
+        self.ledger.facts.places.add(place, None)
+
+    def _begin_part(self, line: bytes) -> None:
+        self.runs.add(self.ledger)
+        self.ledger = Ledger(file=self.file, line=self.ledger.lines, text=line)
+        self._dull.clear()
+        self._writers.clear()  # so that the new part counts the hosts of its own lines
+
+    # --- channels
+
+    def _channels(self, text: bytes) -> int:
+        found = list(parse_channels(text, cut=self.cut))
+        via, host = text.find(b"via "), self.ledger.writer.host
+        for channel in found:
+            self.ledger.channels.add((host, channel))
+            self.ledger.prove_channel(channel, text)
+            self.ledger.facts.channel_places.add(text[max(0, via - _MOST_HEAD_BYTES) : via], host)
+            self._tags_read += channel.gdrdma is True
+        if len(found) == 1 and text.count(TAG) == self._tags_read:
+            self._remember_end(text, found[0])
+        return len(found)
+
+    def _remember_end(self, text: bytes, channel: Channel) -> None:
+        end = text[text.find(b"via ") + 4 :]
+        if b" comm 0x" in end and b" nRanks " in end:  # NCCL ends the line with the transport
+            self.ledger.facts.rccl = True
+        if not self.cut and len(end) < 120 and b"NCCL" not in end and text.count(b"via ") == 1:
+            self._ends.add((channel.direction, end), channel)
+
+    # --- messages
+
+    def _messages(self, line: bytes) -> None:
+        marks = list(_TEXTS["header"].finditer(line))
+        before = line[: marks[0].start()] if marks else b""
+        # Another message precedes the first header: NCCL's version, or one of a page that has joined lines.
+        if b"CCL version" in before or len(before) > MOST_PREFIX_BYTES:
+            self._message(before, warn=False, shown=line, foreign=b"NCCL" not in before)
+        for index, mark in enumerate(marks):
+            host = self.ledger.writer.host if index == 0 else _writer_in(line[: mark.start()]).host
+            message = line[mark.end() :]
+            if index + 1 < len(marks):
+                message = _TEXTS["next_prefix"].sub(b"", line[mark.end() : marks[index + 1].start()])
+            warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 prints harmless warnings as ATTN
+            if b" failure " in message or message.startswith(_WITH_FILE):
+                message = b" ".join([*line[: mark.start()].split()[-2:], message])
+            self._message(message, warn=warn, host=host, shown=line)
+
+    def _headless(self, line: bytes) -> None:
+        """Read a line without a header of NCCL."""
+        body = _TEXTS["launcher"].sub(b"", line)
+        if body.startswith(TAG):
+            return
+        self._exception(body, line)
+        before, cause, text = body.partition(_CAUSE)
+        if cause and text.strip():
+            body, self.cause_lines = before + text, 1
+        unclear = _TEXTS["error_level"].search(body) is not None
+        self._message(body, warn=unclear, shown=body, foreign=b"NCCL" not in body and not self.cause_lines)
+
+    def _exception(self, body: bytes, line: bytes) -> None:
+        """A traceback and the exception below it, at the start of a line, prove that a program ended."""
+        if _TRACEBACK in body:  # after other words it is a message about an exception that was caught
+            is_caught = self.ledger.lines <= self._ignored + 2 or not body.startswith(_TRACEBACK)
+            self._traceback = -1 if is_caught else self.ledger.lines
+        elif body.startswith((b"Exception ignored in", b"Exception in thread ")):  # the program continues
+            self._ignored = self.ledger.lines
+        elif self._traceback > 0 and any(place in body for place in _AT_EXIT):
+            self._traceback = -1  # of the clean-up after the end of a program
+        elif self._traceback and _TEXTS["exception"].match(body):
+            is_near = 0 < self._traceback >= self.ledger.lines - TRACEBACK_LINES
+            if is_near and not any(CODES[code].ends for code in codes_of(body, foreign=True)):
+                self.ledger.blame("python_traceback", line)
+            self._traceback = 0
+        elif _TEXTS["bare"].match(body):
+            self._bare = self.ledger.lines, line
+
+    def _message(self, message: bytes, *, warn: bool, shown: bytes, host: str = "", foreign: bool = False) -> None:
+        if message in self._dull or (not warn and message.startswith(DULL_STARTS + _ORDERS)):
+            return
+        ledger = self.ledger
+        message = message[:MAX_MESSAGE_BYTES]
+        facts = ledger.facts.take(message, host)
+        for fact in facts:
+            ledger.prove(fact, shown)
+        if END in facts:
+            ledger.ended.add(self.file, ledger.lines)
+        step = _TEXTS["step"].search(message) if STEP in facts else None
+        if step is not None and step[0] != self._step:  # every rank or node may report the same step
+            self._step = step[0]
+            ledger.steps.add(self.file, (*ledger.steps.get(self.file, (0, 0, 0))[1:], ledger.lines))
+        if ledger.facts.variable:
+            ledger.record_variable(ledger.facts.variable, shown)
+        codes = codes_of(message, foreign=foreign)
+        for code in codes:
+            ledger.blame(code, shown)
+        if warn and not codes and not HARMLESS.search(message):
+            ledger.blame("other_warnings", shown)
+        if not facts and not codes and not warn and len(self._dull) < MAX_SEEN and len(message) < MAX_DULL_BYTES:
+            self._dull.add(message)
+
+
+def _writer_in(prefix: bytes) -> Writer:
+    """Return the process that a prefix of NCCL names: "2026-01-02T03:04:05Z host:pid:tid [0] "."""
+    match = _TEXTS["process"].search(prefix[-MOST_PREFIX_BYTES:])
+    if match is None:
+        return Writer()
+    host = host_name(match[1])
+    return Writer(host, f"{host}:{match[2].decode()}", (match[3] or b"").decode())
+
+
+def _label_of(line: bytes) -> bytes:
+    """Return what launchers put before the line, without times: lines of two writers have different labels."""
+    prefix = _TEXTS["launcher"].match(line)
+    return b" ".join(word for word in prefix[0].split() if word.count(b":") < 2) if prefix else b""
+
+
+def _writer_of(line: bytes) -> Writer:
+    """Return the rank and the host that a line without a header of NCCL names."""
+    found = (_TEXTS[name].search(line[:600]) for name in ("rank", "host"))
+    rank, host = (next(filter(None, match.groups()), b"") if match else b"" for match in found)
+    return Writer(host=host.decode(), rank=int(rank) if rank else None)
+
+
+def parse_channels(line: bytes, *, cut: bool = False) -> Iterator[Channel]:
+    """Parse every channel in a line, because several writers may share it; `cut`: the line has no end."""
+    start = line.find(b"via ")
+    while start >= 0:
+        match = _TEXTS["tail"].match(line, start)
+        if match is not None:
+            head = line[max(0, start - _MOST_HEAD_BYTES) : start]
+            direction = direction_of(head)
+            if direction is not None or _TEXTS["peer"].search(head) or not head.strip(b"> \t*-`"):
+                yield _channel(match, direction, cut=cut and match.end() == len(line))
+        start = line.find(b"via ", start + 4)
+
+
+def direction_of(head: bytes) -> str | None:
+    """Return the direction of the channel that follows this part of a line."""
+    head = head.rstrip()
+    if head.endswith(b"[send]"):
+        return "send"
+    return "receive" if head.endswith(b"[receive]") else None
+
+
+def _channel(match: re.Match[bytes], direction: str | None, *, cut: bool) -> Channel:
+    if match["net"]:
+        gdrdma, torn = _gdrdma_of(match["run"])
+        if cut and not gdrdma:
+            gdrdma, torn = None, True
+        return Channel(
+            transport=f"{match['net'].decode()}/{match['name'].decode()}",
+            direction=direction,
+            gdrdma=gdrdma,
+            device=int(match["dev"][:6]),
+            proxied=match["proxy"] is not None,
+            torn=torn,
+        )
+    if match["shm"]:
+        return Channel(transport="SHM")
+    kind, tags = match["p2p"].decode(), match["p2prun"].decode()
+    if match.string[match.start("p2pglue") :] in (b"/r", b"/re", b"/rea"):
+        return Channel(transport=f"P2P/{kind}{tags}/read")
+    # If another writer's text follows where "/read" may stand, only the family of the transport is proven.
+    torn = bool(match["p2pglue"]) and match["p2pglue"] not in b".)*`" and not tags
+    return Channel(transport=f"P2P/{kind}{tags}", torn=torn)
+
+
+def _gdrdma_of(tags: bytes) -> tuple[bool | None, bool]:
+    """Return whether GPUDirect RDMA is on, and whether the line is torn in its tags."""
+    if not tags or tags in (b".", b")", b"`", b"*", b"**"):
+        return False, False
+    if TAG in tags:
+        return (True, False) if tags.startswith(b"/") else (None, True)
+    if tags.startswith(b"/GD"):  # no other tag starts like this, so a part of "/GDRDMA" is proof
+        return True, True
+    # "/Shared", "/flush=None" or a tag of a later version; anything else is the text of another writer.
+    return (False, False) if _TEXTS["other_tag"].match(tags) else (None, True)

@@ -164,10 +164,12 @@ def from_snapshots(
     # nvidia_peermem requires the peer memory interface of NVIDIA's NIC driver (CUDA's GPUDirect RDMA guide). If the
     # module is loaded, the driver is already installed on the node.
     loaded = [facts is not None and facts.peermem_loaded for node in nodes for facts in (node.facts(PciFacts),)]
+    if host_mofed is None and all(loaded):
+        host_mofed = True
     return NetworkSpec(
         interfaces=tuple(common), ports=tuple(sorted(ports)), infiniband=infiniband, namespace=namespace,
         mtu_bytes=min((mtus[name] for mtus in found for name in common), default=1500),
-        host_mofed=host_mofed if host_mofed is not None else True if all(loaded) else None,
+        host_mofed=host_mofed,
     )  # fmt: skip
 
 

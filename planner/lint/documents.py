@@ -16,7 +16,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
@@ -24,6 +24,7 @@ from planner.lint.script import (
     NAME,
     NAMED,
     OPEN,
+    WORDS,
     Assigned,
     EnvironmentTextError,
     Inner,
@@ -32,10 +33,9 @@ from planner.lint.script import (
     Unread,
     is_judged,
     pattern,
-    words,
 )
 from planner.lint.shell import expand, read_assignment, read_shell
-from planner.lint.values import finding, values
+from planner.lint.values import VALUES, finding
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -43,7 +43,7 @@ _LIMIT_ALIASES = 1000
 _MOST_BRANCHES = 8  # maximum number of texts of one template
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
-_INSTRUCTIONS = words()["documents"]["instructions"]
+_INSTRUCTIONS = WORDS["documents"]["instructions"]
 _ENV_FROM = {"secretRef": "Secret", "configMapRef": "ConfigMap"}
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
@@ -129,7 +129,7 @@ def _compare_replicas(found: Mapping[str, Script]) -> None:
         files = [file for each in others for file in each.files if not file.startswith("Secret ")]
         if not others or files:  # a file may set what is missing
             continue
-        for name in values()["names"]["same_on_all_ranks"]:
+        for name in VALUES["names"]["same_on_all_ranks"]:
             value, its = script.always.get(name, Assigned(name, "0")).value, theirs_by_name.get(name, "")
             # 0 is the default; two values are reported at the Master
             if value not in ("0", its) and OPEN not in value + its and (other == "Worker" or not its):
@@ -217,7 +217,7 @@ class _Walk:
                              for each in (value if isinstance(value, list) else [value])]  # fmt: skip
                     self._at(source).files += [str(each) for each in files if each]
                 self._visit(
-                    value, source if name in words()["documents"]["silent"] else f"{source} {name}", depth + 1, word
+                    value, source if name in WORDS["documents"]["silent"] else f"{source} {name}", depth + 1, word
                 )
 
     def _list(self, node: list[Any], source: str, depth: int, key: str) -> None:
@@ -330,66 +330,53 @@ def title(document: Any) -> str:
     if not isinstance(document, dict):
         return "document"
     metadata = document.get("metadata")
-    name = metadata.get("name") if isinstance(metadata, dict) else document.get("name")
-    kind = document.get("kind")
-    name = name if isinstance(name, str) else None
-    return f"{kind}/{name}" if kind and name else str(kind or name or "document")
+    name = (metadata if isinstance(metadata, dict) else document).get("name")
+    parts = (document.get("kind"), name if isinstance(name, str) else None)
+    return "/".join(str(part) for part in parts if part) or "document"
 
 
 # -- Dockerfiles
-
-
-class _Instruction(NamedTuple):
-    line: int
-    name: str
-    rest: str  # arguments, with continued lines joined and without here-documents
 
 
 def read_dockerfile(text: str) -> Script:
     """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
     script, stage, named = Script(), Settings(), dict[str, Settings]()  # ENV (exported) and ARG
     arguments = stage  # of ARG instructions before the first stage
-    for each in _instructions(text, script):
-        if each.name == "FROM":
-            rest = re.sub(r"\$\{?(\w+)\}?", lambda m: arguments[m[1]].value if m[1] in arguments else m[0], each.rest)
+    for line, instruction, rest in _instructions(text, script):
+        if instruction == "FROM":
+            rest = re.sub(r"\$\{?(\w+)\}?", lambda m: arguments[m[1]].value if m[1] in arguments else m[0], rest)
             words = [word.lower() for word in rest.split() if not word.startswith("--")]
             name = words[2] if len(words) > 2 else str(len(named))
             stage = named[name] = dict(named.get(words[0], {}) if words else stage)
-        elif each.name in ("ENV", "ARG"):
-            _variables(each, stage)
-        elif each.name in ("CMD", "ENTRYPOINT") and NAMED.search(each.rest):
-            script.unread.append(Unread(line=each.line, why=f"a variable in {each.name}"))
-        elif each.name == "RUN":
-            _run(each, stage, script)
+        elif instruction in ("ENV", "ARG"):
+            _set_variables(instruction, rest, line, stage)
+        elif instruction in ("CMD", "ENTRYPOINT") and NAMED.search(rest):
+            script.unread.append(Unread(line=line, why=f"a variable in {instruction}"))
+        elif instruction == "RUN":  # it may write files; variables that it exports do not outlive it
+            command = re.sub(r"^(?:--\w+\S*\s+)+", "", rest)
+            found = read_shell(command + "\n", before=stage.values(), line=line)
+            script.inner += [one for one in found.inner if one.target != "python" or one.text not in command]
+            script.unread += found.unread if NAMED.search(command) else []
     script.always = {name: each for name, each in stage.items() if each.exported}
     return script
 
 
-def _variables(each: _Instruction, stage: Settings) -> None:
+def _set_variables(instruction: str, rest: str, line: int, stage: Settings) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
     before = [one._replace(exported=False) for one in stage.values()]
-    words = _WORD.findall(each.rest)
-    if each.name == "ENV" and words and "=" not in words[0]:
-        name, _, value = each.rest.partition(" ")
+    words = _WORD.findall(rest)
+    if instruction == "ENV" and words and "=" not in words[0]:
+        name, _, value = rest.partition(" ")
         words = [f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"']
     for word in words:
-        found = read_assignment(word, before, each.line) if "=" in word else [Assigned(word, OPEN)]
+        found = read_assignment(word, before, line) if "=" in word else [Assigned(word, OPEN)]
         for one in found:
-            if each.name == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
-                stage[one.name] = one._replace(exported=each.name == "ENV")
+            if instruction == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
+                stage[one.name] = one._replace(exported=instruction == "ENV")
 
 
-def _run(each: _Instruction, stage: Settings, script: Script) -> None:
-    """Take the files that RUN writes. Variables that it exports do not outlive the instruction."""
-    rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
-    found = read_shell(rest + "\n", before=stage.values(), line=each.line)
-    script.inner += [one for one in found.inner if one.target != "python" or one.text not in rest]
-    if NAMED.search(rest):
-        script.unread += found.unread
-
-
-def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
-    """Yield each instruction with its continued lines and here-documents; report other lines as unread."""
+def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str]]:
+    """Yield line, name and arguments of each instruction, without here-documents; report other lines as unread."""
     escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
     end_of_line = rf"{'`' if escape else chr(92) * 2}[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # and comments after it
     pattern = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{end_of_line})*.*))\n?")
@@ -413,4 +400,4 @@ def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
             if NAMED.search(text[at : end.start()]):
                 script.unread.append(Unread(line=line, why="a here-document"))
             line, at, rest = line + text.count("\n", at, end.end()), end.end(), rest.replace(word, "")
-        yield _Instruction(first, name, rest)
+        yield first, name, rest

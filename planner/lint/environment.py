@@ -18,6 +18,7 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.lint.script import JOB_SIZE, NODES, NamedEnvironment, pattern, whole_number
 from planner.lint.values import (
+    VALUES,
     check_kind,
     check_quotes,
     check_value,
@@ -25,7 +26,6 @@ from planner.lint.values import (
     is_quoted,
     other_net,
     strtoll,
-    values,
 )
 from planner.nccl_env import (
     RESERVED,
@@ -35,7 +35,6 @@ from planner.nccl_env import (
     names,
     nearest,
     newest_read,
-    padded,
     platform_of_plugin,
     plugin_of,
     replacement,
@@ -48,11 +47,8 @@ if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine
 
 
-def settings() -> Mapping[str, Any]:
-    """Return the table data/settings.toml: settings that are useless or harmful, alone or together."""
-    return read_table(__file__, "data/settings.toml")
-
-
+SETTINGS: Mapping[str, Any] = read_table(__file__, "data/settings.toml")
+"""Settings that are useless or harmful, alone or together."""
 # Settings that disable a whole transport or algorithm.
 _COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_PXN_DISABLE")
 _ALL_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -74,7 +70,7 @@ class _Case(NamedTuple):
 def lint(
     named: NamedEnvironment,
     *,
-    nccl_version: tuple[int, ...] | None = None,
+    nccl_version: Version | None = None,
     machine: ProbedMachine | None = None,
     nodes: int | None = None,
     gpus: int | None = None,
@@ -103,7 +99,7 @@ def lint(
         "own_net": machine is None and nodes != 1 and not other_net(environment),
     }
     case = _Case(
-        version=padded(nccl_version) if nccl_version is not None else None, machine=machine, named=named,
+        version=nccl_version, machine=machine, named=named,
         plugin=plugin, vendor=platform_of_plugin(environment),
         carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
         places=tuple(name for name, holds in conditions.items() if holds),
@@ -117,7 +113,7 @@ def lint(
         if name in torch_names() or (entry is not None and entry.status == "current"):
             found.append(finding("env.name.unexported", name, raw))
     if "one_gpu" in case.places:
-        environment = {name: environment[name] for name in environment if name not in settings()["one_gpu"]["names"]}
+        environment = {name: environment[name] for name in environment if name not in SETTINGS["one_gpu"]["names"]}
     found += _apply_rules(environment, {*environment, *named.unresolved, *named.also_set}, case.places)
     found += _sockets(environment)
     found += machine.check(environment, case.version) if machine is not None else ()
@@ -132,7 +128,7 @@ def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None
     """Whether aws-ofi-nccl is in use, which sets some variables itself."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
-    logged = source.startswith("log") and any(environment.get(k) in v for k, v in settings()["plugin_values"].items())
+    logged = source.startswith("log") and any(environment.get(k) in v for k, v in SETTINGS["plugin_values"].items())
     efa = machine is not None and machine.efa_count() > 0
     return efa or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
@@ -174,7 +170,7 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
 
 def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
     """Report a variable of the documentation's section Debugging that is still set."""
-    by_plugin = value in settings()["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
+    by_plugin = value in SETTINGS["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
     if case.plugin and by_plugin:
         return
     if name == "NCCL_IB_GID_INDEX" and case.version is not None and case.version >= (2, 21, 0):
@@ -182,9 +178,9 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
             yield finding("env.gid.needless", name, value, version=version_text(case.version))
     elif entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
-    elif "one_gpu" in case.places and name in settings()["one_gpu"]["names"]:
+    elif "one_gpu" in case.places and name in SETTINGS["one_gpu"]["names"]:
         yield finding("env.debug.leftover/one_gpu", name, value)
-    elif "one_node" in case.places and name in settings()["one_node"]["names"]:
+    elif "one_node" in case.places and name in SETTINGS["one_node"]["names"]:
         yield finding("env.debug.leftover/one_node", name, value)
     elif case.vendor is not None:
         yield from _compare_with_vendor(name, value, case.vendor)
@@ -192,7 +188,7 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
         yield finding("env.debug.leftover/pxn", name, value)
     else:
         off = name in _COSTLY and (name in ("NCCL_ALGO", "NCCL_PROTO") or strtoll(value)[0] != 0)
-        effect = settings()["effect"].get(name, "it overrides what NCCL works out by itself")
+        effect = SETTINGS["effect"].get(name, "it overrides what NCCL works out by itself")
         yield finding("env.debug.leftover", name, value, status=Status.WARN if off else Status.INFO, effect=effect)
 
 
@@ -212,10 +208,10 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
     number, whole = strtoll(value)
     if name == "NCCL_P2P_DISABLE" or not value:
         return number == 1
-    if name in values()["level"]["names"]:
-        return value in values()["level"]["known"] or value[0].isdigit()
+    if name in VALUES["level"]["names"]:
+        return value in VALUES["level"]["known"] or value[0].isdigit()
     same = value.upper() == entry.default.upper() or (whole and entry.default == str(number))
-    if same or value in settings()["guards"].get(name, ()):
+    if same or value in SETTINGS["guards"].get(name, ()):
         return False
     return whole or not entry.default.lstrip("-").isdigit()
 
@@ -252,7 +248,7 @@ def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Sequen
 
     `named` are all names that are set, with any value; `places` are the conditions of `where` that hold.
     """
-    for row in settings()["rule"]:
+    for row in SETTINGS["rule"]:
         is_elsewhere = "where" in row and row["where"] not in places
         if is_elsewhere or ("without" in row and any(re.fullmatch(row["without"], each) for each in named)):
             continue

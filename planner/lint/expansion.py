@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from planner.lint.script import OPEN, Assigned, Word, words
+from planner.lint.script import OPEN, WORDS, Assigned, Word
 
 _BASH = Language(tree_sitter_bash.language())
 _MOST_SECONDS = 2.0  # CPU seconds per text: 1 MiB of ordinary script takes 0.5; a hostile text can take quadratic time
@@ -34,7 +34,7 @@ _OPEN_NUMBER = re.compile(rb"\$\(\((?:(?!\)\)|\n).){0,200}\)\)")
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
 _ARRAY = re.compile(r"(?!\".*\*)\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")  # "${NAME[*]}" is one word
 NEXT_ITEM = "\0"  # ends each item in the value of an array
-_EXPANSIONS = words()["shell"]["expansions"]
+_EXPANSIONS = WORDS["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # unquoted, these are split at blanks
 
 

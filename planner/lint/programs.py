@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from contracts.tables import read_table
-from planner.lint.script import CHECKED, NAMED, Assigned, Inner, Word, pattern, words
+from planner.lint.script import NAMED, WORDS, Assigned, Inner, Word, pattern
 
 IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")
 """Prefix of variables that Apptainer's container gets without it."""
 MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
-_NAMES = words()["shell"]
+_NAMES = WORDS["shell"]
 
 
 def name_of(word: Word) -> str:
@@ -103,7 +103,7 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Assigned | Inner]:
         yield Inner(text, runs, line)
     elif pattern("dotted").match(text) or pattern("item_value").search(text):
         yield from _key_paths(words, at)
-    elif before[:1] == "-" and CHECKED.match(text):
+    elif before[:1] == "-" and "=" in text and NAMED.fullmatch(text.partition("=")[0]):
         name, _, value = text.partition("=")
         yield Assigned(name, value, raw.partition("=")[2], line)
     elif name_of(words[0]) in _NAMES["remote"] and re.search(r"\s", text):

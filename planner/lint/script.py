@@ -15,8 +15,6 @@ from planner.nccl_env import with_right_prefix
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 NAMED = re.compile(r"\b(?:(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z][A-Z0-9_]*)")
 """Matches the name of a checked variable anywhere in a text."""
-CHECKED = re.compile(rf"{NAMED.pattern}=")
-"""Matches a setting of a checked variable."""
 SETS = re.compile(r"(?<![\w$.{])(?:TORCH_)?NCCL_[A-Z0-9_]{2,}[\"']?\]?\s*(?:=(?!=)|:\s|,\s*[\"'\w])")
 """Matches text that looks like an assignment of an NCCL variable, in any language."""
 OPEN = "\ue000"
@@ -35,11 +33,11 @@ class EnvironmentTextError(ValueError):
     """The text is not valid in its stated or recognised format, or exceeds a limit."""
 
 
-@cache
-def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
-    """Return the word lists of data/words.toml."""
-    table = read_table(__file__, "data/words.toml")
-    return {part: {name: frozenset(members) for name, members in rows.items()} for part, rows in table.items()}
+WORDS: Mapping[str, Mapping[str, frozenset[str]]] = {
+    part: {name: frozenset(members) for name, members in rows.items()}
+    for part, rows in read_table(__file__, "data/words.toml").items()
+}
+"""Words of commands and documents."""
 
 
 @cache

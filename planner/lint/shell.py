@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from tree_sitter import Node
@@ -33,6 +33,7 @@ from planner.lint.script import (
     NAME,
     NAMED,
     OPEN,
+    WORDS,
     Assigned,
     Inner,
     Script,
@@ -41,7 +42,6 @@ from planner.lint.script import (
     Word,
     is_judged,
     pattern,
-    words,
 )
 
 _MOST_COMMANDS = 20_000  # limit of followed commands; each loop iteration, way and function call counts
@@ -54,7 +54,7 @@ _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
 # The end of the line behind `A=1 B=2`; the grammar joins the next line with such assignments
 _ENDS_LINE = re.compile(rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n")
-_NAMES = words()["shell"]
+_NAMES = WORDS["shell"]
 # Node types of a list of variables, and of a script that only defines functions
 _LIST = {"comment", "variable_assignment", "variable_assignments"}
 _LIBRARY = {"function_definition", "declaration_command", *_LIST}
@@ -120,7 +120,7 @@ class _Reader(Expander):
         self._exported: set[str] = set()  # variables that are exported anywhere
         self._called: set[str] = set()  # functions
         self._calls_any = False  # an unknown command may call each function: `"$@"`, eval, `export -f`
-        self._roots: dict[str, Node | None] = {}
+        self._parse = cache(lambda text: parse(text.encode("utf-8", "replace")))  # once for all ways
         self._commands = self._blocks = 0
         self._active: tuple[str, ...] = ()  # functions on the call stack
         self._arguments = [OPEN]  # of the function that is followed; those of the script are unknown
@@ -196,12 +196,6 @@ class _Reader(Expander):
             return
         with self.during(source=text.encode("utf-8", "replace"), first=line):
             self._follow(root.children)
-
-    def _parse(self, text: str) -> Node | None:
-        """Parse a text once for all ways."""
-        if text not in self._roots:
-            self._roots[text] = parse(text.encode("utf-8", "replace"))
-        return self._roots[text]
 
     def _report(self, line: int, why: str) -> None:
         """Report a line that cannot be followed."""

@@ -132,11 +132,10 @@ def _gpus(text: str) -> int | None:
 
 def why_nothing(text: str, reading: Reading) -> str:
     """Return the error message for a text in which no variable was found."""
-    lines = [number for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)]
+    lines = {number: row for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)}
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
-    rows = text.splitlines()
-    if reading.form != FORMS["other"] and all(rows[number - 1].lstrip().startswith("#") for number in lines):
+    if reading.form != FORMS["other"] and all(row.lstrip().startswith("#") for row in lines.values()):
         return f"NCCL's variables are named only in comments ({listed_lines(lines)}); it was read as: {reading.form}"
     looks = _first(_PATTERNS["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"

@@ -23,17 +23,10 @@ _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 
 
-def values() -> Mapping[str, Any]:
-    """Return the table data/values.toml."""
-    return read_table(__file__, "data/values.toml")
-
-
-def texts() -> Mapping[str, Mapping[str, str]]:
-    """Return the table data/findings.toml: texts of the findings, with fields that the rules fill in."""
-    return read_table(__file__, "data/findings.toml")
-
-
-CODES = tuple(sorted({key.partition("/")[0] for key in texts()}))
+VALUES: Mapping[str, Any] = read_table(__file__, "data/values.toml")
+TEXTS: Mapping[str, Mapping[str, str]] = read_table(__file__, "data/findings.toml")
+"""Texts of the findings, with fields that the rules fill in."""
+CODES = tuple(sorted({key.partition("/")[0] for key in TEXTS}))
 """Every code that lint may return."""
 
 
@@ -44,7 +37,7 @@ def finding(
 
     Its subject is the variable, its first evidence the setting. `status` overrides the status of the row.
     """
-    row = texts()[key]
+    row = TEXTS[key]
     message, remedy = (row[part].format(name=name, value=value, **fields) for part in ("message", "remedy"))
     return Finding(
         code=key.partition("/")[0], status=status or Status(row["status"]), subject=name,
@@ -105,7 +98,7 @@ def other_net(environment: Mapping[str, str]) -> str:
     if re.search(r"ofi|fabric|efa|gib|fastrak|gpudirecttcpx|aws", plugin, re.IGNORECASE):
         return f"NCCL_NET_PLUGIN={plugin}"
     provider = re.split(r"[;,]", environment.get("FI_PROVIDER", ""))[0].strip().lower()
-    is_plugin = bool(provider) and provider not in values()["words"]["tcp"] and provider[0] != "^"
+    is_plugin = bool(provider) and provider not in VALUES["words"]["tcp"] and provider[0] != "^"
     return f"FI_PROVIDER={environment['FI_PROVIDER']}" if is_plugin else ""
 
 
@@ -132,18 +125,18 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         yield finding("env.value.blank", name, value, status=status, ends=where, effect=effect, right=bare)
         value = bare
     if is_quoted(value):
-        off = name in values()["names"]["carries_data"] and strtoll(value.strip(value[0]))[0] != 0
-        ends = off or name in (*values()["zero"], *values()["names"]["bytes"], "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
+        off = name in VALUES["names"]["carries_data"] and strtoll(value.strip(value[0]))[0] != 0
+        ends = off or name in (*VALUES["zero"], *VALUES["names"]["bytes"], "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
         effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
     if name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
         yield finding("env.value.kind/tilde", name, value)
-    elif name in values()["level"]["names"]:
+    elif name in VALUES["level"]["names"]:
         yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
         yield from _algorithms(name, value, version)
-    elif name in values()["text"]:
+    elif name in VALUES["text"]:
         yield from _text(name, value, version)
     elif name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME"):
         yield from _list(name, value)
@@ -153,7 +146,7 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
     """Warn about a value of the wrong kind: an interface instead of a device, a key instead of an index."""
-    row, like = values()["kind"].get(name), values()["like"]
+    row, like = VALUES["kind"].get(name), VALUES["like"]
     number, whole = strtoll(value)
     if name == "NCCL_IB_PKEY" and whole and number >= _MOST_PKEYS:
         yield finding("env.value.kind/key", name, value)
@@ -164,16 +157,15 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
     wrong = [each for each in bare if any(re.fullmatch(like[kind], each) for kind in ("address", row["wrong"]))]
     wrong = [value] if name == "GLOO_SOCKET_IFNAME" and value[:1] in ("^", "=") else wrong
     if wrong:
-        wanted, command = values()[row["names"]]["wanted"], values()[row["names"]]["command"]
+        wanted, command = VALUES[row["names"]]["wanted"], VALUES[row["names"]]["command"]
         yield finding("env.value.kind/names", name, value, wanted=wanted, wrong=", ".join(wrong), command=command)
 
 
 def _effect_of_garbage(name: str, entry: NcclName) -> str:
     """Describe what NCCL does with a value in quotes."""
-    effects = values()["quoted"]
-    if name not in effects and entry.kind == "text":
-        return str(values()["text"].get(name, {}).get("effect", effects["text"]))
-    return str(effects.get(name, effects["number"]))
+    effects = VALUES["quoted"]
+    of_text = VALUES["text"].get(name, {}).get("effect", effects["text"])
+    return str(effects.get(name, of_text if entry.kind == "text" else effects["number"]))
 
 
 def _default(name: str, entry: NcclName) -> str:
@@ -184,53 +176,52 @@ def _default(name: str, entry: NcclName) -> str:
 
 
 def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
-    if not value:
-        yield finding("env.value.ignored/empty", name, value)
-        return
     number, whole = strtoll(value)
     default = _default(name, entry)
-    if name in values()["names"]["bytes"] and (unit := _UNIT.fullmatch(value)):
+    if not value:
+        yield finding("env.value.ignored/empty", name, value)
+    elif name in VALUES["names"]["bytes"] and (unit := _UNIT.fullmatch(value)):
         meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
         yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
     elif not whole:
         yield from _not_a_number(name, value, number, entry)
     elif abs(number) > _LARGEST:
         yield finding("env.value.ignored/large", name, value, default=default)
-    if not whole or abs(number) > _LARGEST:
-        return
-    if re.match(r"\s*[+-]?0[0-9]", value):
-        right = value.strip().lstrip("+-0") or "0"
-        yield finding("env.value.ignored/octal", name, value, number=number, right=right)
-    if name in values()["names"]["flags"] and number not in (0, 1) and str(number) != entry.default:
-        yield finding("env.value.range/flag", name, value)
-    low, high = values()["range"].get(name, (number, number))
-    if not low <= number <= high and str(number) != entry.default and not (number == -1 and entry.default == "auto"):
-        effect = values()["out_of_range"]["NCCL_IB_" if name.startswith("NCCL_IB_") else "other"]
-        yield finding("env.value.range", name, value, low=low, high=high, effect=effect, default=default)
+    else:
+        if re.match(r"\s*[+-]?0[0-9]", value):
+            right = value.strip().lstrip("+-0") or "0"
+            yield finding("env.value.ignored/octal", name, value, number=number, right=right)
+        is_default = str(number) == entry.default or (number == -1 and entry.default == "auto")
+        if name in VALUES["names"]["flags"] and number not in (0, 1) and not is_default:
+            yield finding("env.value.range/flag", name, value)
+        low, high = VALUES["range"].get(name, (number, number))
+        if not low <= number <= high and not is_default:
+            effect = VALUES["out_of_range"]["NCCL_IB_" if name.startswith("NCCL_IB_") else "other"]
+            yield finding("env.value.range", name, value, low=low, high=high, effect=effect, default=default)
 
 
 def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
     """Report a text that is not only a number. NCCL uses the number at its start, or 0; the status depends on it."""
     word = value.strip().lower()
-    wish = " Write 1 if you mean yes." if word in values()["words"]["yes"] else ""
+    wish = " Write 1 if you mean yes." if word in VALUES["words"]["yes"] else ""
     status = Status.WARN
     if name == "NCCL_P2P_DISABLE":
         only = "and only exactly 1 disables peer access: it does nothing"
         effect = "and disables peer access" if number == 1 else only
-    elif entry.default == str(number) or (number == 0 and name in values()["names"]["zero_is_unset"]):
-        status = Status.INFO if word in values()["words"]["no"] else status
+    elif entry.default == str(number) or (number == 0 and name in VALUES["names"]["zero_is_unset"]):
+        status = Status.INFO if word in VALUES["words"]["no"] else status
         effect = "which is the default: it does nothing" if entry.default == str(number) else "as if it were not set"
     elif _INTEGER.match(value):
         status = Status.INFO if _INTEGER.fullmatch(value.rstrip()) else status
         effect = f"instead of {_default(name, entry)}"
-    elif word in values()["words"]["no"]:
+    elif word in VALUES["words"]["no"]:
         status, effect = Status.INFO, "as the word says"
-    elif name in values()["zero"] or name in values()["names"]["bytes"]:
+    elif name in VALUES["zero"] or name in VALUES["names"]["bytes"]:
         status = Status.FAIL
-        effect = f"instead of {_default(name, entry)}: {values()['zero'].get(name, 'buffers of no size carry nothing')}"
-    elif name in values()["names"]["flags"] or name in values()["names"]["carries_data"]:
+        effect = f"instead of {_default(name, entry)}: {VALUES['zero'].get(name, 'buffers of no size carry nothing')}"
+    elif name in VALUES["names"]["flags"] or name in VALUES["names"]["carries_data"]:
         # for a word NCCL reads 0
-        status = Status.FAIL if name in values()["names"]["carries_data"] else status
+        status = Status.FAIL if name in VALUES["names"]["carries_data"] else status
         effect = "which turns off what it names" + (", the opposite of the word" if wish else "")
     else:
         effect = f"instead of {_default(name, entry)}"
@@ -239,7 +230,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
 
 def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     """Check a keyword, a list of keywords, or a text with a pattern. NCCL takes a blank as part of a keyword."""
-    row = values()["text"][name]
+    row = VALUES["text"][name]
     words = [each for each in row.get("words", ()) if each != "ATTN" or not version or version >= _ATTN_SINCE]
     flags, separator, effect = 0 if row.get("exact") else re.IGNORECASE, row.get("separator"), row.get("effect")
     pattern = re.compile(row.get("pattern") or "|".join(map(re.escape, words)), flags)
@@ -261,18 +252,17 @@ def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
 
 
 def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    known, old = values()["level"]["known"], values()["level"]["old"]
+    known, old = VALUES["level"]["known"], VALUES["level"]["old"]
     if value in known:
-        since = tuple(values()["level"]["since"].get(value, ()))
+        since = tuple(VALUES["level"]["since"].get(value, ()))
         if since and version and version < since:
             first, used = version_text(since), version_text(version)
             yield finding("env.value.level/too_new", name, value, since=first, version=used)
-        return
-    if value[:1].isdigit():
+    elif value[:1].isdigit():
         number, _ = strtoll(value)
         yield finding("env.value.level/number", name, value, meant=old[min(number, len(old) - 1)])
-        return
-    yield finding("env.value.level", name, value, known=", ".join(known))
+    else:
+        yield finding("env.value.level", name, value, known=", ".join(known))
 
 
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
@@ -280,8 +270,8 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
 
     All-gather and reduce-scatter work only with Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc).
     """
-    words = values()["words"][name]
-    known, functions = ({each.lower() for each in table} for table in (words, values()["words"]["functions"]))
+    words = VALUES["words"][name]
+    known, functions = ({each.lower() for each in table} for table in (words, VALUES["words"]["functions"]))
     strict = version is None or version >= (2, 24, 0)
     status = Status.FAIL if strict and version is not None else Status.WARN
     unknown, gathers = list[str](), True
@@ -314,7 +304,7 @@ def _list(name: str, value: str) -> Iterator[Finding]:
         return
     sign = value[: len(value) - len(re.sub(r"^\^?=?", "", value))]
     entries = re.split(r"[,;\s]+", value.removeprefix(sign))
-    texts = values()["list"]
+    texts = VALUES["list"]
     wrong = [entry for entry in entries if entry[:1] in ("^", "=") and entry]
     problems = [texts["sign"].format(wrong=", ".join(wrong))] if wrong else []
     problems += [texts["blank"]] if re.search(r"\s", value) else []

@@ -46,16 +46,11 @@ def parse_version(text: str) -> Version:
     release = re.split(r"[+-]|\.post", text.strip().lstrip("v"))[0]
     if not re.fullmatch(r"[0-9]+(\.[0-9]+){0,3}", release):
         raise ValueError(f"NCCL version {text!r}: must look like 2.21.5")
-    return padded(map(int, release.split(".")))
-
-
-def padded(version: Iterable[int]) -> Version:
-    """Pad a release to a tuple of three numbers."""
-    first, second, third, *_ = (*version, 0, 0, 0)
+    first, second, third, *_ = (*map(int, release.split(".")), 0, 0, 0)
     return first, second, third
 
 
-def version_text(version: Version | tuple[int, ...]) -> str:
+def version_text(version: Version) -> str:
     """Format a release as NCCL prints it."""
     return ".".join(str(part) for part in version)
 

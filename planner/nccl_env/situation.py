@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue
-from planner.nccl_env import Platform, Version, padded, platforms
+from planner.nccl_env import Platform, Version, platforms
 from probes.api import F, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -362,7 +362,7 @@ class Situation:
 
 
 def situation(
-    snapshots: Sequence[Snapshot], cluster: ClusterTopology, *, nccl_version: tuple[int, ...] | None = None,
+    snapshots: Sequence[Snapshot], cluster: ClusterTopology, *, nccl_version: Version | None = None,
     multi_node: bool | None = None, ranks_per_node: int | None = None,
 ) -> Situation:  # fmt: skip
     """Join snapshots and topology by host name. Several nodes mean a multi-node job, unless `multi_node` is False.
@@ -373,11 +373,11 @@ def situation(
     nodes = tuple(_list_nodes(snapshots, cluster))
     if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True
-    version = None if nccl_version is None else padded(nccl_version)
     if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
         nodes = tuple(replace(node, sockets=True) for node in nodes)
-    return Situation(nodes=nodes, cluster=cluster, nccl_version=version, multi_node=multi_node,
-                     ranks_per_node=ranks_per_node)  # fmt: skip
+    return Situation(
+        nodes=nodes, cluster=cluster, nccl_version=nccl_version, multi_node=multi_node, ranks_per_node=ranks_per_node
+    )
 
 
 def _offers_rdma(node: NodeView) -> bool:

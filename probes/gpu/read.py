@@ -46,16 +46,13 @@ _C2C_LINK_COUNT = 170  # NVML_FI_DEV_C2C_LINK_COUNT
 # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, _BANK_REMAPPER_HISTOGRAM_NONE, _PENDING_BANK_REMAPPING, _NVLINK_LINK_COUNT
 _RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT = 230, 306, 307, 91
 
+_NAMES: dict[str, dict[str, Any]] = read_table(__file__, "names.toml")
 _Found = dict[str, Any]  # keyword arguments for `Gpu`
-
-
-def _read_names() -> dict[str, dict[str, Any]]:
-    return read_table(__file__, "names.toml")
 
 
 def named(kind: str, number: Any) -> Any:
     """Translate a number of an NVML enumeration with `names.toml`; None if the table does not have it."""
-    return _read_names()[kind].get(str(number)) if isinstance(number, int) else None
+    return _NAMES[kind].get(str(number)) if isinstance(number, int) else None
 
 
 def does_not_apply(error: NvmlError) -> bool:
@@ -257,10 +254,8 @@ def _read_slurm_gpus(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 def _find_off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return Xids at addresses where sysfs shows no device of any driver; nothing if sysfs is not available."""
-    try:
-        present = {name.rpartition(".")[0].lower() for name in host.list_dir(DEVICES)} if xids else set()
-    except OSError:
-        return ()
+    listed = sysfs.attempt(host.list_dir, DEVICES) if xids else None
+    present = {name.rpartition(".")[0].lower() for name in listed or ()}
     return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)
 
 
@@ -274,9 +269,8 @@ def _query_host(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[st
 
 def _read_xids(host: Host) -> dict[str, list[int]] | None:
     """Return Xids by bus id without function, in kernel log order; None if the log cannot be read."""
-    try:
-        lines = host.kernel_log("NVRM: Xid")
-    except OSError:
+    lines = sysfs.attempt(host.kernel_log, "NVRM: Xid")
+    if lines is None:
         return None
     found: dict[str, list[int]] = {}
     for line in lines:
@@ -363,7 +357,7 @@ def _read_faults(nvml: NvmlCalls) -> _Found:
     split, split_later = (flag(mode) for mode in nvml.numbers("nvmlDeviceGetMigMode", 2))
     # All drivers so far answer the older function, but it will be removed.
     mask = nvml.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
-    bits = _read_names()["throttle_bit"].items()
+    bits = _NAMES["throttle_bit"].items()
     return {
         "recovery_action": recovery_action(action),
         "ecc_uncorrected": nvml("nvmlDeviceGetTotalEccErrors", 1, 0),
@@ -569,7 +563,7 @@ def _read_active_link(nvml: NvmlCalls, link: int, version: int | None, errors: d
 def _read_errors(nvml: NvmlCalls, links: list[int]) -> dict[int, dict[str, int]]:
     """Return error counters by link: in one call, or link by link for drivers that require it (before Hopper)."""
     found: dict[int, dict[str, int]] = {}
-    fields = _read_names()["nvlink_error_field"]
+    fields = _NAMES["nvlink_error_field"]
     if links:
         wanted = [(number, link) for link in links for number in fields]
         values = nvml.fields(*(f"{number}:{link}" for number, link in wanted))
@@ -649,7 +643,7 @@ def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
     """
     if not mask:
         return None
-    faults = [name for name, (shift, bad) in _read_names()["fabric_fault"].items() if mask >> shift & 3 == bad]
+    faults = [name for name, (shift, bad) in _NAMES["fabric_fault"].items() if mask >> shift & 3 == bad]
     wrong = mask >> 8 & 0xF
     if wrong > 1:
         faults.append(named("fabric_configuration", wrong) or f"incorrect_configuration_{wrong}")

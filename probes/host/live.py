@@ -13,8 +13,9 @@ import re
 import resource
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from probes.api import host_name
 from probes.host import netlink
@@ -39,8 +40,8 @@ class LiveHost:
 
     def __init__(self, root: str = "/") -> None:
         self._prefix = os.path.realpath(root).rstrip("/")  # "" is the root of this machine
-        self._texts: dict[str, str] | None = None  # path -> content, for the current scan
-        self._places: dict[str, str] | None = None  # path -> resolved path, for the current scan
+        self._texts: dict[str, str] = {}  # path -> content, for the current scan
+        self._places: dict[str, str] = {}  # path -> resolved path, for the current scan
         self._nvml = Nvml()
         self._log: dict[str, deque[str]] = {}  # word -> kernel log lines, including lines since overwritten
 
@@ -56,14 +57,9 @@ class LiveHost:
 
     def read_text(self, path: str) -> str:
         """Return the content of a small file."""
-        if self._texts is None:
-            return self._text(path)
         if path not in self._texts:
-            self._texts[path] = self._text(path)
+            self._texts[path] = self.read_bytes(path, TEXT_LIMIT_BYTES).decode(errors="replace")
         return self._texts[path]
-
-    def _text(self, path: str) -> str:
-        return self.read_bytes(path, TEXT_LIMIT_BYTES).decode(errors="replace")
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """Return the first `limit` bytes of a file; never blocks on a device or a pipe."""
@@ -94,14 +90,14 @@ class LiveHost:
         """Resolve all symbolic links without leaving the root. Raises OSError if a component is missing."""
         if not self._prefix:
             return os.path.realpath(path, strict=True)
-        return self._resolve(path, 0, {} if self._places is None else self._places) or "/"
+        return self._resolve(path, 0) or "/"
 
-    def _resolve(self, path: str, links: int, places: dict[str, str]) -> str:
-        """`places` caches resolved paths: most paths of a scan are in the same few hundred folders."""
-        if path in places:
-            return places[path]
+    def _resolve(self, path: str, links: int) -> str:
+        """Resolve a path with the cache, because most paths of a scan are in the same few hundred folders."""
+        if path in self._places:
+            return self._places[path]
         folder, _, name = path.rpartition("/")
-        above = self._resolve(folder, links, places) if folder else ""
+        above = self._resolve(folder, links) if folder else ""
         if name in ("", "."):
             found = above
         elif name == "..":
@@ -116,8 +112,8 @@ class LiveHost:
             else:
                 if links >= LINKS_FOLLOWED:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-                found = self._resolve(target if target.startswith("/") else f"{above}/{target}", links + 1, places)
-        places[path] = found
+                found = self._resolve(target if target.startswith("/") else f"{above}/{target}", links + 1)
+        self._places[path] = found
         return found
 
     def usable(self, path: str) -> bool:
@@ -191,9 +187,9 @@ class LiveHost:
         """Return the fastest link mode and the priority flow control of a network device."""
         return dict(netlink.ask_port(netdev))
 
-    def verbs(self, what: str, *arguments: int | str) -> Json:
-        """Query libibverbs."""
-        return _ask_verbs(what, *arguments)
+    def verbs(self, what: str, *arguments: Any) -> Json:
+        """Query libibverbs: "version", or "register" (device name, number of bytes)."""
+        return _VERBS[what](*arguments)
 
 
 _READ_ALL, _SIZE_BUFFER = 3, 10  # SYSLOG_ACTION_*; neither changes the log
@@ -224,16 +220,6 @@ def _read_log_lines(word: str) -> tuple[str, ...]:
 _LOCAL_WRITE = 1  # IBV_ACCESS_LOCAL_WRITE; the module of pyverbs' enumerations differs between releases
 
 
-def _ask_verbs(what: str, *arguments: int | str) -> Json:
-    """Query "version", or "register" (device name, number of bytes)."""
-    if what == "version":
-        return _read_version()
-    if what == "register":
-        device, length = arguments
-        return _register_memory(str(device), int(length))
-    raise ValueError(f'verbs answers "version" and "register", not {what!r}')
-
-
 @contextmanager
 def _as_oserror() -> Iterator[None]:
     """Convert pyverbs errors, which carry an errno, to OSError; it is -1 if the kernel has no RDMA support."""
@@ -260,3 +246,6 @@ def _register_memory(device: str, length: int) -> Json:
 
     with _as_oserror(), Context(name=device) as context, PD(context) as domain, MR(domain, length, _LOCAL_WRITE):
         return {"registered_bytes": length, "pid": os.getpid()}
+
+
+_VERBS: dict[str, Callable[..., Json]] = {"version": _read_version, "register": _register_memory}

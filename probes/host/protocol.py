@@ -54,8 +54,8 @@ class Host(Protocol):
     def usable(self, path: str) -> bool:
         """Whether this process has read and write access to the path (a device node)."""
 
-    def statvfs(self, path: str) -> tuple[int, int]:
-        """Return (size, available space) of the filesystem in bytes."""
+    def statvfs(self, path: str) -> tuple[int | None, int | None]:
+        """Return (size, available space) of the filesystem in bytes; None if a recording does not have it."""
 
     def limit(self, name: str) -> tuple[int | None, int | None]:
         """Return (soft, hard) of RLIMIT_<NAME> of this process; None means unlimited."""

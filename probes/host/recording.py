@@ -78,6 +78,13 @@ def _make_query(method: str, kind: Callable[[Any], T]) -> Callable[..., T]:
     return ask
 
 
+def _parse_numbers(answer: Json) -> tuple[int | None, int | None]:
+    """Return two integers or None; a recording may contain anything."""
+    if not isinstance(answer, list) or len(answer) != 2 or not all(type(n) in (int, type(None)) for n in answer):
+        raise OSError(errno.EIO, "the recording holds no two numbers")
+    return answer[0], answer[1]
+
+
 class RecordedHost:
     """Answers from a recording. A query without a recorded answer raises FileNotFoundError."""
 
@@ -99,6 +106,8 @@ class RecordedHost:
     port_link = _make_query("port_link", dict)
     kernel_log = _make_query("kernel_log", tuple)
     verbs = _make_query("verbs", lambda answer: answer)
+    statvfs = _make_query("statvfs", _parse_numbers)
+    limit = _make_query("limit", _parse_numbers)
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """Return the first bytes of a file."""
@@ -111,15 +120,6 @@ class RecordedHost:
             return bool(known[path])
         others = (self._answers.get(m, {}).get(path) for m in ("read_text", "list_dir", "resolve"))
         return any(answer is not None and not _is_error(answer) for answer in others)
-
-    def statvfs(self, path: str) -> tuple[int, int]:
-        """Return (size, available space) in bytes."""
-        size, available = _parse_numbers(self._get_answer("statvfs", path), path)
-        return size or 0, available or 0
-
-    def limit(self, name: str) -> tuple[int | None, int | None]:
-        """Return (soft, hard) of the process that made the recording."""
-        return _parse_numbers(self._get_answer("limit", name), name)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the recording process; empty if it was not recorded."""
@@ -166,13 +166,6 @@ def _unpack(text: str, limit: int) -> bytes:
         return zlib.decompressobj().decompress(base64.b64decode(text), limit)
     except (ValueError, zlib.error) as error:
         raise OSError(errno.EIO, f"bytes in the recording cannot be unpacked: {error}") from None
-
-
-def _parse_numbers(answer: Json, query: str) -> tuple[int | None, int | None]:
-    """Return two integers, or None in place of an invalid one, because a recording may contain anything."""
-    if not isinstance(answer, list) or len(answer) != 2 or not all(type(n) in (int, type(None)) for n in answer):
-        raise OSError(errno.EIO, "the recording holds no two numbers", query)
-    return answer[0], answer[1]
 
 
 def _is_error(answer: Json) -> bool:

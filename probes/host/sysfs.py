@@ -7,8 +7,12 @@ is missing, or reading it returns EINVAL, EOPNOTSUPP or EIO. All of these mean "
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from probes.host.protocol import Host
+
+T = TypeVar("T")
 
 NAME = re.compile(r"(?!\.{1,2}$)[\w.:@+-]{1,128}", re.ASCII)
 """Names from the machine that may become part of a path; they cannot lead out of the folder."""
@@ -20,12 +24,17 @@ _DECIMAL = re.compile(r"-?\d{1,20}", re.ASCII)  # digits of the largest 64-bit n
 _HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 
 
-def text(host: Host, path: str) -> str | None:
-    """Return the file's content, stripped; None if it cannot be read or is empty."""
+def attempt(query: Callable[..., T], *arguments: str | int) -> T | None:
+    """Return the host's answer to a query; None if it refuses or has none."""
     try:
-        return host.read_text(path).strip(" \t\r\n\0") or None
+        return query(*arguments)
     except OSError:
         return None
+
+
+def text(host: Host, path: str) -> str | None:
+    """Return the file's content, stripped; None if it cannot be read or is empty."""
+    return (attempt(host.read_text, path) or "").strip(" \t\r\n\0") or None
 
 
 def number(host: Host, path: str) -> int | None:
@@ -44,37 +53,18 @@ def parse_number(value: str | None) -> int | None:
 
 def names(host: Host, path: str) -> tuple[str, ...]:
     """Return the names in a folder that are safe in a path; empty if the folder cannot be listed."""
-    try:
-        return tuple(name for name in host.list_dir(path) if NAME.fullmatch(name))
-    except OSError:
-        return ()
-
-
-def target(host: Host, path: str) -> str | None:
-    """Return the target of a symbolic link; None if there is none."""
-    try:
-        return host.resolve(path)
-    except OSError:
-        return None
+    return tuple(name for name in attempt(host.list_dir, path) or () if NAME.fullmatch(name))
 
 
 def target_name(host: Host, path: str) -> str | None:
     """Return the last path component of a link's target: the driver of .../driver, the group of .../iommu_group."""
-    found = target(host, path)
+    found = attempt(host.resolve, path)
     return found.rpartition("/")[2] if found else None
 
 
-def usable(host: Host, path: str) -> bool | None:
-    """Whether this process may open a device node; None if that cannot be determined."""
-    try:
-        return host.usable(path)
-    except OSError:
-        return None
-
-
-def bus_id(path: str | None) -> str | None:
-    """Return the last PCI function in a /sys/devices path."""
-    found = [part for part in (path or "").split("/") if BUS_ID.fullmatch(part)]
+def bus_id(host: Host, path: str) -> str | None:
+    """Return the last PCI function in the target of a link, which is in /sys/devices; None if there is none."""
+    found = [part for part in (attempt(host.resolve, path) or "").split("/") if BUS_ID.fullmatch(part)]
     return found[-1] if found else None
 
 

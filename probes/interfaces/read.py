@@ -162,7 +162,7 @@ def _read_interface(
     flags = flags if isinstance(flags, int) else None
     folder = f"{NET}/{name}"
     readable = sysfs.NAME.fullmatch(name) is not None
-    bus_id = sysfs.bus_id(sysfs.target(host, f"{folder}/device")) if readable else None
+    bus_id = sysfs.bus_id(host, f"{folder}/device") if readable else None
     node = sysfs.number(host, f"{DEVICES}/{bus_id}/numa_node") if bus_id else None
     speed = (
         sysfs.number(host, f"{folder}/speed") if readable and kind not in NAMES["speedless"] and name != "lo" else None
@@ -249,7 +249,7 @@ def _map_rdma(host: Host) -> dict[str, str]:
     found: dict[str, str] = {}
     for device in sysfs.names(host, "/sys/class/infiniband"):
         folder = f"/sys/class/infiniband/{device}"
-        address = sysfs.bus_id(sysfs.target(host, f"{folder}/device"))
+        address = sysfs.bus_id(host, f"{folder}/device")
         parent = sysfs.text(host, f"{folder}/parent")
         netdevs = sysfs.names(host, f"{folder}/device/net")
         for key in (*netdevs, *([parent] if parent else []), *([address] if address else [])):
@@ -360,10 +360,7 @@ def neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
     found = {}
     for index, name in indices.items():
         if str(index) in there:
-            try:
-                content = host.read_bytes(f"{LLDP_FOLDER}/{index}", _BYTES_MAX)
-            except OSError:
-                continue
+            content = sysfs.attempt(host.read_bytes, f"{LLDP_FOLDER}/{index}", _BYTES_MAX) or b""
             names = list(dict.fromkeys(filter(None, map(neighbour, frames(content)))))
             if len(names) == 1:  # several names: a hub or bridge is in between, so the neighbour is unknown
                 found[name] = names[0]

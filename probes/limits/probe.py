@@ -30,7 +30,8 @@ class LimitsFacts:
     shm_size_bytes: int | None = None  # /dev/shm
     shm_free_bytes: int | None = None
     hugepages: dict[str, int] | None = None  # "2048kB" -> number
-    cgroup_cpus: float | None = None
+    cgroup_cpus: float | None = None  # if cgroup_known: None means no limit
+    cgroup_known: bool = True
     container: str | None = None  # "kubernetes", "docker", "podman", None
     seccomp: str | None = None
     of_agent: bool = False  # in the container of the resident agent, whose manifest differs from a job's
@@ -93,6 +94,8 @@ def check(facts: LimitsFacts) -> Iterator[Finding]:
     yield from _check_shm(facts)
     if facts.cgroup_cpus and facts.cgroup_cpus < (facts.gpus or 0):  # a rank needs a CPU to launch its kernels
         yield finding(TEXTS, "limits.cpu.quota", facts=facts)
+    elif not facts.cgroup_known and facts.gpus != 0:
+        yield finding(TEXTS, "limits.cpu.quota unknown", facts=facts)
     if facts.container and facts.seccomp == "filter" and facts.sys_nice is False:
         yield finding(TEXTS, "limits.numa_policy.denied", facts=facts)
 

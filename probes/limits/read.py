@@ -6,7 +6,7 @@ Specification: getrlimit(2), proc(5), capabilities(7), cgroups(7); Linux Documen
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from probes.host import sysfs
 from probes.host.protocol import Host
@@ -26,11 +26,12 @@ def read(host: Host) -> LimitsFacts:
     status = sysfs.fields(sysfs.text(host, "/proc/self/status"))
     rights = status.get("CapEff", "")
     capabilities = int(rights, 16) if re.fullmatch(r"[0-9a-fA-F]{1,16}", rights) else None
-    memlock, nofile = _ask_limit(host.limit, "MEMLOCK"), _ask_limit(host.limit, "NOFILE")
-    shm = _ask_limit(host.statvfs, SHM)
+    memlock, nofile = sysfs.attempt(host.limit, "MEMLOCK"), sysfs.attempt(host.limit, "NOFILE")
+    shm = sysfs.attempt(host.statvfs, SHM)
     environment = host.environment()
     of_job = f", Slurm job {environment.get('SLURM_JOB_ID')}" if "SLURM_PROCID" in environment else ""
     where, agent = container(host), of_agent(host)
+    cpus, is_read = _read_cgroup_cpus(host)
     whose = f"{where} container" + (" of the agent" if agent else "") if where else f"no container{of_job}"
     return LimitsFacts(
         whose=f"this process, pid {identity.get('pid')}, uid {uid}, {whose}",
@@ -45,7 +46,8 @@ def read(host: Host) -> LimitsFacts:
         shm_size_bytes=shm[0] if shm else None,
         shm_free_bytes=shm[1] if shm else None,
         hugepages=_read_hugepages(host),
-        cgroup_cpus=_read_cgroup_cpus(host),
+        cgroup_cpus=cpus,
+        cgroup_known=is_read,
         container=where,
         of_agent=agent,
         seccomp=SECCOMP.get(status.get("Seccomp", "")),
@@ -79,17 +81,6 @@ def _explain_slurm_limit(host: Host, environment: Mapping[str, str]) -> str:
     return f"not judged: a Slurm job gets the limit of locked memory of {whose}, by {line} in {path}"
 
 
-_Pair = tuple[int | None, int | None]
-
-
-def _ask_limit(question: Callable[[str], _Pair], name: str) -> _Pair | None:
-    """Return the host's answer; None if there is none."""
-    try:
-        return question(name)
-    except OSError:
-        return None
-
-
 def _read_hugepages(host: Host) -> dict[str, int] | None:
     root = "/sys/kernel/mm/hugepages"
     counts = {
@@ -114,14 +105,18 @@ def _list_cgroup_folders(host: Host) -> list[str]:
     return folders
 
 
-def _read_cgroup_cpus(host: Host) -> float | None:
-    """Return the smallest CPU quota of the cgroup and its parents, in CPUs."""
-    found = []
+def _read_cgroup_cpus(host: Host) -> tuple[float | None, bool]:
+    """Return the smallest CPU quota of the cgroup and its parents, in CPUs, and whether a file of one was there.
+
+    In v2 the root and folders without the controller of CPUs have no quota. They only show the file of controllers.
+    """
+    found, is_read = [], False
     for folder in _list_cgroup_folders(host):
-        first, _, second = (sysfs.text(host, f"{folder}/cpu.max") or "").partition(" ")
-        quota, period = sysfs.parse_number(first), sysfs.parse_number(second)
+        limit = sysfs.text(host, f"{folder}/cpu.max") or ""
+        quota, period = map(sysfs.parse_number, limit.partition(" ")[::2])
         if quota is None and period is None:
             quota, period = (sysfs.number(host, f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
+        is_read = is_read or bool(limit) or quota is not None or host.exists(f"{folder}/cgroup.controllers")
         if quota and period and quota > 0 and period > 0:
             found.append(quota / period)
-    return min(found, default=None)
+    return min(found, default=None), is_read

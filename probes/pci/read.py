@@ -77,7 +77,7 @@ def read_device(host: Host, address: str) -> PciDevice | None:
         return None
     if code >> 8 == NVSWITCH and vendor != NVIDIA:
         return None  # "other bridge" of a chipset
-    path = (sysfs.target(host, folder) or "").split("/")
+    path = (sysfs.attempt(host.resolve, folder) or "").split("/")
     ancestors = [part for part in path[:-1] if sysfs.BUS_ID.fullmatch(part)]
     roots = [part for part in path if _ROOT.fullmatch(part)]
     node = sysfs.number(host, f"{folder}/numa_node")
@@ -112,11 +112,8 @@ def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
 
 
 def _read_config(host: Host, device: PciDevice) -> PciDevice:
-    try:
-        config = host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES)
-    except OSError:
-        return device
-    return replace(device, **parse_config(config))
+    config = sysfs.attempt(host.read_bytes, f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES)
+    return device if config is None else replace(device, **parse_config(config))
 
 
 def _parse_transfers(value: str | None) -> float | None:
@@ -177,12 +174,12 @@ NODES_MAX = 64  # same limit as in the gpu probe
 
 def read_bus(host: Host) -> GpuBus | None:
     """Read the GPUs of the bus from sysfs, for the gpu probe; None without sysfs."""
-    try:
-        addresses = [name for name in host.list_dir(DEVICES) if sysfs.BUS_ID.fullmatch(name)]
-    except OSError:
+    names = sysfs.attempt(host.list_dir, DEVICES)
+    if names is None:
         return None
+    addresses = [name for name in names if sysfs.BUS_ID.fullmatch(name)]
     found = tuple(gpu for address in addresses if (gpu := _read_gpu(host, address)) is not None)[:NODES_MAX]
-    nodes = sum(sysfs.usable(host, f"/dev/nvidia{n}") or False for n in range(len(found)))
+    nodes = sum(sysfs.attempt(host.usable, f"/dev/nvidia{n}") or False for n in range(len(found)))
     visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
     return GpuBus(
         gpus=found, container=container(host) if found else None, nodes=nodes,
@@ -208,7 +205,7 @@ def _read_gpu(host: Host, address: str) -> BusGpu | None:
     match = re.search(r"^Device Minor:\s*(\d{1,3})\s*$", sysfs.text(host, f"{PROC}/{address}/information") or "", re.M)
     minor = int(match[1]) if match else None
     there = None if minor is None else host.exists(f"/dev/nvidia{minor}")
-    usable = bool(sysfs.usable(host, f"/dev/nvidia{minor}")) if there else None
+    usable = bool(sysfs.attempt(host.usable, f"/dev/nvidia{minor}")) if there else None
     return BusGpu(bus_id=address, driver=driver, minor=minor, node_exists=there, node_usable=usable)
 
 

@@ -61,7 +61,7 @@ def _read_device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
         read_port(host, folder, number)
         for number in sorted(int(p) for p in sysfs.names(host, f"{folder}/ports") if re.fullmatch(r"\d{1,3}", p))
     )
-    address = sysfs.bus_id(sysfs.target(host, f"{folder}/device"))
+    address = sysfs.bus_id(host, f"{folder}/device")
     node = sysfs.number(host, f"{folder}/device/numa_node")
     driver = sysfs.target_name(host, f"{folder}/device/driver")
     hca_type = sysfs.text(host, f"{folder}/hca_type")
@@ -81,7 +81,7 @@ def _read_device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
         bond=bond,
         bond_members=_read_members(host, bond),
         uverbs=uverbs,
-        uverbs_usable=sysfs.usable(host, uverbs) if uverbs else None,
+        uverbs_usable=sysfs.attempt(host.usable, uverbs) if uverbs else None,
         driver=driver,
         ports=ports,
     )
@@ -129,7 +129,7 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
     link_layer = sysfs.text(host, f"{folder}/link_layer")
     rate_text = sysfs.text(host, f"{folder}/rate")
     counters = _read_counters(host, folder)
-    link_settings = _read_port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
+    link_settings = (sysfs.attempt(host.port_link, netdev) if netdev and link_layer == "Ethernet" else None) or {}
     fastest, pfc = link_settings.get("speed_max_megabits"), link_settings.get("pfc_mask")
     return RdmaPort(
         port=number,
@@ -151,13 +151,6 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         ecn=_read_ecn(host, netdev, counters),
         traffic_class=_read_traffic_class(host, device_folder, number),
     )
-
-
-def _read_port_link(host: Host, netdev: str) -> dict[str, Json]:
-    try:
-        return host.port_link(netdev)
-    except OSError:
-        return {}
 
 
 def _read_trust(host: Host, device_folder: str, netdev: str | None, link_settings: dict[str, Json]) -> str | None:
@@ -283,9 +276,8 @@ def read_gids(host: Host, folder: str) -> tuple[tuple[Gid, ...], bool]:
 
     Reading the type of an empty entry returns EINVAL, so only types of valid entries are read.
     """
-    try:
-        listed = host.list_dir(f"{folder}/gids")
-    except OSError:
+    listed = sysfs.attempt(host.list_dir, f"{folder}/gids")
+    if listed is None:
         return (), False
     indices = sorted(int(name) for name in listed if name.isascii() and name.isdigit() and len(name) <= 4)
     gids: list[Gid] = []

@@ -63,7 +63,7 @@ class PodHost(RecordedHost):
             self.shm = min(parse_size(size) or 0 for size in (memory["sizeLimit"], limits["memory"]))
 
     def read_text(self, path: str) -> str:
-        """The pod's own files stand above the machine's."""
+        """The pod's own files go before the machine's."""
         if path in self.files:
             return self.files[path]
         if path.startswith("/etc/podinfo/") and not self.host_network:

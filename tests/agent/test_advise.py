@@ -32,7 +32,7 @@ def step(**more) -> float:
 
 
 def shown(*words: object) -> tuple:
-    """The document that `recommend` prints as JSON, and what it says beside it."""
+    """The document that `recommend` prints as JSON, and what it prints on standard error."""
     done = topoflight("recommend", *words, "-o", "json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout), done.stderr
@@ -126,7 +126,7 @@ def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None,
     assert ("NCCL_NET" in topics) is networked
 
 
-def test_a_sweep_goes_over_a_network_of_ones_own() -> None:
+def test_a_sweep_goes_over_a_network_of_the_user() -> None:
     """Several nodes over 10 Gb/s of TCP take longer than over what the machine has; one node has no network."""
     asked = ["--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2"]
     found, _ = shown(*asked, "--network", "10G", "--tcp")

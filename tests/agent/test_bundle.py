@@ -59,7 +59,7 @@ def test_files_are_bounded() -> None:
     assert len(unpack_bundle(pack_bundle({"n": files}))["n"]["state/bench.json"]) == MOST_FILE_BYTES
 
 
-# kubectl on PATH, which answers by the table that its test has written beside it.
+# kubectl on PATH, which answers by the table that its test has written next to it.
 KUBECTL = f"""#!{sys.executable}
 import json, pathlib, sys
 here = pathlib.Path(__file__).parent

@@ -52,7 +52,7 @@ def test_the_build_context_is_what_the_images_copy() -> None:
 
 
 def test_both_images_are_built_from_every_package(tmp_path: Path) -> None:
-    """A package, or a file beside them, that is added to the wheel is added to the images."""
+    """A package, or a file next to the packages, that is added to the wheel is added to the images."""
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     for name in ("agent", "finetune"):
         copied = (IMAGES / f"Containerfile.{name}").read_text()
@@ -92,7 +92,7 @@ def test_what_the_wheel_carries(wheel: Path) -> None:
 
 @pytest.mark.long
 def test_the_wheel_starts_by_name_from_a_file(wheel: Path, tmp_path: Path) -> None:
-    """As `uvx --from FILE topoflight` has it: in an environment of its own, which sees the packages of this one."""
+    """As `uvx --from FILE topoflight` has it: in a separate environment, which sees the packages of this one."""
     venv.create(tmp_path / "own", symlinks=True)
     python = tmp_path / "own/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "-q"]

@@ -13,9 +13,9 @@ from rigs.command import parse
 from rigs.tables import ROOT, each_row
 
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
-BESIDE = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
+ADDITIONS = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
 BENCH = [ROOT / "deploy/bench/job", ROOT / "deploy/bench/openshift", ROOT / "deploy/bench/search"]
-FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, *BENCH]
+FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *ADDITIONS, *BENCH]
 CUSTOM = ("monitoring.coreos.com", "security.openshift.io")
 Document = dict
 
@@ -182,7 +182,7 @@ def test_bench_pods_ask_for_what_they_use_and_meet_by_name() -> None:
 
 @each_row("name", ["openshift", "openshift-host-network"])
 def test_openshift_picks_the_users(name: str) -> None:
-    """restricted-v2 and hostnetwork-v2 refuse a fixed user: neither the overlay nor what goes beside it has one.
+    """restricted-v2 and hostnetwork-v2 refuse a fixed user: neither the overlay nor what is applied with it has one.
 
     Nor have the benchmark's pods, which the overlay's own SCC admits.
     """
@@ -191,10 +191,10 @@ def test_openshift_picks_the_users(name: str) -> None:
     (pod,) = [d["spec"]["template"]["spec"] for d in job if d["kind"] == "Job"]
     assert scc["runAsUser"] == {"type": "MustRunAsRange"} and set(scc["volumes"]) >= {"emptyDir", "downwardAPI"}
     assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == scc["allowedCapabilities"]
-    beside = [d for f in BESIDE for d in render(f)]
-    for document in (*overlay, *job, *beside):
+    additions = [d for f in ADDITIONS for d in render(f)]
+    for document in (*overlay, *job, *additions):
         fixed = re.search("runAs(User|Group)", str(document.get("spec", {}).get("template")))
         assert not fixed, document["metadata"]["name"]
-    here, there = ({(d["kind"], d["metadata"]["name"]) for d in documents} for documents in (beside, overlay))
-    assert not here & there, "what goes beside an overlay brings no second agent"
-    assert {d["metadata"].get("namespace", "topoflight") for d in beside} == {"topoflight"}
+    here, there = ({(d["kind"], d["metadata"]["name"]) for d in documents} for documents in (additions, overlay))
+    assert not here & there, "what is applied with an overlay brings no second agent"
+    assert {d["metadata"].get("namespace", "topoflight") for d in additions} == {"topoflight"}

@@ -34,7 +34,7 @@ n1:10:20 [0] NCCL INFO NCCL_DEBUG set by environment to INFO
 n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
 """
 MATRIX = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV4\t0-7\nGPU1\tNV4\t X \t0-7\n"
-# What a reader puts instead of a word in capitals, and the files that stand in a reader's folder.
+# What a reader puts instead of a word in capitals, and the files that are in a reader's folder.
 WORDS = {
     "CODE": "rdma.port.down", "VERSION": "2.27.7", "NODE": "gpu-01", "DIR": "fleet", "LOG": "nccl.log",
     "A": "A.json", "B": "B.json", "PID": "1", "CLASS": "efs",
@@ -259,7 +259,7 @@ def test_an_example_is_yaml_whose_commands_and_expectations_are_understood(name:
 
 
 def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
-    """What each system's own schema cannot know: files that are written are the files that are kept."""
+    """What each system's own schema cannot know: files that are written are the files that are used."""
     read = {name: yaml.safe_load(path.read_text()) for name, path in EXAMPLES.items()}
     (job,) = read["github-actions"]["jobs"].values()
     gate, keep = job["steps"]

@@ -14,7 +14,7 @@ from agent.checks.history import AT_ONCE
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, explain
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.values import CODES as ENV_CODES, texts
+from planner.lint.values import CODES as ENV_CODES, TEXTS
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_an_entry_is_whole(name: str) -> None:
     if name in LOG_CODES:
         assert told == [LOG_CODES[name].severity]
     elif name in ENV_CODES:
-        assert {text["status"] for key, text in texts().items() if key.partition("/")[0] == name} - {None} <= set(told)
+        assert {text["status"] for key, text in TEXTS.items() if key.partition("/")[0] == name} - {None} <= set(told)
 
 
 def test_files_that_the_guides_of_contributors_name_exist() -> None:
@@ -118,7 +118,7 @@ def test_files_that_the_guides_of_contributors_name_exist() -> None:
 def test_named_codes_exist() -> None:
     """An entry that sends the reader to another code sends it to one that is there."""
     firsts = "|".join(sorted({code.split(".")[0] for code in GATE}))
-    text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as run.json stand in code
+    text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as run.json are in code
     named = set(re.findall(rf"(?<![\w.])(?:{firsts})(?:\.[a-z_0-9]+)+\b", text))
     assert named - sections().keys() == set()
     assert "limits.memlock.low" in named

@@ -31,7 +31,7 @@ AS_PROCESSES = (("evidence", 0), ("evidence", 2), ("evidence", 3))  # the quicke
 
 
 def filled(row: dict, **places: Path) -> tuple[list[str], str]:
-    """The words of a row, and what stands on its standard input."""
+    """The words of a row, and what is on its standard input."""
     words = shlex.split(row.get("words", ""))
     for name, place in {**MACHINES, **places}.items():
         words = [

@@ -36,7 +36,7 @@ def preflight(*words: object) -> Result:
 
 
 def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path):
-    """By a report of the sick machine and of the good one, and by what --save kept."""
+    """By a report of the sick machine and of the good one, and by what --save wrote."""
     sick, good, saved = (tmp_path / name for name in ("sick", "good", "saved.json"))
     assert preflight("--host", SICK, "-o", f"json={sick}", "--save", saved).exit_code == 3
     table = tmp_path / "table"

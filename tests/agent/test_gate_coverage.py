@@ -214,7 +214,7 @@ def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> Non
     assert departures(off_the_bus(H100, 7, container="kubernetes")) == ["warn"]
     assert departures(off_the_bus(H100, 7, hypervisor="KVM")) == ["warn"]
     seen = changed(snapshot(), GpuFacts, gpus=facts(GpuFacts).gpus[:7], pairs=())
-    assert departures(seen) == ["warn"], "the bus shows eight: a GPU that NVML leaves out has a finding of its own"
+    assert departures(seen) == ["warn"], "the bus shows eight: a GPU that NVML leaves out has its own finding"
 
 
 @each_row(("container", "agent", "given", "required"), rows("uverbs"))

@@ -50,8 +50,8 @@ def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without
     """By the first letters of scans (sound, down, or blind: its probe failed) and of the verdicts after each."""
     views = {"s": build_view((tray,)), "d": build_view((port_down(tray),)),
              "b": build_view((with_outcomes(tray, rdma=Absent(why="not read")),))}  # fmt: skip
-    kept = History()
-    shown = [kept.update(at(views[scan], STEP * i)) for i, scan in enumerate(scans)]
+    tracker = History()
+    shown = [tracker.update(at(views[scan], STEP * i)) for i, scan in enumerate(scans)]
     assert "".join(view.verdict.word[0] for view in shown) == words
     assert ["rdma.port.down" in raised(view) for view in shown] == [word == "f" for word in words]
     told = [event.kind for event in shown[-1].events if event.code == "rdma.port.down"]
@@ -73,11 +73,11 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     wrong = []
     for name, found, wanted, stays in rows:
         first = build_view((tray,), expected=both)
-        kept = History()
-        shown = [kept.update(at(first, STEP * i)) for i in range(2)]
+        tracker = History()
+        shown = [tracker.update(at(first, STEP * i)) for i in range(2)]
         assert "expect.node.unmet" in raised(shown[-1])
         later = build_view((found,), expected=wanted)
-        after = [kept.update(at(later, STEP * (2 + i))) for i in range(history.SCANS_TO_CLEAR)]
+        after = [tracker.update(at(later, STEP * (2 + i))) for i in range(history.SCANS_TO_CLEAR)]
         held = ["expect.node.unmet" in raised(view) for view in after]
         if held != [True, True, stays]:
             wrong.append((name, held))
@@ -88,11 +88,11 @@ def test_since_when_and_after_what(tray: Snapshot) -> None:
     """The words of the page, and the metric."""
     sound, sick = build_view((tray,)), build_view((port_down(tray),))
     newer = build_view((changed(port_down(tray), GpuFacts, driver_version="580.65.06"),))
-    kept = History()
+    tracker = History()
     for i, view in enumerate([sound, sound, sick, sick, sound, sound, sound, sound, sick, sick, *[sound] * 3]):
-        kept.update(at(view, STEP * i))
+        tracker.update(at(view, STEP * i))
     late = STEP * 13
-    shown = [kept.update(at(newer, late + STEP * i)) for i in range(14)]
+    shown = [tracker.update(at(newer, late + STEP * i)) for i in range(14)]
     assert "rdma.port.down" in raised(shown[-1]) and "rdma.port.down" not in raised(shown[2])
     began = history.clock(START + late)
     words = f"rdma.port.down on mlx5_2:1: since {began}, after driver 570.124.06 -> 580.65.06 ({began})"
@@ -113,7 +113,7 @@ def changes_of(view: View) -> dict[str, float]:
 def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None:
     """Versions at the scan that shows them, hardware once it persists; nothing on a node that starts, or is sick."""
     rdma = facts(RdmaFacts, tray)
-    kept = History()
+    tracker = History()
     one = changed(tray, HostinfoFacts, kernel="6.99.0")
     new = tuple(replace(each, firmware="99.1.1") if each.name == "mlx5_1" else each for each in rdma.devices)
     two = changed(one, RdmaFacts, devices=new)
@@ -121,7 +121,7 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
     four = changed(three, GpuFacts, driver_version="580.65.06")
     five = changed(four, GpuFacts, driver_version="580.82.07")
     steps = [tray, tray, port_down(tray), port_down(tray), one, two, three, three, four, five]
-    seen = [kept.update(at(build_view((each,)), STEP * i)) for i, each in enumerate(steps)]
+    seen = [tracker.update(at(build_view((each,)), STEP * i)) for i, each in enumerate(steps)]
     shown = [changes_of(view) for view in seen]
     assert "mlx5_0 missing" in [event.text for event in seen[-1].events]
     when = [float(int(START + STEP * i)) for i in range(len(steps))]
@@ -136,14 +136,14 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
 def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None:
     """An agent that starts before the driver does sees GPUs later: nobody put them in."""
     mute = with_outcomes(tray, **{silent: Absent(why="no driver")})
-    kept = History()
-    shown = [kept.update(at(build_view((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
+    tracker = History()
+    shown = [tracker.update(at(build_view((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
     assert any(event.text.startswith(f"probe {silent}") for event in shown[-1].events)
     assert "hardware" not in changes_of(shown[-1])
-    kept, lost = History(), changed(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
+    tracker, lost = History(), changed(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
     for start, found in ((0.0, build_view((tray,))), (100.0, build_view((lost,))), (200.0, build_view((tray,)))):
         for i in range(20):
-            view = kept.update(at(found, STEP * (start + i)))
+            view = tracker.update(at(found, STEP * (start + i)))
     assert changes_of(view) == {}, "a driver that stops and answers again: no GPU has gone or come"
 
 
@@ -199,11 +199,11 @@ def test_a_reboot_raises_nothing_and_a_fault_after_it_is_named_within_two_scans(
 
 def test_a_fault_of_boot_that_stays_is_named_when_the_host_has_settled(tray: Snapshot) -> None:
     views, uptime = phases(tray), [0.0]
-    kept = History(lambda: uptime[0])
+    tracker = History(lambda: uptime[0])
     first = None
     for i in range(20):
         uptime[0] = 60.0 + STEP * i
-        if "gpu.fabric.incomplete" in raised(kept.update(at(views["training"], STEP * i))):
+        if "gpu.fabric.incomplete" in raised(tracker.update(at(views["training"], STEP * i))):
             first = uptime[0]
             break
     assert first == history.SETTLING_SECONDS
@@ -276,15 +276,15 @@ def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
 
 
 @each_row("interval", [1.0, 15.0, 60.0, 300.0])
-def test_few_scans_are_kept_however_often_one_is_made(interval: float) -> None:
+def test_few_scans_are_stored_however_often_one_is_made(interval: float) -> None:
     """And the oldest is at least a minute old once there is one."""
     past = Past()
     for scan in range(200):
         past.add((gpus(gpu={}, at=interval * scan),))
-    kept = past.snapshots
+    stored = past.snapshots
     assert len(past._kept) <= 8
-    assert interval * 200 - kept[0].taken_at_seconds >= min(60.0, interval)
-    assert kept[0].taken_at_seconds >= interval * 199 - max(90.0, interval)
+    assert interval * 200 - stored[0].taken_at_seconds >= min(60.0, interval)
+    assert stored[0].taken_at_seconds >= interval * 199 - max(90.0, interval)
 
 
 def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:

@@ -205,17 +205,17 @@ def test_readiness_outlasts_a_jump_of_the_clock(client: TestClient, monkeypatch:
 
 def test_readiness_does_not_wait_for_a_scan_that_failed() -> None:
     """Its error is the answer, and the agent continues to scan."""
-    mended = threading.Event()
+    repaired = threading.Event()
 
     def failing():
-        if not mended.is_set():
+        if not repaired.is_set():
             raise RuntimeError("driver gone")
         return (snapshot(),)
 
     with scanning(failing, every=0.05) as running:
         eventually(lambda: "driver gone" in running.get("/readyz").text, "the scan has failed")
         assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS}").status_code == 503
-        mended.set()
+        repaired.set()
         ready(running)
 
 

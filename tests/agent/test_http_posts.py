@@ -1,4 +1,4 @@
-"""POST /runs: who may, what is taken, kept and shown."""
+"""POST /runs: who may, what is accepted, stored and shown."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     assert len(stored_runs(folder)) == 1
 
 
-def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
+def test_the_same_record_twice_is_stored_once(http: TestClient, folder: Path) -> None:
     """A job that got no answer sends again; another record of the same start replaces nothing."""
     stored, again = (201, {"created": True}), (200, {"created": False})
     assert [(one.status_code, one.json()) for one in (posted(http) for _ in range(3))] == [stored, again, again]
@@ -81,7 +81,7 @@ def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> N
     assert len(stored_runs(folder)) == 1
 
 
-def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
+def test_only_the_newest_are_stored(tokens: Tokens, folder: Path) -> None:
     """The new one is, also where the clock was set back and the others' names look newer."""
     for number in range(result_store.STORED_RUNS + 5):
         result_store.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
@@ -117,7 +117,7 @@ def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, ca
     ],
 )  # fmt: skip
 def test_a_wrong_record_is_refused_and_what_is_wrong_named(tokens, folder, change, named):
-    """A problem document, and nothing is kept."""
+    """A problem document, and nothing is stored."""
     http = agent(MACHINE, folder, tokens=tokens)
     answer = posted(http, **change)
     assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
@@ -159,7 +159,7 @@ def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
-    """Version and number of steps are those of the job and of what is kept."""
+    """Version and number of steps are those of the job and of what is stored."""
     from finetune.recorder import MAX_STEPS  # and with it torch
 
     shown = PostedRecord.model_json_schema()["properties"]
@@ -187,7 +187,7 @@ def spec(**more) -> manifests.JobSpec:
 
 @each_row("api_name", manifests.APIS)
 def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
-    """URL, token file and the volume that the file is in; none of them without the option, nor beside the gate."""
+    """URL, token file and the volume that the file is in; none of them without the option, nor in the gate."""
     plain, told = (manifests.render(manifests.APIS[api_name](spec(preflight_image="g", **more)))
                    for more in ({}, {"agent": AGENT}))  # fmt: skip
     assert "TOPOFLIGHT_AGENT" not in plain
@@ -212,7 +212,7 @@ def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
     """Temporary files that nobody writes any more; not one that is being written, and no record."""
     (folder / "runs").mkdir()
     for path in (folder, folder / "runs"):
-        for name in (".bench.json.a1b2c3d4", "kept.json"):
+        for name in (".bench.json.a1b2c3d4", "stored.json"):
             (path / name).write_text("{}")
             os.utime(path / name, (0, 0))
     (folder / "runs" / ".new.json.x").write_text("{")
@@ -220,7 +220,7 @@ def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
     state.start()
     state.stop()
     left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json*"))
-    assert left == ["kept.json", "runs/.new.json.x", "runs/kept.json"]
+    assert left == ["runs/.new.json.x", "runs/stored.json", "stored.json"]
 
 
 def test_what_is_held_in_memory_is_bounded_in_bytes(tokens, folder, monkeypatch):

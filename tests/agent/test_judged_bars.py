@@ -250,10 +250,10 @@ def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
 
 
 def test_a_stopped_measurement_fails_a_preflight_and_is_unknown_to_an_agent() -> None:
-    """A preflight that was to measure, and was stopped, fails; what an agent kept from before stays unknown."""
+    """A preflight that was to measure, and was stopped, fails; what an agent has from before stays unknown."""
     seen = with_bench(view("cpu-only-vm"), CUT)
-    kept = {check.code: check.status for check in seen.checks}
-    assert kept["bench.run.incomplete"] == "unknown"
+    statuses = {check.code: check.status for check in seen.checks}
+    assert statuses["bench.run.incomplete"] == "unknown"
     now = must_be_measured(seen.checks)
     assert {check.code: check.status for check in now}["bench.run.incomplete"] == "fail"
     assert judge(now, fail_on="fail").exit_code == EXIT_FAILED

@@ -189,8 +189,8 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
 
 RECORD: dict = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
 # What torchrun (torch 2.13.0) writes where rank 1 of 2 was killed, from its last twelve lines.
-STRUCK = Path(__file__).with_name("torchrun_killed.log").read_text(encoding="utf-8")
-FATE = "rank 1 was ended by SIGKILL; run the same command again to resume from the last checkpoint, if one was saved"
+TORCHRUN_LOG = Path(__file__).with_name("torchrun_killed.log").read_text(encoding="utf-8")
+ENDING = "rank 1 was ended by SIGKILL; run the same command again to resume from the last checkpoint, if one was saved"
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def ended(folder: Path, code: int = 1, **changed) -> RunRecord:
     """The record after torchrun has ended because a rank was struck."""
     path = folder / "run.json"
     path.write_text(json.dumps({**RECORD, **changed}))
-    done = launched(folder, code, STRUCK)
+    done = launched(folder, code, TORCHRUN_LOG)
     record = record_of(path, done, path.stat().st_mtime)
     assert record is not None
     return record
@@ -215,7 +215,7 @@ def ended(folder: Path, code: int = 1, **changed) -> RunRecord:
 def test_the_launcher_reports_the_end_of_a_killed_job(tmp_path: Path, posted: list[Asked]) -> None:
     """In run.json and to the agent, which accepts it; the record still has its last step."""
     record = ended(tmp_path)
-    expected = {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record.ended_at}
+    expected = {**RECORD, "status": "failed", "exit_code": 1, "reason": ENDING, "ended_at": record.ended_at}
     assert record == run_record.record_of(expected)
     assert record.ended_at
     assert run_record.read(tmp_path / "run.json") == record
@@ -267,7 +267,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     assert plan.transport.get("network") == network
     assert evidence in plan.transport.get("evidence", "")
     assert bool(plan.transport) is (network is not None)
-    planned = channels.planned_channels(plan.environment, plan.transport)
+    planned = channels.planned_channels(plan.transport)
     assert planned.meets("Socket") is (network is None)
     assert (near is None) is (plan.transport.get("gdrdma") is None) is not bool(planned.gdrdma)
     assert near is None or near in plan.transport["gdrdma"]

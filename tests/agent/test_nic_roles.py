@@ -77,25 +77,25 @@ def test_a_missing_hca_is_said_to_be_missing() -> None:
 
 
 def test_one_hca_for_a_part_of_the_gpus_is_no_rail_of_another() -> None:
-    """A server with three cards, two of them beside the only HCA: nothing is missing beside the third."""
+    """A server with three cards, two of them next to the only HCA: nothing is missing next to the third."""
     node = recorded.snapshot("l40s-4x-pcie")
     three = node.with_facts(GpuFacts, lambda facts: replace(facts, gpus=facts.gpus[:3], pairs=(), bus=None))
     assert [(check.status, check.code) for check in bad(three)] == [("warn", "topology.gpu_nic.far")]
 
 
 def test_functions_of_the_host_that_a_pod_cannot_open_are_not_its_own() -> None:
-    """Virtual functions of a pod, beside the physical ones that sysfs shows: only the first are near a GPU."""
+    """Virtual functions of a pod, in addition to the physical ones that sysfs shows: only the first are near a GPU."""
     pod = snapshot("sriov-pod")
     own = recorded.facts(RdmaFacts, pod).devices
     hosts = tuple(replace(
         each, name=f"mlx5_{n}", bus_id=(each.bus_id or "")[:-1] + "0", uverbs=None, uverbs_usable=None, is_vf=False,
         ports=tuple(replace(port, netdev_mtu_bytes=1500) for port in each.ports))
         for n, each in enumerate(own))  # fmt: skip
-    beside = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(*hosts, *own)))
-    assert bad(beside) == bad(pod)
-    node = build_view((beside,)).topologies[0]
+    both = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(*hosts, *own)))
+    assert bad(both) == bad(pod)
+    node = build_view((both,)).topologies[0]
     assert node.nearest_nic == build_view((pod,)).topologies[0].nearest_nic
-    (expected,) = check_expectations(expectation(("hcas=9",), None), (), "n", (beside, node))
+    (expected,) = check_expectations(expectation(("hcas=9",), None), (), "n", (both, node))
     assert "8 RDMA devices" in expected.message, "nor do they count"
     two = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(
         *own[:2], *(replace(each, uverbs=None, uverbs_usable=None) for each in own[2:]))))  # fmt: skip

@@ -135,7 +135,7 @@ def test_the_node_with_two_links_fewer_differs_from_its_peers() -> None:
 
 def test_a_large_cluster_keeps_the_page_readable() -> None:
     """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
-    many = [record_of(NAMES[0])] * pages.ROWS  # each with links of its own, so that no two share a line
+    many = [record_of(NAMES[0])] * pages.ROWS  # each with other links, so that no two share a line
     held = published(
         *(replace(one, name=f"node-{n:04}", links=f"NV{n}") for n, one in enumerate(many)),
         record_of(NAMES[2], "zz-sick"),

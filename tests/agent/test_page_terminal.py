@@ -38,7 +38,7 @@ def test_every_machine_fits_80_columns(name: str) -> None:
 
 
 def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
-    """Unknown is no pass, neither beside a failed node nor beside a good one."""
+    """Unknown is no pass, neither next to a failed node nor next to a good one."""
     checks = [
         Finding(code="a.b", node="n2", status=Status.UNKNOWN, required=True, message="silent"),
         Finding(code="a.c", node="n3", status=Status.UNKNOWN, message="not measured"),
@@ -122,7 +122,7 @@ def test_golden_texts(folder, golden):
 
 
 def test_channels_are_counted_for_each_host_of_several(tmp_path: Path) -> None:
-    """Hosts with as many share a line; the counts add up to those of all, and one host alone has no line of its own."""
+    """Hosts with as many share a line; the counts add up to those of all, and one host alone has no separate line."""
     two = [line.replace("gpu-a", "gpu-b") for line in LOG_LINES[2:]]
     rows = {
         "gpu-a, gpu-b: 2 via NET/IB, 0 with GPUDirect RDMA each": two,

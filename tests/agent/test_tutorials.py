@@ -2,7 +2,7 @@
 
 A `yaml` or `text` block that begins with `# NAME` is a file that the reader saves. In a `console` block `topoflight` is
 run, over the stand-in API server where it asks a cluster; a manifest that `kubectl` or `oc` applies is validated. What
-is left is in tutorials.yaml, with the reason. A block's output is what was printed, less what `…` stands for.
+is left is in tutorials.yaml, with the reason. A block's output is what was printed, less what `…` replaces.
 """
 
 import os
@@ -39,7 +39,7 @@ CORE = re.compile(r"v1$|apps/|batch/|rbac\.|networking\.k8s|apiextensions|schedu
 
 @dataclass
 class Reader:
-    """Who follows a page in a folder of their own."""
+    """A reader who follows a page, in a folder of the test."""
 
     page: str
     folder: Path
@@ -124,7 +124,7 @@ def commands(block: str) -> list[tuple[str, list[str]]]:
 
 
 def matches(shown: list[str], printed: list[str]) -> bool:
-    """Whether the lines are what was printed; a line `…` stands for any lines, `…` in a line for any text."""
+    """Whether the lines are what was printed; a line `…` matches any lines, `…` in a line for any text."""
     parts = [".*" if line.strip() == "…" else ".*".join(re.escape(p) for p in line.split("…")) for line in shown]
     parts = [re.sub(r"(?<=\.\*\\ )m?s\b", "m?s", part) for part in parts]  # a busy machine takes seconds
     pattern = "\n".join(

@@ -107,7 +107,7 @@ def ended(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def run_pods(folder: Path, wrapped_job: Path, binaries: Path) -> None:
-    """Both pods' own command with the environment of the wrapped manifest, and what the operator sets beside it."""
+    """Both pods' own command with the environment of the wrapped manifest, and with what the operator sets."""
     config, job = yaml.safe_load_all(wrapped_job.read_text())
     (folder / "config").mkdir()
     for name, text in config["data"].items():
@@ -154,8 +154,8 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     assert measured["step_seconds"] > 0 and measured["memory_bytes"] > 1 << 20 and record["nccl"] is None
     assert len(record["step_seconds"]) == 3 and "between the ends of the optimizer's steps" in str(record["notes"])
     assert json.loads((tmp_path / "out" / "seen.json").read_text())["world"] == 2
-    (kept,) = (tmp_path / "state" / "runs").glob("*.json")
-    assert json.loads(kept.read_text())["steps_done"] == 4
+    (stored,) = (tmp_path / "state" / "runs").glob("*.json")
+    assert json.loads(stored.read_text())["steps_done"] == 4
     (tmp_path / "sft.py").write_text("import sys\nsys.exit('no data')")
     failed = topoflight(*words)
     assert failed.exit_code == 3 and "exit code 1" in failed.stderr

@@ -64,7 +64,7 @@ class Tab:
 
 
 class Tabs:
-    """Opens tabs, each with a profile of its own."""
+    """Opens tabs, each with its own profile."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser = browser

@@ -25,7 +25,7 @@ def chromium() -> Iterator[Tabs]:
     """Debian's Chromium, installed where it is missing and this is root.
 
     For one module, because the synchronous playwright keeps an event loop running in this thread while it is open, in
-    which a test of another module could not run one of its own.
+    which a test of another module could not run its own.
     """
     program = apt_installed("chromium", "chromium", "fonts-dejavu-core")
     with sync_playwright() as playwright:
@@ -51,7 +51,7 @@ def machines() -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def agent() -> Iterator[Callable[..., tuple[str, State]]]:
-    """Start an agent of one's own: `agent(scan, folder=...)` gives its address and its state."""
+    """Start an agent: `agent(scan, folder=...)` gives its address and its state."""
     with ExitStack() as running:
 
         def start(look: Callable, *, folder: Path | None = None) -> tuple[str, State]:

@@ -123,7 +123,7 @@ def test_the_port_is_free_again_after_a_kill(tmp_path):
 
 
 def start_parent(tmp_path):
-    """A benchmark in a process of its own, which is measuring."""
+    """A benchmark in a separate process, which is measuring."""
     settings = {
         "sizes_bytes": [65536], "max_iterations": 10**6, "precision": None, "budget_seconds": 300, "backend": "gloo",
         "startup_seconds": 240, "lock_path": str(tmp_path / "lock"), "environment": {TEST_VARIABLE: str(tmp_path)},

@@ -54,7 +54,7 @@ def test_preflight_spends_its_budget_on_what_is_judged() -> None:
     assert max(case.bytes for case in two.cases) == 1 << 30
     assert max(case.bytes for case in preflight_spec(found, 8, 20, force=False, backend="gloo").cases) == 16 << 20
     crowd = preflight_spec(found, 8, 20, force=False, hosts=64, backend="nccl")
-    assert max(case.bytes for case in crowd.cases) == 8 << 30  # not 32 GiB beside whatever else is in memory
+    assert max(case.bytes for case in crowd.cases) == 8 << 30  # not 32 GiB in addition to whatever else is in memory
     assert measured.is_judged("all_gather", 8 << 30, 512)
 
 

@@ -74,7 +74,7 @@ def test_a_rank_that_dies_is_named_by_its_own_host():
 
 
 def test_a_link_at_a_third_is_named_as_the_fault_between_the_hosts(tmp_path):
-    """With what was measured before as the bar: gloo has none of its own. The shaper is the only thing that changed."""
+    """With what was measured before as the bar: gloo has no other. The shaper is the only thing that changed."""
     sizes = ["--op", "all_gather", "--op", "all_reduce", "--size", "12000000", "--budget", "20"]
 
     def measured(rig, port, *more):

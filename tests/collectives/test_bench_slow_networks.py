@@ -1,4 +1,4 @@
-"""Real ranks over slow networks: bytes that move are progress, the budget is kept, who is late is waited for."""
+"""Real ranks over slow networks: bytes that move are progress, the budget holds, a late rank is waited for."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ SLOW = {
 }  # fmt: skip
 
 
-@pytest.mark.alone  # beside other ranks it may stand still for as long as the silence that ends it
+@pytest.mark.alone  # with other ranks on the host it may stand still for as long as the silence that ends it
 def test_a_transfer_that_takes_longer_than_the_silence_is_let_go_on():
     """A rank in a long transfer comes to no meeting for a while; its bytes move, and the run is whole."""
     settings = {**SLOW, "budget_seconds": 40}  # room for two timed transfers; with more time it makes five

@@ -141,7 +141,7 @@ def _logs_of(nodes: Iterable[int], ranks: int) -> list[str]:
 
 
 def test_where_not_every_channel_is_remembered_no_rank_is_called_missing() -> None:
-    """Most ranks wrote only channels, which are more than are kept; or there are more ranks than are remembered."""
+    """Most ranks wrote only channels, which are more than are stored; or there are more ranks than are remembered."""
     lines = [line for line in _logs_of(range(200), 1600) if "Init START" not in line or "rank 7 " in line]
     assert read(lines[: len(lines) // 4]).missing_ranks[:1] == (400,)
     assert read(lines).missing_ranks == ()

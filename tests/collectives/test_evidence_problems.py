@@ -1,4 +1,4 @@
-"""Every fault that a log can show has a code, its lines and a first action; how a job ended is told beside it."""
+"""Every fault that a log can show has a code, its lines and a first action; how a job ended is reported as well."""
 
 import re
 import tomllib
@@ -8,7 +8,7 @@ from evidence_rows import INFO, rows
 from rigs.logs import read
 from rigs.tables import each_row
 
-from collectives.nccl_log import evidence, lines as evidence_lines, problems as evidence_problems
+from collectives.nccl_log import evidence, problems as evidence_problems, reader
 from collectives.nccl_log.codes import CODES, PROVIDERS, SIGNS
 
 
@@ -98,7 +98,7 @@ def test_every_code_can_be_reached() -> None:
     of_providers = {code for _, code in PROVIDERS}
     assert of_providers <= CODES.keys()
     given = of_providers | {sign.code for sign in SIGNS} | {meaning.other_provider for meaning in CODES.values()}
-    source = "".join(Path(module.__file__).read_text() for module in (evidence, evidence_problems, evidence_lines))
+    source = "".join(Path(module.__file__).read_text() for module in (evidence, evidence_problems, reader))
     assert [code for code in CODES if code not in given and f'"{code}"' not in source] == []
 
 
@@ -173,5 +173,5 @@ def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: s
     ]
     below = read([*front, rank + "Last error:", rank + cause])
     assert code in [problem.code for problem in (*below.problems, *below.notes)]
-    beside = read([*front, f"{rank}Last error: {cause}"])
-    assert code in [problem.code for problem in (*beside.problems, *beside.notes)]
+    found = read([*front, f"{rank}Last error: {cause}"])
+    assert code in [problem.code for problem in (*found.problems, *found.notes)]

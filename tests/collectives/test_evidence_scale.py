@@ -16,9 +16,9 @@ ON = f"{HEAD}Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"
 
 CHILD = """
 import io, json, sys
-from collectives.nccl_log import evidence, ledger, lines, reader
+from collectives.nccl_log import evidence, ledger, reader
 
-for module in (ledger, lines, reader):  # all limits are reached by the shorter log
+for module in (ledger, reader):  # all limits are reached by the shorter log
     for name in [name for name in vars(module) if name.startswith("MAX_")]:
         setattr(module, name, min(getattr(module, name), 1000))
 
@@ -64,7 +64,7 @@ def test_memory_is_flat() -> None:
 
 
 def test_a_file_without_newlines() -> None:
-    """Binary or one endless line: an answer, and nothing kept."""
+    """Binary or one endless line: an answer, and nothing is stored."""
     assert evidence.read_files([io.BytesIO(b"\x00" * 5_000_000)]).gdrdma == "none"
     assert evidence.read_files([io.BytesIO(b"x" * 3_000_000 + b"\n" + ON.encode() + b"\n")]).gdrdma == "on"
 

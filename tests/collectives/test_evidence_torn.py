@@ -153,7 +153,7 @@ def facts(verdict: Evidence) -> tuple[object, ...]:
 @each_row("dress", DRESSES)
 @each_row("order", [1, -1])
 def test_the_same_channels_and_hosts(dress: str, order: int) -> None:
-    """Whatever stands before the lines, and whether the first is one the search was for."""
+    """Whatever is before the lines, and whether the first is one the search was for."""
     numbered = list(enumerate(LOG))[::order]
     worn = [part + "\n" for n, line in numbered for part in DRESSES[dress](n, line).split("\n")]
     bare = facts(read([line + "\n" for _, line in numbered]))
@@ -207,7 +207,7 @@ def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
 
 
 def test_proof_stands_in_the_line_that_completes_it() -> None:
-    """Lines are counted as they stand in the file."""
+    """Lines are counted as they are in the file."""
     rows = [f"{row}\n" for line in lines_of("gpu-a") for row in torn(line, 30)]
     numbers = {proof.line for proof in read(rows).proof}
     assert numbers

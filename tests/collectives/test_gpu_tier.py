@@ -1,4 +1,4 @@
-"""`make gpu` as far as a host without a GPU goes: every step runs or says why not, and stands on the page at once."""
+"""`make gpu` as far as a host without a GPU goes: every step runs or says why not, and is on the page at once."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from bench.gpu import RUNS, config_file
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
-    """Bus bandwidth beside torch alone, and a fine-tune's forecast beside what was measured."""
+    """Bus bandwidth next to that of torch alone, and a fine-tune's forecast next to its measurement."""
     page = tmp_path / "gpu.md"
     done = interpreter("bench/gpu.py", "--cpu", "--page", page, "--seconds", 600, seconds=800)
     assert done.returncode == 0, done.stdout + done.stderr

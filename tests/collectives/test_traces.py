@@ -70,7 +70,7 @@ def test_plain_values_are_what_python_reads() -> None:
      (b'RAS Monitor Mode\n{"event": "PEER_DEAD", "peer": {}}', "as text")],
 )  # fmt: skip
 def test_what_is_no_answer_of_ras_is_refused(raw: bytes, words: str) -> None:
-    """What it writes beside its answers is told by name."""
+    """What it writes in addition to its answers is reported by name."""
     with pytest.raises(ras.RasError, match=words or None):
         ras.read(raw)
 

@@ -1,6 +1,6 @@
 """The committed dashboards keep the rules of grafana/dashboard-linter, and ask only for what is exported.
 
-Specification: https://github.com/grafana/dashboard-linter/tree/main/docs (each rule is named beside its test).
+Specification: https://github.com/grafana/dashboard-linter/tree/main/docs (each rule is named at its test).
 """
 
 import json
@@ -131,7 +131,7 @@ def test_expression(name: str) -> None:
         for label in re.findall(r"(\w+)(?:=~|!~|!=|=)\"", inner):
             assert label in {"job", "instance", *DECLARED[metric].labels}, f"{metric} has no label {label}"
         if DECLARED[metric].kind == "counter":
-            assert re.search(r"(sum|max) by \(.*\) \((rate|increase)\(", expr), f"{expr}: a counter as it stands"
+            assert re.search(r"(sum|max) by \(.*\) \((rate|increase)\(", expr), f"{expr}: a counter without a rate"
     known = {"instance", "job", "node"}.union(
         *(DECLARED[metric].labels for metric in re.findall(r"\btopoflight_\w+", expr))
     )

@@ -131,7 +131,7 @@ def start(stack: ExitStack, command: list[str], log: Path) -> int:
 def prometheus(programs, tmp_path_factory):
     """Agents on loopback, each with what benchmark and run left, and a Prometheus that scrapes them all the time.
 
-    The healthy machine's is `topoflight serve` itself, a process of its own.
+    The healthy machine's is `topoflight serve` itself, a separate process.
     """
     folder = tmp_path_factory.mktemp("prometheus")
     ports: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a drill is, one fault that happens for real, and where: a folder and a mount namespace with a lock of its own.
+"""What a drill is, one fault that happens for real, and where: a folder and a mount namespace with its own lock.
 
 Commands run as a user would run them, `python -m agent.cli VERB`, with TMPDIR, state folder and lock below the folder.
 """
@@ -79,9 +79,9 @@ class Ground:
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment, marked and turned to this ground."""
-        kept = {k: v for k, v in os.environ.items() if k not in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG", "CI")}
+        inherited = {k: v for k, v in os.environ.items() if k not in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG", "CI")}
         return {
-            **kept, MARK: self.mark, "TMPDIR": str(self.folder / "tmp"), "TOPOFLIGHT_STATE": str(self.state),
+            **inherited, MARK: self.mark, "TMPDIR": str(self.folder / "tmp"), "TOPOFLIGHT_STATE": str(self.state),
             "HOME": str(self.folder / "home"), "DRILL_LOCK": str(self.folder / "lock"), "DRILL_MOUNTS": ":",
             "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(more or {}),
         }  # fmt: skip

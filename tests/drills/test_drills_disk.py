@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 @contextlib.contextmanager
 def _disk(place: Path) -> Iterator[None]:
-    """A small file system of its own over a folder."""
+    """A separate small file system over a folder."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], check=True)
     try:
         yield

@@ -27,7 +27,7 @@ from probes.scanner import Scanner
 pytestmark = pytest.mark.long
 
 ANSWERS = json.loads(path_of().read_text(encoding="utf-8"))["answers"]
-HURRIED_SECONDS = 5.0  # for an answer of a driver that gives none; a driver that answers has a time of its own
+HURRIED_SECONDS = 5.0  # for an answer of a driver that gives none; a driver that answers has another limit
 
 
 def machine_root(ground: Ground) -> Path:

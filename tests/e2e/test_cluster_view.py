@@ -86,7 +86,7 @@ def schemas() -> Iterator[tuple[str, dict]]:
 
 
 def test_the_definition_bounds_every_field() -> None:
-    """Lengths, counts, no negative number, no control character; structural, nothing unknown kept."""
+    """Lengths, counts, no negative number, no control character; structural, nothing unknown is stored."""
     for path, schema in schemas():
         kind = schema["type"]
         if path in ("", ".apiVersion", ".kind", ".metadata"):  # the API server's own

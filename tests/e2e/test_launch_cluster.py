@@ -71,7 +71,7 @@ def test_the_job_is_told_whose_runs_it_joins_where_that_is_asked_for(words: list
 
 @each_row("text", ["dataset_name: a/b\noutput_dir: /mnt/shared/a\n", "dataset_name: a/b\noutput_dir: ./a\n"])
 def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) -> None:
-    """What the file says stands; what it leaves open is the model of the plan. A folder is one of the claim."""
+    """What the file says remains; what it leaves open is the model of the plan. A folder is one of the claim."""
     path = tmp_path / "config.yaml"
     path.write_text(text)
     words = ["--host", str(H100), "--model", "NousResearch/Meta-Llama-3.1-8B", "--image", "r.example/f:1"]

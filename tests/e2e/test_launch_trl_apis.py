@@ -36,7 +36,7 @@ def test_the_user_s_file_is_launched_as_it_stands(kubeconfig, tmp_path, kind, cr
     assert "--config" not in str(job) and "/etc/config/plan.json" in str(printed)
     (tmp_path / "plan.json").write_text(files["data"]["plan.json"])
     plan, (config, _, notes) = read_plan(tmp_path / "plan.json"), read_config(USERS)
-    assert plan.config == config  # every setting, and nothing beside it
+    assert plan.config == config  # every setting, and nothing else
     assert plan.notes == tuple(notes) and all(f"note: {text}" in done.stderr for text in notes)
     layout = plan.layout
     assert layout is not None and layout.family == "FSDP"

@@ -35,7 +35,7 @@ def test_a_raised_finding_has_its_start_in_the_record() -> None:
 
 
 def test_the_record_holds_the_newest_and_says_so_by_its_schema() -> None:
-    """As many as the definition admits, and no more bytes than fit beside every finding."""
+    """As many as the definition admits, and no more bytes than fit with every finding."""
     tray = snapshot("gb200-nvl72-tray")
     events = tuple(Event(at_seconds=START + i, kind="raised", text="t" * 300, code="c" * 128, subject="s" * 128)
                    for i in range(100))  # fmt: skip

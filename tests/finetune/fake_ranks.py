@@ -145,7 +145,7 @@ def trace(case):
 
 
 def main(path):
-    """Each case in a process of its own, forked: torch remembers the groups of a mesh after they are gone."""
+    """Each case in a separate process, forked: torch remembers the groups of a mesh after they are gone."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for case in json.loads(Path(path).read_text()):

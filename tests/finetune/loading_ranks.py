@@ -60,7 +60,7 @@ def watched():
         os.close(statm)
 
 
-class Beside:
+class NoTokenizer:
     """A tokenizer has nothing to say here."""
 
     def save_pretrained(self, folder):
@@ -85,7 +85,7 @@ def run(case, world, folder):
         path = folder / case["name"] / "checkpoint"
         named = engine.named_parameters()
         dcp.save({f"model.{n}": p.detach() for n, p in named.items() if p.requires_grad}, checkpoint_id=path)
-        told |= checkpoint.export(config, layout.precision, path, Beside())
+        told |= checkpoint.export(config, layout.precision, path, NoTokenizer())
         dist.barrier()
     return told
 

@@ -71,19 +71,20 @@ def test_a_packed_row_trains_as_under_the_mask_of_transformers():
 
 LONG = 128 * 1024
 SCRIPT = f"""
-import resource, torch
+import torch
 from finetune.model import attend, find_documents
+from finetune.recorder import highest_rss_bytes  # unlike ru_maxrss not that of the process that started this one
 torch.set_num_threads(1)
 positions = torch.arange({LONG})[None] % 1024
 q, k, v = (torch.randn(1, heads, {LONG}, 16, requires_grad=True) for heads in (4, 2, 2))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = highest_rss_bytes()
 attend(None, q, k, v, None, documents=find_documents(positions))[0].sum().backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(highest_rss_bytes() - before)
 """
 
 
 def test_a_row_of_128k_tokens_takes_no_memory_of_its_square():
-    """Forward and backward: a mask of one byte would be 16 GiB; what is kept are a few tensors of the row's length."""
+    """Forward and backward: a mask of one byte would be 16 GiB; what is stored has the row's length."""
     done = python(SCRIPT)
     row = LONG * (4 + 2 + 2) * 16 * 4  # queries, keys and values
     assert int(done.stdout) < 12 * row < LONG**2 / 16

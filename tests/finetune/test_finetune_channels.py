@@ -43,11 +43,11 @@ def written(folder, version, net, gdr=True, selected=None):
 
 
 @each_row("version", FORMS)
-@each_row(("network", "gdr", "environment", "transport", "wrong"), ROWS["channels"])
-def test_channels_are_held_against_the_plan(tmp_path, version, network, gdr, environment, transport, wrong):
+@each_row(("network", "gdr", "transport", "wrong"), ROWS["channels"])
+def test_channels_are_held_against_the_plan(tmp_path, version, network, gdr, transport, wrong):
     """A difference names what asked for it, and file and line as an editor takes them; that line says so."""
     path = written(tmp_path, version, network, gdr=gdr)
-    plan = planned_channels(environment, transport)
+    plan = planned_channels(transport)
     seen = read_log(path, plan, hosts=2)
     if wrong is None:
         assert seen.wrong == ()
@@ -66,7 +66,7 @@ def test_sending_without_gpudirect_is_what_older_gpus_do(tmp_path):
     path = tmp_path / "log"
     send, receive = (form.format(net="IB", tag=tag) for form, tag in zip(FORMS["2.14"], ("", "/GDRDMA"), strict=True))
     path.write_text(log(send, receive))
-    assert read_log(path, planned_channels({"NCCL_NET_GDR_LEVEL": "SYS"}, {}), hosts=2).wrong == ()
+    assert read_log(path, planned_channels({"network": "IB", "gdrdma": "nvidia-peermem"}), hosts=2).wrong == ()
 
 
 @each_row("text", [None, "", "epoch 1\n", log(*start("2.21.5"), "Using network Socket"), log(*LOCAL)])
@@ -76,7 +76,7 @@ def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text)
     path.unlink(missing_ok=True)
     if text is not None:
         path.write_text(text)
-    plan = planned_channels({"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "SYS"}, {})
+    plan = planned_channels({"network": "IB", "gdrdma": "nvidia-peermem"})
     seen = read_log(path, plan, hosts=2)
     assert seen.wrong == ()
     assert record([seen, seen], plan, hosts=2).verdict == "unknown"
@@ -85,7 +85,7 @@ def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text)
 
 def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_path):
     """Neither is a pass."""
-    plan = planned_channels({}, {"network": "IB"})
+    plan = planned_channels({"network": "IB"})
     strange = read_log(written(tmp_path, "2.21", "Strange"), plan, hosts=2)
     assert strange.wrong == ()
     assert record([strange], plan, hosts=2).verdict == "unknown"
@@ -97,16 +97,16 @@ def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_pat
 
 def test_nothing_between_hosts_is_compared_on_one_host(tmp_path):
     """Where all ranks share a host there is no channel that the plan speaks of."""
-    plan = planned_channels({"NCCL_IB_HCA": "mlx5"}, {})
+    plan = planned_channels({"network": "IB"})
     seen = read_log(written(tmp_path, "2.21", "Socket", gdr=False), plan, hosts=1)
     assert seen.wrong == ()
     assert record([seen], plan, hosts=1).verdict == "one host"
-    assert record([seen], planned_channels({}, {}), hosts=2).verdict == "nothing planned"
+    assert record([seen], planned_channels({}), hosts=2).verdict == "nothing planned"
 
 
 def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
     """The names are those of ever; the numbers are the ranks' together."""
-    plan = planned_channels({}, {})
+    plan = planned_channels({})
     path = tmp_path / "log"
     between = (line.format(net="IB", tag="/GDRDMA") for line in FORMS["2.21"])
     path.write_text(log(*between, *LOCAL, *ROWS["more_channels"]))
@@ -119,7 +119,7 @@ def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
 
 
 def test_a_log_without_end_is_read_to_a_bound(tmp_path):
-    """What stands behind the bound is not looked at."""
+    """What is after the bound is not read."""
     path = tmp_path / "log"
     filler = log("AllReduce: 1024 Bytes") * 1000
     with path.open("w") as file:
@@ -127,7 +127,7 @@ def test_a_log_without_end_is_read_to_a_bound(tmp_path):
         while file.tell() < channels.MAX_LOG_BYTES:
             file.write(filler)
         file.write(log(FORMS["2.21"][1].format(net="Socket", tag="", pci="")))
-    seen = read_log(path, planned_channels({"NCCL_IB_HCA": "mlx5"}, {}), hosts=2)
+    seen = read_log(path, planned_channels({"network": "IB"}), hosts=2)
     assert seen.channels == {"NET/IB/0/GDRDMA": 1}
     assert seen.wrong == ()
 
@@ -146,7 +146,7 @@ def test_the_log_is_set_up_where_the_user_has_not(tmp_path, monkeypatch, own, ad
 
 @each_row(("named", "path"), ROWS["log_names"])
 def test_the_log_s_name_is_spelled_as_nccl_does(named, path):
-    """NCCL src/debug.cc: the host up to its first dot, %% for a percent sign, what it does not know as it stands."""
+    """NCCL src/debug.cc: the host up to its first dot, %% for a percent sign, what it does not know unchanged."""
     found = channels.log_path(named, "gpu-1.example.org", 42)
     assert found == (Path(path) if path else None)
 
@@ -169,7 +169,7 @@ rank = dist.get_rank()
 os.environ["NCCL_HOSTID"] = f"host{rank}"
 os.environ["NCCL_DEBUG_FILE"] = f"{sys.argv[1]}/rank{rank}.log"
 record = RunRecord(layout=RunLayout(effective=EffectiveLayout(backend="nccl")))
-wrong = verify.record_transports(record, JobPlan(environment={"NCCL_IB_HCA": "mlx5_0"}))
+wrong = verify.record_transports(record, JobPlan(transport={"network": "IB"}))
 Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps([plain.write(record.nccl), wrong]))
 dist.barrier()
 dist.destroy_process_group()
@@ -189,7 +189,7 @@ def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
     first, second = (json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(2))
     assert first[1] == second[1]
     (text,) = first[1]
-    assert text.startswith(f"rank 1: NCCL_IB_HCA=mlx5_0: 2 channels over NET/Socket ({tmp_path}/rank1.log:")
+    assert text.startswith(f"rank 1: the plan's network IB: 2 channels over NET/Socket ({tmp_path}/rank1.log:")
     assert first[0]["verdict"] == "mismatch"
     assert first[0]["hosts"] == 2
     assert first[0]["channels"] == {"NET/IB/0": 2, "NET/Socket/0": 2, "P2P/CUMEM": 4}

@@ -180,7 +180,7 @@ def test_all_wrong_settings_of_a_file_are_named_at_once():
 
 
 def test_a_dump_of_transformers_defaults_asks_for_nothing():
-    """What TrainingArguments.to_dict() writes beside the settings: -1, empty lists, empty mappings."""
+    """What TrainingArguments.to_dict() writes in addition to the settings: -1, empty lists, empty mappings."""
     config, said, notes = parse_config(SETTINGS["dump"])
     assert said == {"warmup_steps": 0.0, "save_total_limit": None}
     assert dataclasses.replace(config, save_total_limit=1) == JobConfig()
@@ -201,7 +201,7 @@ def test_quoted_truths_and_numbers_are_read_as_argparse_reads_them():
 
 
 def test_a_schedule_of_deepspeed_is_transformers_own():
-    """Where it leaves its numbers to the file; another one beside it is refused, and so are numbers of its own."""
+    """Where it leaves its numbers to the file; a second one is refused, and so are its own numbers."""
     assert parse_config({"deepspeed": SETTINGS["decaying"]})[0].lr_scheduler_type == "linear"
     constant = {**SETTINGS["decaying"], "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     config = parse_config({"deepspeed": constant, "lr_scheduler_type": "constant_with_warmup"})[0]
@@ -214,7 +214,7 @@ def test_a_schedule_of_deepspeed_is_transformers_own():
 
 
 def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
-    """DeepSpeed's JSON and a chat template, beside the settings; the launcher hands on one document."""
+    """DeepSpeed's JSON and a chat template next to the settings; the launcher hands on one document."""
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}))
     (tmp_path / "talk.jinja").write_text("{{ messages }}")
     job = tmp_path / "job.yaml"
@@ -253,8 +253,8 @@ def test_every_row_of_the_option_tables_is_sound():
         if member not in members:
             wrong.append(f"{name} = {member}: no member of the layout")
     wrong += [name for name in names["values"]["deepspeed.scheduler.type"].values() if name not in schedules]
-    rows = {**names["no_effect"], **names["only"]}
-    wrong += [f"{name}: no reason" for name, row in rows.items() if len(row["why"].split()) < 2]
+    reasons = names["no_effect"] | {name: row["why"] for name, row in names["only"].items()}
+    wrong += [f"{name}: no reason" for name, why in reasons.items() if len(why.split()) < 2]
     assert wrong == []
 
 

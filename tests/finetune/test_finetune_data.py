@@ -313,7 +313,7 @@ def test_rows_are_bounded_as_they_unpack(tmp_path, monkeypatch):
 
 
 def test_json_lines_end_at_line_feeds_only(tmp_path):
-    """Other marks of Unicode that look like the end of a line stand inside texts."""
+    """Other marks of Unicode that look like the end of a line are inside texts."""
     path = tmp_path / "train.jsonl"
     path.write_text('{"text": "a\u2028b\x85c"}\n\n{"text": "d"}\n', encoding="utf-8")
     assert load_rows(job(path), "train") == [{"text": "a\u2028b\x85c"}, {"text": "d"}]

@@ -119,7 +119,7 @@ UNITS = 6  # embedding, four layers, and the rest with the head
     ],
 )
 def test_collectives_of_a_step_of_four_micro_batches(results, name, gathers, reductions):
-    """What travels once per step travels once, and nothing travels beside it; gloo scatters by an all-reduce."""
+    """What travels once per step travels once, and nothing else travels; gloo scatters by an all-reduce."""
     lines, stderr = results(2, "ci")
     assert name in lines, stderr[-3000:]
     got = dict(lines[name]["collectives"])

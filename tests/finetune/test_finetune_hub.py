@@ -31,7 +31,7 @@ from finetune.checkpoint import SaveError
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 JOBS = yaml.safe_load((Path(__file__).with_name("jobs") / "hub.yaml").read_text())
 SMALL, JOB = JOBS["small"], JOBS["job"]
-# Llama 3's shape of a talk, with a mark that stands nowhere else, so that a test sees whose template was used.
+# Llama 3's shape of a talk, with a mark that is nowhere else, so that a test sees whose template was used.
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -81,7 +81,7 @@ for line in sys.stdin:
 
 
 def tokenizer_of(folder, unused=0):
-    """Bytes, after so many tokens that stand nowhere; marks of a talk, of the beginning, and a chat template."""
+    """Bytes, after so many tokens that no text has; marks of a talk, of the beginning, and a chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [*(f"<|{n}|>" for n in range(unused)), *letters]
     special = ["<|begin|>", "<|endoftext|>", "<|eot|>", "<|user|>", "<|assistant|>"]
@@ -399,8 +399,8 @@ def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(o
     mute = f"http://127.0.0.1:{listening.getsockname()[1]}"
     new = ({"model_name_or_path": "meta/unseen", **GSM}, {})
     hub.failing = 503
-    with ThreadPoolExecutor(1) as beside, Driver(tmp_path, mute, HF_HUB_ETAG_TIMEOUT="1") as alone:
-        asked = beside.submit(driver.run, {"failing": new}, {"llama-gone": GOOD["llama"]})
+    with ThreadPoolExecutor(1) as pool, Driver(tmp_path, mute, HF_HUB_ETAG_TIMEOUT="1") as alone:
+        asked = pool.submit(driver.run, {"failing": new}, {"llama-gone": GOOD["llama"]})
         refused = [(alone.run({"silent": new})["silent"], "could not be reached", mute)]
         listening.close()
         refused.append((alone.run({"gone": new})["gone"], "could not be reached", mute))

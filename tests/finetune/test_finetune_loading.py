@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 RANKS = 4
 MIB = 1 << 20
-# Python's objects for the modules, process groups, opened files: beside the weights, and alike for any size of them.
+# Python's objects for the modules, process groups, opened files: without the weights, and alike for any size of them.
 ROOM = 24 * MIB
 CASES = rows_of(__file__)("cases")()
 
@@ -51,7 +51,7 @@ def test_a_rank_takes_its_share_of_the_model_while_it_loads(loaded, name):
 
 
 def test_weights_become_4_bit_a_layer_at_a_time(loaded):
-    """A rank's share of NF4 weights and of the ends, and one layer's weights at a time, whole, beside them."""
+    """A rank's share of NF4 weights and of the ends, and in addition one layer's whole weights at a time."""
     _, ranks, size = loaded
     packed = 12 * size["layer"] / 8  # half a byte of four
     for rank in ranks["FSDP QLoRA"]:

@@ -91,7 +91,7 @@ def test_chunks_together_are_the_model(tmp_path, family, lora):
 def test_a_layer_keeps_in_bf16_what_the_planner_counts(tmp_path, lora, kernel):
     """What autograd keeps of a layer more for more tokens; the softmax of eager attention in both types."""
     shape = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "model_type": "llama"}
-    kept, said = [], []
+    saved, said = [], []
     for layers, length in ((1, 64), (1, 128), (3, 64), (3, 128)):
         shape["num_hidden_layers"] = layers
         (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -112,10 +112,10 @@ def test_a_layer_keeps_in_bf16_what_the_planner_counts(tmp_path, lora, kernel):
         with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
             loss = chunk(tokens, torch.arange(length).expand(4, -1), tokens)
         assert loss.requires_grad
-        kept.append(sum(seen.values()))
+        saved.append(sum(seen.values()))
         train_spec = TrainSpec(method="lora" if lora else "full", sequence_length=length, attention=kernel)
         said.append(TOPOFLIGHT.layer_activations(share_of(model_from_config(shape), train_spec, layout)))
-    assert (kept[3] - kept[1]) - (kept[2] - kept[0]) == pytest.approx(2 * (said[3] - said[2]), rel=0.05)
+    assert (saved[3] - saved[1]) - (saved[2] - saved[0]) == pytest.approx(2 * (said[3] - said[2]), rel=0.05)
 
 
 def test_adapters_take_16_bits_as_they_come(tmp_path):
@@ -249,7 +249,7 @@ class Event:
 
 
 def test_communication_that_work_hides_is_not_exposed():
-    """Two steps of five seconds, four of the ten collectives, of which one has nothing beside it."""
+    """Two steps of five seconds, four of the ten collectives, of which one runs alone."""
     events = [Event(**row) for row in ROWS["events"]["ranks"]]
     found = measure_communication(events, 10.0)
     assert found.share == pytest.approx(0.4)

@@ -34,7 +34,7 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize("prefix", ["", "random:"])
 def test_base_weights_are_4_bit_and_only_adapters_train(base, prefix):
-    """Half a byte per weight of every projection, its scales beside it, and a note that a CPU gains nothing."""
+    """Half a byte per weight of every projection, its scales, and a note that a CPU gains nothing."""
     notes = []
     config = JobConfig(
         model_name_or_path=f"{prefix}{base}", tokenizer_name="builtin:bytes", use_peft=True, load_in_4bit=True, lora_r=4

@@ -50,7 +50,7 @@ def curve(folder):
 
 
 def wait_for(job, folder, after, step):
-    """Until the run has logged the step (beyond the lines of those before) and a checkpoint stands."""
+    """Until the run has logged the step (beyond the lines of those before) and a checkpoint is complete."""
     ends = time.monotonic() + 400
     while time.monotonic() < ends and job.poll() is None:
         if any(line["step"] >= step for line in lines(folder)[after:]) and list_checkpoints(folder):

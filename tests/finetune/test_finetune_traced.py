@@ -37,8 +37,8 @@ MODELS = ("Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B")
 WORLDS = (8, 16, 64, 512)
 METHODS = ("full", "lora", "qlora")
 LENGTH, RANK = 2048, 16
-# The forecast divides norms, a ten-thousandth of a layer, by the tensor-parallel ranks, and has the final one beside
-# the embedding; the job leaves them whole, and has it beside the head.
+# The forecast divides norms, a ten-thousandth of a layer, by the tensor-parallel ranks, and counts the final one with
+# the embedding; the job leaves them whole, and has it with the head.
 NORMS = 2e-4
 
 
@@ -51,9 +51,9 @@ def planned(model, method, world):
 def kind_of(layout):
     """What makes two layouts different code: one of each kind is traced per model, method and world."""
     axes = [name for name in ("dp_replicate", "dp_shard", "tp", "pp") if getattr(layout, name) > 1]
-    kept = layout.dp_shard > 1 and not layout.reshard_after_forward
+    unresharded = layout.dp_shard > 1 and not layout.reshard_after_forward
     chunks = layout.pp > 1 and layout.virtual_stages > 1
-    return (*axes, kept, chunks, layout.sequence_parallel, layout.checkpointing, layout.offload)
+    return (*axes, unresharded, chunks, layout.sequence_parallel, layout.checkpointing, layout.offload)
 
 
 @cache
@@ -77,7 +77,7 @@ def shortened(layout):
 
 
 def layers_of(layout):
-    """Of the model that stands in: two for each rank of the pipeline."""
+    """Of the substitute model: two for each rank of the pipeline."""
     return layout.pp * 2
 
 
@@ -159,7 +159,7 @@ def hold(got, name, method, layout, layers=None, stage=0):
     assert small < 0.01 * heard["tp", "all_reduce"] or not small
     pairs = {f"{axis} {kind}": (heard[axis, kind], due.get((axis, kind))) for axis, kind in {*heard, *due}}
     assert heard.keys() == due.keys(), (got["name"], pairs)
-    # what is offloaded lies beside the device, in the same parts
+    # what is offloaded is in the memory of the host, in the same parts
     held = memory_parts(model, job.train, replace(layout, offload="none"), ENGINE).weights
     if method == "qlora":  # as a state of bitsandbytes', which no parameter counts
         held -= memory_parts(model, job.train, replace(layout, offload="all"), ENGINE).weights

@@ -58,17 +58,17 @@ def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
 
 
 @pytest.mark.parametrize(
-    ("does", "code", "fate"),
+    ("does", "code", "ending"),
     [("saves", 75, "stopped by SIGTERM: the job saved and ended; run the same command again to resume"),
      ("is done", 0, "stopped by SIGTERM: the job was done by then"),
      ("only ends", 1, "stopped by SIGTERM: the job ended without saving (exit code 1); run the same command again to "
                       "resume from the last checkpoint, if one was saved")],
 )  # fmt: skip
-def test_sigterm_is_passed_on_and_its_outcome_told(tmp_path, does, code, fate):
+def test_sigterm_is_passed_on_and_its_outcome_reported(tmp_path, does, code, ending):
     """75 only where the job saved; the handler of before is back."""
     before = signal.getsignal(signal.SIGTERM)
     done = ended(tmp_path, does)
-    assert (done.exit_code, done.ending, done.killed) == (code, fate, False)
+    assert (done.exit_code, done.ending, done.killed) == (code, ending, False)
     assert signal.getsignal(signal.SIGTERM) is before
     if does == "saves":
         assert "saved" in done.last_lines
@@ -80,12 +80,12 @@ def test_a_job_that_runs_out_of_time_is_told_the_same_way(tmp_path):
         done = ended(tmp_path, "saves", timeout_seconds=seconds, sigterm=False)
         if (tmp_path / "ready").exists():
             break
-    fate, _, _ = done.ending.partition(";")
-    assert (done.exit_code, fate) == (75, f"not done within {seconds} s: the job saved and ended")
+    ending, _, _ = done.ending.partition(";")
+    assert (done.exit_code, ending) == (75, f"not done within {seconds} s: the job saved and ended")
 
 
 def test_a_job_that_ends_by_itself_was_not_cut_short(tmp_path):
-    """Its code stands, also where its record says nothing."""
+    """Its code remains, also where its record says nothing."""
     done = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
     assert (done.ending, done.cut_short) == ("the job ended with exit code 3", "")
 

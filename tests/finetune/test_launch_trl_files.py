@@ -1,4 +1,4 @@
-"""A user's own file of TRL's through `launch` on this host: as it stands, with the stand-in hub's tiny weights."""
+"""A user's own file of TRL's through `launch` on this host: unchanged, with the stand-in hub's tiny weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_the_users_own_file_runs_unchanged_on_two_ranks(hub: Hub, tmp_path: Path
 
 
 def planned(hub: Hub, home: Path, *words: str) -> Result:
-    """What `--dry-run` says in this process, with the hub's tokenizer in one of its own."""
+    """What `--dry-run` says in this process, with the hub's tokenizer in a separate process."""
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache"), "no_proxy": "*", "HF_HUB_OFFLINE": None,
                    "KUBECONFIG": None}  # fmt: skip
     return CliRunner().invoke(launch, [*words, "--dry-run"], env=environment)

@@ -54,7 +54,7 @@ def note_of(tmp_path, token_file, monkeypatch, caplog):
 
 
 def test_the_record_is_sent_with_the_token(note_of, tmp_path, monkeypatch):
-    """To /runs, as it stands in the folder; again after a 503, as before the first scan; through no proxy."""
+    """To /runs, as it is in the folder; again after a 503, as before the first scan; through no proxy."""
     with answering() as (proxy, passed), answering((503, {}, b""), (201, {}, b"{}")) as (url, asked):
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy)
@@ -102,9 +102,9 @@ def test_an_address_name_or_port_that_cannot_be_is_a_note(note_of, url, words):
 
 def test_nobody_there_is_a_note(note_of):
     """A node without an agent."""
-    with socket.socket() as kept:  # and not listened on: nobody else can take the port meanwhile
-        kept.bind(("127.0.0.1", 0))
-        assert "refused" in note_of(f"http://127.0.0.1:{kept.getsockname()[1]}")
+    with socket.socket() as bound:  # and not listened on: no other process can take the port meanwhile
+        bound.bind(("127.0.0.1", 0))
+        assert "refused" in note_of(f"http://127.0.0.1:{bound.getsockname()[1]}")
 
 
 def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(note_of):

@@ -44,7 +44,7 @@ def test_a_gpu_is_found_by_its_own_name_and_its_pci_ids(gpu) -> None:
 
 @each_row("row", [*gpus(), *links(), *nics(), *rows()], ids=lambda row: row.name)
 def test_a_row_is_of_its_type(row: object) -> None:
-    """TOML knows a number from a text; what stands in a row is what the record says."""
+    """TOML knows a number from a text; what is in a row is what the record says."""
     for name, kind in get_type_hints(type(row)).items():
         TypeAdapter(kind).validate_python(getattr(row, name), strict=True)
 

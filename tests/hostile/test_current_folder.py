@@ -15,7 +15,7 @@ SHADOWED = ("torch", "numpy", "json")
 
 
 def folder_with_modules(folder: Path) -> Path:
-    """A folder to stand in, whose modules leave a marker in it when they are imported."""
+    """A current folder, whose modules leave a marker in it when they are imported."""
     folder.mkdir()
     for name in SHADOWED:
         (folder / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write({name!r})\n")
@@ -58,7 +58,7 @@ ONE_STEP = ("--set", "max_steps=1", "--set", "dataset_rows=8", "--set", "eval_st
     ids=lambda words: f"{words[0]} {words[-1]}".replace("/", ""),
 )
 def test_no_verb_imports_from_the_current_folder(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Each verb that starts Python, from a folder of such modules; the script has a module of its own beside it."""
+    """Each verb that starts Python, from a folder of such modules; the script has its own module in its folder."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "helper.py").write_text("WORD = 'of its own folder'\n")
     (tmp_path / "own" / "train.py").write_text("import helper, torch\nprint(helper.WORD, torch.__version__)\n")

@@ -61,7 +61,7 @@ def test_the_smaller_locks_are_parts_of_the_larger() -> None:
 def test_torch_is_pinned_by_version_and_not_by_hash() -> None:
     """Its file differs by machine: pyproject.toml names the version, the Makefile takes the same."""
     (pin,) = [line for line in PROJECT["optional-dependencies"]["bench"] if line.startswith("torch==")]
-    older = "torch==2.11.0"  # of gpu-older, in an environment of its own
+    older = "torch==2.11.0"  # of gpu-older, in a separate environment
     assert set(re.findall(r"torch==\S+", (ROOT / "Makefile").read_text())) == {pin, older}
     assert not any("torch" in locked(name) for name in LOCKS)
     needs = {

@@ -79,7 +79,7 @@ def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
 
 
 def test_templates_escape_everything_but_our_own_markup() -> None:
-    """`| safe` stands nowhere in a template; Markup() in code only around what is ours or quoted."""
+    """`| safe` is nowhere in a template; Markup() in code only around what is ours or quoted."""
     templates = {path: path.read_text(encoding="utf-8") for path in (ROOT / "agent/templates").glob("*.j2")}
     assert templates
     assert not [path for path, text in templates.items() if re.search(r"\|\s*safe\b|autoescape\s+false", text)]

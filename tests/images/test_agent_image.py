@@ -39,7 +39,7 @@ def test_the_image_holds_the_agent_and_little_else(agent_image: str) -> None:
 
 
 def test_the_bill_of_materials_names_what_is_installed(agent_image: str, tmp_path: Path) -> None:
-    """`make image` writes it beside the image, from the image's own packages."""
+    """`make image` writes it next to the image, from the image's own packages."""
     mount = ("--volume", f"{ROOT / 'locks'}:/src/locks:ro")
     words = ("python", agent_image, "/src/locks/inventory.py", "--sbom", "/dev/stdout")
     document = json.loads(podman("run", "--rm", "--network", "none", *mount, "--entrypoint", *words).stdout)

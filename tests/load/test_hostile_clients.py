@@ -55,7 +55,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(one.pid, port, log)
 
 
-HOSTILE = "127.0.0.9"  # hostile clients have an address of their own; who is honest asks from 127.0.0.1
+HOSTILE = "127.0.0.9"  # hostile clients have their own address; honest ones ask from 127.0.0.1
 
 
 def status(answer: bytes) -> int:
@@ -91,7 +91,7 @@ def test_what_is_too_large_or_no_http_gets_its_own_status(served: Served, reques
 
 @each_row(("start", "answers"), rows("endless"))
 def test_a_request_that_never_ends_is_closed(impatient: Served, start: bytes, answers: list[int]) -> None:
-    """A byte now and then does not buy more time. Where the endpoint refuses before the body, its own status stands."""
+    """A byte now and then does not buy more time. Where the endpoint refuses before the body, it answers so."""
     with connect(impatient.port, start, HOSTILE) as one:
         began, got = time.monotonic(), b""
         while time.monotonic() - began < 120:

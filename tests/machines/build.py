@@ -147,7 +147,7 @@ def _describe(name: str) -> Callable[[Tree], Machine]:
 
 MACHINES = {name: _describe(name) for name in ROWS}
 BESIDE_RAILS = ("lom", "one-cable", "same-cards", "spark")  # NICs that are no rails of GPUs
-# not kept in this folder
+# not stored in this folder
 ELSEWHERE = ("demo", "four-rails", "r760xa-ipvlan", "sriov-pod", "hgx-roce", *BESIDE_RAILS, "lost-gpus", "lost-hca")
 
 

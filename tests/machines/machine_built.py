@@ -155,11 +155,11 @@ def routes_of(nets: tuple[Netdev, ...], default: int | None) -> list[dict[str, J
 def write_host(tree: Tree, machine: Machine) -> None:
     """/proc, DMI, NUMA nodes and modules."""
     cpu = machine.cpu
-    blocks = [_processor(cpu, number) for number in range(cpu.threads)]
-    tree.write("/proc/cpuinfo", "\n".join(blocks))
+    tree.write("/proc/cpuinfo", "\n".join(_processor(cpu, number) for number in range(cpu.threads)))
     tree.write("/proc/cmdline", machine.cmdline)
     tree.write("/proc/self/status", f"Name:\tpython\nCapEff:\t{machine.capabilities:016x}\nSeccomp:\t0")
     tree.write("/proc/self/cgroup", "0::/kubepods/pod1/c1" if machine.container == "kubernetes" else "0::/")
+    tree.write("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids")
     tree.write("/proc/sys/kernel/numa_balancing", 0)
     tree.write("/sys/class/dmi/id/sys_vendor", machine.vendor)
     tree.write("/sys/class/dmi/id/product_name", machine.product)

@@ -1,6 +1,6 @@
 """Built machines of the platforms in planner/nccl_env/data/platforms.toml, in the shape that their makers publish.
 
-Each is described in a few lines and built when a test asks for it: no file is kept of it. What matters here is what
+Each is described in a few lines and built when a test asks for it: no file of it is stored. What matters here is what
 the rules of the environment look at: DMI, GPUs, NICs with their GIDs, interfaces, files on the disk.
 """
 
@@ -56,7 +56,7 @@ class Node:
     front: Netdev = field(
         default_factory=lambda: Netdev(name="eth0", index=2, speed=100000, addresses=("10.0.0.5/24",))
     )
-    flat: bool = False  # a hypervisor gives every device a root of its own
+    flat: bool = False  # a hypervisor gives every device its own root
     files: dict[str, str] = field(default_factory=dict)
     tag: str | None = None
     container: str | None = None

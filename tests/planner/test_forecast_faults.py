@@ -103,7 +103,7 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
     assert advice.slowed == ("gpu.pcie.width on GPU2: fewer lanes to the host and to the NICs",)
 
 
-def test_what_was_measured_stands_above_a_rule() -> None:
+def test_what_was_measured_goes_before_a_rule() -> None:
     """A network that was measured as it is is not slowed again."""
     from collectives.bench.results import Measurement
     from planner.forecast.faults import apply_findings, pick_costly
@@ -194,7 +194,7 @@ def test_without_an_imex_channel_the_network_stands_in_place_of_nvlink_between_n
 
 
 def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
-    """500 of the data sheet's 700 W by default: the root, 85 %, in the forecast; nothing to repair beside it."""
+    """500 of the data sheet's 700 W by default: the root, 85 %, in the forecast; nothing else to repair."""
     facts = host(H100).facts(GpuFacts)
 
     def board(watts: float) -> Recommendation:

@@ -31,7 +31,7 @@ def value(cell: str) -> float | str:
 
 
 def test_documents_cite_the_figures_of_the_page() -> None:
-    """Each row of the page's summary stands in docs/explanation/forecast.md; README cites nothing else."""
+    """Each row of the page's summary is in docs/explanation/forecast.md; README cites nothing else."""
     summary = tables(PAGE.read_text(encoding="utf-8"))["Summary"]
     model = (ROOT / "docs/explanation/forecast.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", model, re.MULTILINE))

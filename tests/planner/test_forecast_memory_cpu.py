@@ -26,7 +26,7 @@ MICRO_BATCH = 16
 
 
 def kept_bytes(layers: int, method: Method, targets: tuple[str, ...] = TrainSpec().lora_targets, *, half: bool) -> int:
-    """Bytes that autograd keeps of a forward pass beside the weights, in half precision under autocast; each once."""
+    """Bytes that autograd keeps of a forward pass without the weights, in half precision under autocast; each once."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     given = {name: value for name, value in SHAPE.items() if name != "model_type"}
@@ -36,12 +36,12 @@ def kept_bytes(layers: int, method: Method, targets: tuple[str, ...] = TrainSpec
         peft = pytest.importorskip("peft", reason="peft is not installed")
         net = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=list(targets)))
     held = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def see(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in held:
-            kept[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     tokens = torch.zeros((MICRO_BATCH, ROW_TOKENS), dtype=torch.long)
@@ -49,7 +49,7 @@ def kept_bytes(layers: int, method: Method, targets: tuple[str, ...] = TrainSpec
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=half):
         graph = net(input_ids=tokens).logits.sum()
     assert graph.requires_grad
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
 @pytest.mark.long

@@ -34,8 +34,8 @@ def test_torchtitan_repeats_all_products_of_experts_and_no_all_to_all() -> None:
     """Qwen3-30B-A3B: q 4096, kv 512, h 2048, 8 experts a token. 141.8 GiB were measured in 8 B200, 126 are forecast."""
     engine, model = engine_named("torchtitan"), model_named("Qwen3-30B-A3B")
     one, eight = (Layout(world_size=8, dp_shard=8, micro_batch=2, checkpointing="selective", ep=ep) for ep in (1, 8))
-    kept = [engine.selective_activations(share_of(model, FULL, layout), 0.0) for layout in (one, eight)]
-    assert kept == [TOKENS * HALF * columns for columns in (2 * 4096 + 512, 2 * 4096 + 512 + 2 * 8 * 2048)]
+    activations = [engine.selective_activations(share_of(model, FULL, layout), 0.0) for layout in (one, eight)]
+    assert activations == [TOKENS * HALF * columns for columns in (2 * 4096 + 512, 2 * 4096 + 512 + 2 * 8 * 2048)]
 
 
 def test_zero3_steps_a_group_of_weights_at_a_time() -> None:

@@ -49,8 +49,8 @@ def test_in_fp32_frozen_weights_activations_and_what_is_gathered_are_twice_as_wi
     assert wide.weights - narrow.weights == pytest.approx(2.0 * weights(MODEL).total / 2)
     assert (wide.gradients, wide.optimizer) == (narrow.gradients, narrow.optimizer)
     fused = engine_named("megatron")  # nothing is copied to fp32 there in half precision either
-    kept = [fused.layer_activations(share_of(MODEL, FULL, at)) for at in (half, in_fp32(half))]
-    assert kept[1] == 2.0 * kept[0]
+    stored = [fused.layer_activations(share_of(MODEL, FULL, at)) for at in (half, in_fp32(half))]
+    assert stored[1] == 2.0 * stored[0]
 
 
 def test_eager_scores_are_kept_in_fp32_and_as_the_next_product_reads_them() -> None:
@@ -87,7 +87,7 @@ def test_ddp_stores_all_gradients_in_addition_to_the_activations(precision):
     gradients = 4.0 * trained_weights(MODEL, train)
     assert two.gradients == gradients > one.gradients
     assert (two.activations, two.logits) == (one.activations, one.logits)
-    other, train = engine_named("trl"), replace(train, dtype="float32")  # the same buckets, and gradients beside them
+    other, train = engine_named("trl"), replace(train, dtype="float32")  # the same buckets, and separate gradients
     single, both = (memory_parts(MODEL, train, layout, other).gradients for layout in (alone, pair))
     assert both == gradients + single
 

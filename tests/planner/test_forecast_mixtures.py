@@ -118,7 +118,7 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 
 
 def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
-    """Eight experts at random on 8 ranks are on 8 (1 - (7/8)^8) = 5.25 of them; kept to half of the groups, on 3.6."""
+    """Eight experts at random on 8 ranks are on 8 (1 - (7/8)^8) = 5.25 of them; in half of the groups, on 3.6."""
     model = replace(DEEPSEEK_V3, layers=4, dense_layers=0)
     layout = Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp")
     engine = engine_named("megatron")

@@ -113,8 +113,8 @@ def test_recomputation_costs_a_forward_pass_and_saves_activations() -> None:
     full = replace(none, checkpointing="full")
     plain, again = step_parts(given, none), step_parts(given, full)
     assert again.recompute / (plain.gemm + plain.attention + plain.elementwise) == pytest.approx(1 / 3, abs=0.05)
-    held, kept = (memory_parts(MODEL, FULL, at, given.engine) for at in (none, full))
-    assert kept.activations < 0.25 * held.activations
+    whole, recomputed = (memory_parts(MODEL, FULL, at, given.engine) for at in (none, full))
+    assert recomputed.activations < 0.25 * whole.activations
 
 
 def test_lora_computes_two_thirds_and_sends_no_gradients() -> None:
@@ -238,8 +238,8 @@ def test_the_job_scatters_a_whole_models_gradients_each_time_and_adapters_once()
     first, more = (step_parts(job(slow, lora), at).gather for at in gathered)
     assert more == pytest.approx(first, rel=0.1)  # and what stays gathered is gathered once
     engine = engine_named("topoflight")
-    kept = [memory_parts(MODEL, lora, at, engine).gradients for at in (once, thrice)]
-    assert kept[1] == pytest.approx(32 * kept[0])
+    gradients = [memory_parts(MODEL, lora, at, engine).gradients for at in (once, thrice)]
+    assert gradients[1] == pytest.approx(32 * gradients[0])
     accumulating = replace(once, checkpointing="full"), replace(thrice, checkpointing="full")
     assert memory_parts(MODEL, FULL, accumulating[1], engine).gradients < 2 * GIB
 
@@ -257,9 +257,9 @@ def test_what_stays_gathered_of_four_bit_weights_is_four_bit_weights() -> None:
     """NF4 layers and two bytes per weight of embedding and head, which are not quantised."""
     layout = Layout(world_size=8, dp_shard=8, reshard_after_forward=False)
     engine, count = engine_named("topoflight"), weights(MODEL)
-    kept = memory_parts(MODEL, replace(FULL, method="qlora"), layout, engine).gathered
-    assert kept == pytest.approx(0.5 * MODEL.layers * count.layer + 2.0 * (count.embedding + count.head))
-    assert kept < 0.5 * memory_parts(MODEL, replace(FULL, method="lora"), layout, engine).gathered
+    gathered = memory_parts(MODEL, replace(FULL, method="qlora"), layout, engine).gathered
+    assert gathered == pytest.approx(0.5 * MODEL.layers * count.layer + 2.0 * (count.embedding + count.head))
+    assert gathered < 0.5 * memory_parts(MODEL, replace(FULL, method="lora"), layout, engine).gathered
 
 
 def test_scales_of_four_bit_weights_are_whole_on_every_rank() -> None:
@@ -280,10 +280,10 @@ def test_autocast_copies_fp32_weights_of_pipelines_and_replicas() -> None:
     alone = Layout(world_size=1, micro_batch=1)
     engine = engine_named("topoflight")
     sharded = replace(alone, world_size=2, dp_shard=2)
-    kept, cast = (memory_parts(MODEL, FULL, at, engine) for at in (alone, sharded))
-    weights_in_half = kept.weights / 2
+    stored, cast = (memory_parts(MODEL, FULL, at, engine) for at in (alone, sharded))
+    weights_in_half = stored.weights / 2
     inputs = 5 * 2.0 * FULL.sequence_length * MODEL.hidden * MODEL.layers  # each product casts its own
-    assert kept.activations - cast.activations == pytest.approx(weights_in_half + inputs, rel=0.01)
+    assert stored.activations - cast.activations == pytest.approx(weights_in_half + inputs, rel=0.01)
     saved, cast = (memory_parts(MODEL, FULL, replace(at, checkpointing="full"), engine) for at in (alone, sharded))
     # Nothing keeps a copy beyond its layer.
     assert 0 <= saved.activations - cast.activations < 0.1 * weights_in_half
@@ -297,10 +297,10 @@ def test_with_full_checkpointing_logits_and_a_remade_layer_never_meet() -> None:
     layout = Layout(world_size=1, checkpointing="full", micro_batch=4)
     train, engine = TrainSpec(sequence_length=4096), engine_named("torchtitan")
     parts = memory_parts(MODEL, train, layout, engine)
-    kept = 2.0 * 4 * 4096 * MODEL.hidden * MODEL.layers
+    saved = 2.0 * 4 * 4096 * MODEL.hidden * MODEL.layers
     layer = engine.layer_activations(share_of(MODEL, train, layout))
     assert 0 < layer < parts.logits
-    assert parts.activations + parts.logits == pytest.approx(kept + parts.logits)
+    assert parts.activations + parts.logits == pytest.approx(saved + parts.logits)
 
 
 def test_adapters_are_sharded_like_the_weights() -> None:

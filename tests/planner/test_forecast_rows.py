@@ -49,7 +49,7 @@ def test_one_row_is_scored(tmp_path: Path) -> None:
 
 
 def test_what_the_reader_cannot_place_is_counted_under_its_reason(tmp_path: Path) -> None:
-    """Never skipped in silence: a column of its own, and the reason of each."""
+    """Never skipped in silence: a separate column, and the reason of each."""
     done = score(tmp_path, [*({**BASE, **row} for row in TABLES["counted"]), {"row_id": "9"}])
     assert cells(done, "Rows", "all")[:2] == ["9", "7"]
     for word in ("is unknown", "does not divide", "seq is not given", "mixture of experts", "neither layers nor size",
@@ -78,8 +78,8 @@ def test_a_file_is_scored_by_what_ships(tmp_path: Path) -> None:
     """Nothing is fitted or learned on it: a source's figures are the same whatever other sources the file has."""
     rows = [{**BASE, "row_id": str(n), "tokens_s_gpu": str(6000 + 100 * n)} for n in range(12)]
     slow = [{**row, "source": "another table", "tokens_s_gpu": "2000"} for row in rows]
-    alone, beside = (cells(score(tmp_path, each), "Step time", "a table") for each in (rows, rows + slow))
-    assert alone == beside
+    alone, together = (cells(score(tmp_path, each), "Step time", "a table") for each in (rows, rows + slow))
+    assert alone == together
     assert "as shipped" in score(tmp_path, rows)
 
 

@@ -19,7 +19,7 @@ rows = rows_of(__file__)
 
 
 def reading(text: str, name: str = "") -> Reading:
-    """A text as it stands in a file."""
+    """A text as it is in a file."""
     return read_text(textwrap.dedent(text).lstrip("\n"), None, name)
 
 
@@ -122,7 +122,7 @@ def seconds(text: str, kind: str | None = "shell") -> float:
 @pytest.mark.long
 @each_row("name", ENDLESS)
 def test_no_text_takes_long(name: str) -> None:
-    """What repeats, nests or doubles is read in one pass or refused: beside a plain script of its length, and 10 kB."""
+    """What repeats, nests or doubles is read in one pass or refused: timed against a plain script of its length."""
     text = ENDLESS[name](500)
     plain = "export NCCL_X=1\n" * ((len(text) + 10_000) // 16)
     longest = 50 * min(seconds(plain) for _ in range(3))  # the most today is 38 times: texts

@@ -6,8 +6,8 @@ from pathlib import Path
 from string import Formatter
 
 from contracts.tables import read_table
-from planner.lint.environment import settings
-from planner.lint.values import texts, values
+from planner.lint.environment import SETTINGS
+from planner.lint.values import TEXTS, VALUES
 from planner.nccl_env import __file__ as names_file, names, plugin_of, torch_names
 
 OTHERS = {
@@ -18,7 +18,7 @@ WHERE = ("efa", "unknown", "own_net", "several_nodes", "several_ranks", "unknown
 
 
 def test_every_name_is_one_that_something_reads() -> None:
-    table, more = values(), settings()
+    table, more = VALUES, SETTINGS
     used = {
         *(name for part in ("text", "range", "zero", "kind") for name in table[part]),
         *(name for members in table["names"].values() for name in members), *table["level"]["names"],
@@ -33,7 +33,7 @@ def test_every_name_is_one_that_something_reads() -> None:
 
 
 def test_every_row_is_whole() -> None:
-    table, more = values(), settings()
+    table, more = VALUES, SETTINGS
     assert set(table["names"]) == {"bytes", "flags", "carries_data", "same_on_all_ranks", "zero_is_unset"}
     assert not [name for name, (low, high) in table["range"].items() if low >= high]
     for row in table["text"].values():
@@ -53,7 +53,7 @@ def test_every_row_is_whole() -> None:
 def test_every_text_is_used_and_filled_in() -> None:
     """Each text of findings.toml belongs to a rule, and every rule passes exactly the fields that its text has."""
     given: dict[str, set[str]] = {}
-    for row in settings()["rule"]:
+    for row in SETTINGS["rule"]:
         others = {"other", "most"} if "above" in row else {"other", "cause"} if "with" in row else set[str]()
         fields = others | {*row.get("fields", {})}
         assert fields == given.setdefault(row["finding"], fields), row
@@ -65,7 +65,7 @@ def test_every_text_is_used_and_filled_in() -> None:
                     assert fields == given.setdefault(key, fields), key
     wanted = {
         key: {name for _, name, _, _ in Formatter().parse(text["message"] + text["remedy"]) if name} - {"name", "value"}
-        for key, text in texts().items()
+        for key, text in TEXTS.items()
     }
     assert given == wanted
 

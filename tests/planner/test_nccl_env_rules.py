@@ -41,7 +41,7 @@ FOUR = "mlx5_0,mlx5_1,mlx5_2,mlx5_3"
 
 
 def rails(count: int) -> list[RdmaDevice]:
-    """RoCE ports, each on an interface of its own."""
+    """RoCE ports, each on its own interface."""
     return [port(f"mlx5_{i}", netdev=f"rail{i}", gids=[v2_gid(3, f"10.1.{i}.5")], **ROCE) for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""The user's own manifests, wrapped: what is added stands as lines of its own, and all else stays where it was."""
+"""The user's own manifests, wrapped: what is added is on separate lines, and all else stays where it was."""
 
 import os
 from dataclasses import replace
@@ -180,7 +180,7 @@ def test_a_command_says_what_it_trains(words, nodes, ranks, settings):
 
 
 def test_accelerates_files_say_layouts_and_its_command_line_goes_over_them() -> None:
-    """FSDP alone leaves all ranks to data parallelism, beside degrees that the file names."""
+    """FSDP alone leaves all ranks to data parallelism, next to degrees that the file names."""
     config = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n" \
              "parallelism_config: {parallelism_config_cp_size: 2, parallelism_config_dp_shard_size: 1}\n"  # fmt: skip
     said = read_command(["accelerate", "launch", "--config_file", "cp.yaml", "train.py"], {"cp.yaml": config}.get)

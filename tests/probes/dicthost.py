@@ -70,7 +70,7 @@ class DictHost(RecordedHost):
         return done
 
     def read_bytes(self, path: str, limit: int) -> bytes:
-        """Content, or the error that stands in its place."""
+        """Content, or the error that replaces it."""
         if "\0" in path:
             raise ValueError("embedded null byte")  # as open(2)'s wrapper does
         found = self.resolve(path)

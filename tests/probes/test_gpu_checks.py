@@ -1,4 +1,4 @@
-"""What the gpu probe concludes: of single facts (gpu_findings.yaml), of GPUs beside each other and on the bus."""
+"""What the gpu probe concludes: of single facts (gpu_findings.yaml), of GPUs that differ, and on the bus."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -258,7 +258,7 @@ def test_a_gpu_that_nvml_leaves_out(where, found, count, code, severity):
 
 
 def test_lost_gpus_without_an_address_are_not_told_twice() -> None:
-    """NVML still counts a lost GPU but may not say where it is: then it stands for one that is not listed."""
+    """NVML still counts a lost GPU but may not say where it is: then it is taken for one that is not listed."""
     assert not list(check_bus(bus(), set(EIGHT[:7]), 8))
     two = list(check_bus(bus(), set(EIGHT[:6]), 7))
     assert [f.code for f in two] == ["gpu.device.missing"]

@@ -1,4 +1,4 @@
-"""Facts of a GPU as NVML encodes them: the fabric's health, Xids, ECC, events, and what other probes see beside it."""
+"""Facts of a GPU as NVML encodes them: the fabric's health, Xids, ECC, events, and what other probes see of it."""
 
 import dataclasses
 from functools import reduce
@@ -172,7 +172,7 @@ def test_a_gpu_that_nvml_lists_has_its_driver() -> None:
     assert "nouveau bound to it" in held.message and held.remedy.startswith("Blacklist nouveau")
 
 
-def test_no_rdma_device_is_never_said_beside_one() -> None:
+def test_no_rdma_device_is_never_said_where_there_is_one() -> None:
     """Eight ACTIVE mlx5 ports that sysfs does not place on the bus, as a mounted part of /sys shows them."""
     snapshot = scan(RecordedHost(recorded(H100)))
     rdma = snapshot.facts(RdmaFacts)

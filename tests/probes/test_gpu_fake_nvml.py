@@ -118,7 +118,7 @@ def test_without_driver_a_host_without_gpus_is_absent(recording):
 
 
 def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(scanner_of, tmp_path):
-    """What is kept between scans hides neither."""
+    """What the child stores between scans hides neither."""
     failures = tmp_path / "failures"
     failures.write_text("")
     with scanner_of(H100, inject=f"@{failures}") as scanner:

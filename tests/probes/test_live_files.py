@@ -41,7 +41,7 @@ def test_what_changes_is_seen_by_the_next_scan(tmp_path: Path) -> None:
     host.begin_scan()
     assert host.read_text(f"{GPU}/current_link_width") == "8\n"
 
-    # The old folder is kept aside, so that the new one cannot get its inode number.
+    # The old folder is moved aside, so that the new one cannot get its inode number.
     old = tmp_path / "sys/devices/pci0000:00/0000:00:01.0"
     old.rename(tmp_path / "aside")
     _plug(tmp_path, "0x2331")
@@ -154,12 +154,12 @@ def test_links_lead_where_the_kernel_says_and_never_out_of_the_root(tmp_path: Pa
 
 
 def test_lines_of_the_kernel_log_outlive_it() -> None:
-    """What newer lines have overwritten is kept, each line once, and of all the newest."""
-    kept: deque[str] = deque(maxlen=LINES_MAX)
+    """Lines that newer ones have overwritten stay, each once, and of all lines the newest."""
+    log: deque[str] = deque(maxlen=LINES_MAX)
     lines = [f"<4>[  {number}.0] NVRM: Xid (PCI:0000:1c:00): 31, pid={number}" for number in range(LINES_MAX + 1)]
     for shown in (lines[:2], lines[1:3], lines[2:], lines[2:]):
-        append_new_lines(kept, shown)
-    assert list(kept) == lines[1:]
+        append_new_lines(log, shown)
+    assert list(log) == lines[1:]
 
 
 def test_a_kernel_log_that_may_not_be_read_is_an_error() -> None:

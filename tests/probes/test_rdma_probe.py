@@ -127,7 +127,7 @@ def test_sizes_and_rates_are_read() -> None:
 
 
 def test_a_virtual_function_in_stock_is_no_lost_port() -> None:
-    """Down and without an address beside a physical port that is up; one that a pod uses has an address."""
+    """Down and without an address, next to a physical port that is up; one that a pod uses has an address."""
     facts = read_rdma(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, state="1: DOWN", phys="3: Disabled").host())
     whole, virtual = facts.devices
 

@@ -148,7 +148,7 @@ def test_gzip_is_read_like_plain_and_a_missing_file_is_a_missing_file(tmp_path: 
 def test_this_machine_is_captured_and_replayed(tmp_path: Path) -> None:
     """`topoflight capture` end to end: every probe answers, and the replay finds what the live scan found."""
     with Scanner(probes=ALL) as scanner:
-        snapshot, archive = scanner.capture("this machine")
+        snapshot, archive = scanner.capture()
     assert list(snapshot.outcomes) == [probe.name for probe in ALL]
     for probe in ALL:
         outcome = snapshot.outcomes[probe.name]

@@ -50,7 +50,7 @@ def test_hypervisor(grace: bool, flag: str, vendor: str, product: str, name: str
 
 @each_row(("kind", "files", "environment"), ROWS["kinds"])
 def test_container_is_known_by_its_engines_traces(kind, files, environment):
-    """One trace is enough; a pod's stands above its engine's."""
+    """One trace is enough; a pod's goes before its engine's."""
     assert container(DictHost(dict(files), environment=environment)) == kind
 
 

@@ -1,4 +1,4 @@
-"""`topoflight` as a user runs it: in this process (a second of CPU less), in one of its own, or on a terminal."""
+"""`topoflight` as a user runs it: in this process (a second of CPU less), in a separate one, or on a terminal."""
 
 import contextlib
 import io

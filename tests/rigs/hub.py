@@ -33,9 +33,9 @@ class Repository:
 
     folder: Path
     sha: str
-    branches: dict[str, Path] = field(default_factory=dict)  # other branches, with folders of their own
+    branches: dict[str, Path] = field(default_factory=dict)  # other branches, with their own folders
     tokens: tuple[str, ...] | None = None  # who may read the files of a gated one; None: everybody
-    listed: tuple[str, ...] = ()  # paths that its trees name besides
+    listed: tuple[str, ...] = ()  # further paths that its trees name
 
     def at(self, revision: str) -> tuple[str, Path] | None:
         """Commit and folder of a branch or commit; `main` is at the commit of the branch that has its folder."""

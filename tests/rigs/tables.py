@@ -1,7 +1,7 @@
 """A table of rows as one test, which names every row that fails. What pytest.mark.parametrize takes, taken as it does.
 
 An item of pytest for each row costs a few milliseconds in every process that collects it; a thousand rows are seconds.
-Each row has a `tmp_path` and a `monkeypatch` of its own. Rows share all other fixtures of their test: where a row
+Each row has its own `tmp_path` and `monkeypatch`. Rows share all other fixtures of their test: where a row
 changes what such a fixture gives, the test stays parametrized.
 """
 
@@ -92,7 +92,7 @@ def each_row(
 
 
 def rows_of(test: str, name: str = "") -> Callable[[str], Callable[[], Any]]:
-    """The tables of a YAML file beside a test, by their keys; `name` where the file has not the test's own name.
+    """The tables of a YAML file next to a test, by their keys; `name` where the file has not the test's own name.
 
     The file is read when the first test that takes a table runs, not at collection.
     """

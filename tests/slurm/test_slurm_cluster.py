@@ -228,7 +228,7 @@ def cancel(cluster: Slurm, number: str) -> None:
     eventually(lambda: not processes_of(number), "no process is left")
 
 
-# One host is all nodes here, and one load at a time is allowed on a host: each task has locks of its own.
+# One host is all nodes here, and one load at a time is allowed on a host: each task has its own locks.
 ALONE = 'unshare --mount sh -c \'mount -t tmpfs none /run/lock && exec "$0" "$@"\' '
 
 
@@ -250,7 +250,7 @@ def test_a_search_under_srun_names_the_bad_node_as_slurm_does(cluster: Slurm) ->
 
 
 def test_a_cancelled_benchmark_leaves_nothing(cluster: Slurm) -> None:
-    """Its ranks are processes of their own, which end with the job, too."""
+    """Its ranks are separate processes, which end with the job, too."""
     task = "srun --ntasks-per-node=1 " + load("bench", cluster.folder, "--budget", "500")
     words = ("--parsable", "--nodes=2", "-o", "/dev/null", "-D", str(ROOT), "--wrap", task)
     number = cluster.run("sbatch", *words).strip()

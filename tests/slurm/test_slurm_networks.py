@@ -1,4 +1,4 @@
-"""The tutorial's comparison of networks, on a real slurmctld and two real slurmd, each with two networks of its own.
+"""The tutorial's comparison of networks, on a real slurmctld and two real slurmd, each with its own two networks.
 
 As with pods, `eth0` is slow (a vxlan that `tc tbf` limits) and `net1` is a fast secondary network. Both carry TCP: this
 kernel has no RDMA, so the tutorial's third bar is not among them.
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.netns,
     pytest.mark.timeout(1200),
-    pytest.mark.nightly,  # minutes of waiting; beside other clusters its jobs have waited for more
+    pytest.mark.nightly,  # minutes of waiting; with other clusters on the host its jobs have waited longer
     pytest.mark.skipif(netns.missing("tc") is not None, reason=str(netns.missing("tc"))),
 ]
 

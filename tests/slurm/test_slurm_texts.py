@@ -73,6 +73,8 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
     over = topoflight(*LAUNCH, "--over", "ens5.7").stdout
     assert "export NCCL_SOCKET_IFNAME=ens5.7\n" in over and "export NCCL_IB_DISABLE=1\n" in over
     assert "export NCCL_NET=Socket\n" in over and "FI_" not in over and '"step_seconds": null' in over
+    measured = topoflight(*LAUNCH, "--measure").stdout
+    assert measured.index("agent.cli bench --quick") < measured.index("-m finetune.pod") and "bench" not in over
     hosts = tmp_path / "hosts"
     hosts.write_bytes(b"n1\xff\n")
     named = ",".join(f"a{number}-ib" for number in range(100))
@@ -367,7 +369,7 @@ UNREACHED = [  # nodes that join, whether node 2 leaves a note, state of each no
 @each_row(("joins", "is_noted", "states", "words"), UNREACHED)
 def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted, states, words, tmp_path):
     """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost, unless it says
-    beside the journal that it cannot resolve the name of node 0."""
+    as well as in the journal, that it cannot resolve the name of node 0."""
     from torch.distributed import HashStore
 
     store = HashStore()

@@ -107,7 +107,7 @@ def test_a_matrix_without_a_model_gives_a_range() -> None:
 
 
 def test_a_node_tells_what_its_links_reach_and_a_catalogue_machine_too() -> None:
-    """With NCCL's plan beside it; where the speed of a link is not known the range alone."""
+    """With NCCL's plan; where the speed of a link is not known the range alone."""
     for made, known in ((node("hgx-h100-8xH100-8hca"), True), (machines.get("p5.48xlarge"), True),
                         (machines.get("4xl40s"), False)):  # fmt: skip
         (found,) = [each for each in made.expectations if (each.scope, each.op) == ("node", "all_gather")]

@@ -133,7 +133,7 @@ def test_fleet_finds_the_odd_nodes_among_hundreds():
 
 
 def test_what_is_common_in_a_fleet_and_what_is_not():
-    """Unlike machines are families of their own, a node that shows no GPU is odd, same host names are told apart."""
+    """Unlike machines are separate families, a node that shows no GPU is odd, same host names are told apart."""
     sick = fleet([snapshot(f"sick-h100-{name}") for name in ("nvlink-missing", "memlock-64KiB", "thermal")])
     assert any("no common configuration" in warning for warning in sick.families[0].warnings)
     unlike = fleet([snapshot(name) for name in (HGX, HGX, P4D, A40)])

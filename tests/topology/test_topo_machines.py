@@ -45,7 +45,7 @@ def test_every_pair_once_and_every_form_holds(name):
 
 
 def test_rails_islands_and_files_of_recorded_machines():
-    """What of them stands in no golden that people read (findings.json, metrics.txt and topology.txt of each)."""
+    """What of them is in no golden that people read (findings.json, metrics.txt and topology.txt of each)."""
     hgx, efa, flat, lost = (topology(name) for name in (HGX, P4D, FLAT, "sick-h100-gpu-lost"))
     assert (hgx.sku, [island.nvlinks_per_pair for island in hgx.islands]) == ("HGX H100/H200", [("NV18",)])
     assert [rail.gpus for rail in hgx.rails] == [(f"GPU{i}",) for i in range(8)]
@@ -89,10 +89,10 @@ def test_pxn_is_promised_only_over_nvlink():
         far = [finding for finding in check(topology(name)) if finding.code == "topology.gpu_nic.far"]
         assert far and all("cannot send through another GPU (PXN)" in finding.remedy for finding in far)
     node = topology("polaris-4xA100-nv4")
-    beside = tuple(
+    nearest = tuple(
         replace(near, label="PIX", path=PathClass.PIX) if near.gpu == "GPU1" else near for near in node.nearest_nic
     )
-    far = [f for f in check(replace(node, nearest_nic=beside)) if f.code == "topology.gpu_nic.far"]
+    far = [f for f in check(replace(node, nearest_nic=nearest)) if f.code == "topology.gpu_nic.far"]
     assert [finding.subject for finding in far] == ["GPU0", "GPU2"]
     for finding in far:
         assert "until then NCCL sends over NVLink" in finding.remedy

@@ -64,7 +64,7 @@ def said(row: dict):
 
 
 def test_golden_texts() -> None:
-    """A row says what it shows: two that differ in one fact stand beside each other."""
+    """A row says what it shows: two that differ in one fact are next to each other."""
     golden_rows("topology.jsonl", "says", said)
 
 

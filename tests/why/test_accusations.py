@@ -408,7 +408,7 @@ def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: 
     assert json.loads((monitor.folder / "trace_rank_0.json").read_text()) == recorded
     monitor.write()
     found = diagnosis.answer(diagnosis.WhySources(recorder=monitor.folder))
-    assert not any("state_rank" in one.what for one in found.unknown), "states lie beside the dumps"
+    assert not any("state_rank" in one.what for one in found.unknown), "states are in the folder of the dumps"
 
 
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
 
 
 def test_the_monitor_writes_what_the_reader_reads() -> None:
-    """It runs where nothing of this package is, so it has names of its own."""
+    """It runs where nothing of this package is, so it has its own names."""
     assert rank_monitor.NODE_STATE == rank_files.NODE and rank_monitor._answer_of("the rendezvous", "") == "connected"
     assert (rank_monitor.RANKS_FOLDER, rank_monitor.STATE, rank_monitor.TRACE, rank_monitor.ASK) == (
         rank_files.RANKS_FOLDER, rank_files.NAME, rank_files.TRACE, rank_files.ASK)  # fmt: skip
@@ -494,12 +494,12 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     assert line == f'topoflight_why{{code="rank.gone",node="trainer-2",rank="2",{run},state="failed"}} 1.0'
     alone = topoflight("why", "--run", tmp_path, "--metrics", metrics)
     assert alone.exit_code == 2 and "--watch" in alone.output
-    kept = json.loads((tmp_path / run_record.WHY).read_text())
-    assert (kept["state"], kept["ranks"]) == ("failed", [2])
-    assert kept["line"].split(": ")[0] in topoflight("why", tmp_path).output, "a run's folder among the logs"
-    assert kept["line"] in ended.output
+    saved = json.loads((tmp_path / run_record.WHY).read_text())
+    assert (saved["state"], saved["ranks"]) == ("failed", [2])
+    assert saved["line"].split(": ")[0] in topoflight("why", tmp_path).output, "a run's folder among the logs"
+    assert saved["line"] in ended.output
     assert topoflight("why", "--run", tmp_path, "-o", "slurm").stdout == "trainer-2\n"
-    assert run_record.read(tmp_path / "run.json").notes == [f"why: {kept['line']}"]
+    assert run_record.read(tmp_path / "run.json").notes == [f"why: {saved['line']}"]
     assert "hunter22" not in ended.output + "".join(path.read_text() for path in tmp_path.glob("*.json"))
 
 

@@ -1,4 +1,4 @@
-"""`why` and `search` with NCCL: ranks that share one GPU, as hosts of their own, which exchange data over sockets."""
+"""`why` and `search` with NCCL: ranks that share one GPU, as separate hosts, which exchange data over sockets."""
 
 import contextlib
 import json
@@ -66,7 +66,7 @@ def test_search_names_the_stopped_host(tmp_path: Path) -> None:
         words = [sys.executable, "-m", "agent.cli", "search", "--nodes=4", f"--node-rank={host}", "--ranks=1",
                  "--force", "--rendezvous=127.0.0.1:29711", f"--host-name=host-{host}", "--size=64MiB", "--silence=8",
                  "--no-advice", f"--journal={journal}", "-o", "json"]  # fmt: skip
-        # a lock of its own for each, as each is a host
+        # a separate lock for each, as each is a host
         alone = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /run/lock && exec "$@"', "sh", *words]
         own = {"NCCL_HOSTID": str(host), "NCCL_IB_DISABLE": "1", "PYTHONPATH": str(ROOT)}
         hosts.append(subprocess.Popen(alone, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **own}))

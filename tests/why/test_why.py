@@ -157,7 +157,7 @@ def test_a_call_that_the_last_rank_has_just_entered_has_not_stopped(ago: float, 
 
 
 def dumped(*open_calls: dict, done: int = 3) -> RunFacts:
-    """Four ranks' dumps without anything beside them, ten minutes after the last call; the ranks' open calls."""
+    """Four ranks' dumps and nothing else, ten minutes after the last call; the ranks' open calls."""
     traces = {}
     for rank, mine in enumerate(open_calls):
         rows = [call(n, at=NOW - 700 + n) for n in range(1, done + 1)]

@@ -99,7 +99,7 @@ dist.init_process_group("gloo")
 
 
 def test_a_rank_that_restores_before_the_rendezvous_is_seen_by_its_process(tmp_path: Path) -> None:
-    """Rank 0 runs beside the rank that waits for it: no fault before the limit. A rank without a process is one."""
+    """Rank 0 runs on the host of the rank that waits: no fault before the limit. A rank without a process is one."""
     (tmp_path / "train.py").write_text(RESTORING, encoding="utf-8")
     words = [PYTHON, "-m", "agent.cli", "run", "--folder", str(tmp_path / "run"), PYTHON, "-m",
              "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",

@@ -10,4 +10,3 @@ class TopologyFileError(ValueError):
         super().__init__(f"line {line}: {message}")
         self.source = source
         self.line = line
-        self.message = message

@@ -24,8 +24,6 @@ from topology.formats import TopologyFileError
 from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
 from topology.links import PciTree, joined, pcie_pair
 
-__all__ = ["SOURCE", "parse"]
-
 SOURCE = "NCCL XML"
 SAME_CPU = "PHB/NODE"
 """Label of a nearest NIC on the GPU's own CPU: the format does not distinguish PHB and NODE."""

@@ -52,7 +52,7 @@ def main(real, place, name, words):
     told = b""
     while not told.endswith(b"\n"):
         if not (piece := line.recv(64)):
-            sys.stderr.write(f"the forking server has died: see the log beside {place}\n")
+            sys.stderr.write(f"the forking server has died: see the log next to {place}\n")
             os._exit(70)
         told += piece
     status = int(told)

@@ -136,7 +136,7 @@ class Forked:
     """What torchrun uses of subprocess.Popen, of a rank that it forks."""
 
     def __init__(self, args, env, stdout, stderr):
-        """Fork it, in a session of its own, without the files of torchrun."""
+        """Fork it, in a separate session, without the files of torchrun."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.args, self.returncode = args, None

@@ -44,7 +44,7 @@ def missing(*more: str) -> str | None:
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
-# What every test of ranks on several hosts needs, beside the marks of its tier, which stand in its own file.
+# What every test of ranks on several hosts needs, in addition to the marks of its tier, which are in its own file.
 RANKS_ON_HOSTS = (
     pytest.mark.usefixtures("forked_ranks"),
     pytest.mark.skipif(missing("tc") is not None, reason=str(missing("tc"))),

@@ -33,7 +33,7 @@ def active_mtu() -> int | None:
         name = get_device_list()[0].name.decode()
         with Context(name=name) as context:
             return 128 << int(context.query_port(1).active_mtu)  # IBV_MTU_256 is 1
-    except Exception:  # noqa: BLE001 - one question beside the probe's: no answer is None
+    except Exception:  # noqa: BLE001 - one question in addition to those of the probe: no answer is None
         return None
 
 
