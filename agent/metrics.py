@@ -7,8 +7,8 @@ node_exporter or dcgm-exporter are not repeated; the scraper adds `node` and `in
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,61 +39,39 @@ MOST_COLLECTIVES = 16  # kinds of collectives in a step
 
 TABLE = read_table(__file__, "metrics.toml")  # dashboards/generate.py reads what it says about labels
 OWN: tuple[Metric, ...] = tuple(Metric(**{**row, "labels": tuple(row.get("labels", ()))}) for row in TABLE["metrics"])
-PROBES: tuple[Metric, ...] = tuple(metric for probe in ALL for metric in probe.metrics)
-CATALOGUE: tuple[Metric, ...] = (*OWN, *PROBES)
+CATALOGUE: tuple[Metric, ...] = (*OWN, *(metric for probe in ALL for metric in probe.metrics))
 
 
 MOST_SUBJECT = 96  # characters per label; the longest subject of the project's machines has 41
 
 Values = list[tuple[tuple[str, ...], float]]
-More = Iterable[tuple[str, Values]]  # families that do not belong to a view, by name
+Counted = Mapping[tuple[str, ...], float]  # what a thread of the agent counts, by family and label values
 
 
-def exposition(view: View, accept: str, more: More = ()) -> tuple[bytes, str]:
+def exposition(view: View, accept: str, counted: Counted | None = None) -> tuple[bytes, str]:
     """Return the exposition and its content type, negotiated by the Accept header. Pure: valid as long as the view."""
     encoder, content_type = choose_encoder(accept)
-    registry: Any = SimpleNamespace(collect=lambda: families(view, more))  # all that an encoder needs of a registry
+    registry: Any = SimpleNamespace(collect=lambda: families(view, counted or {}))  # all that an encoder needs
     return encoder(registry), content_type
 
 
-def tally_samples(tally: Mapping[tuple[str, ...], float]) -> More:
-    """Return the families that a thread counts, by name and labels."""
-    found: dict[str, Values] = {}
-    for (family, *labels), value in sorted(dict(tally).items()):  # a copy, because the thread still counts
-        found.setdefault(family, []).append((tuple(labels), value))
-    return found.items()
-
-
-def families(view: View, more: More = ()) -> Iterator[Samples]:
-    """Return every family of one view, and of `more`, that has a value."""
-    values = {**dict(agent_values(view)), **dict(more)}
-    yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": version()})
-    for family in OWN:
-        if values.get(family.name):
-            yield _metric(family, values[family.name])
-    sampled = _sampled(view)
-    for family in PROBES:
-        if sampled.get(family.name):
-            yield _metric(family, sampled[family.name])
-
-
-def _metric(family: Metric, values: Values) -> Samples:
-    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    metric = kind(family.exposed, family.help, labels=family.labels)
-    for label_values, value in values:
-        metric.add_metric(label_values, value)
-    return metric
-
-
-def _sampled(view: View) -> dict[str, Values]:
-    """Return what the probes of the host export, by family."""
-    found: dict[str, Values] = {}
+def families(view: View, counted: Counted) -> Iterator[Samples]:
+    """Return every family that has a value: of one view, what its probes export, and `counted`."""
+    values = defaultdict(list, agent_values(view))
+    for (name, *labels), value in sorted(dict(counted).items()):  # a copy, because the thread still counts
+        values[name].append((tuple(labels), value))
     for probe in ALL:
         outcome = view.snapshots[0].outcomes.get(probe.name)
-        if isinstance(outcome, Ok):
-            for sample in probe.samples(outcome.facts):
-                found.setdefault(sample.metric, []).append((sample.labels, sample.value))
-    return found
+        for sample in probe.samples(outcome.facts) if isinstance(outcome, Ok) else ():
+            values[sample.metric].append((sample.labels, sample.value))
+    yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": version()})
+    for family in CATALOGUE:
+        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+        metric = kind(family.exposed, family.help, labels=family.labels)
+        for label_values, value in values[family.name]:
+            metric.add_metric(label_values, value)
+        if metric.samples:
+            yield metric
 
 
 # Values of the agent's own families for one view. An unknown value has no sample, never a zero.

@@ -145,7 +145,7 @@ def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict
 
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"override {text!r}: must be key=value")
+            raise ConfigError(f"{text!r}: must be NAME=VALUE")
         target = raw
         *parents, last = key.split(".")
         for name in parents:

@@ -40,6 +40,8 @@ ENVIRONMENTS = nccl_env.FORMATS  # formats that do not need a layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *exports.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 texts = read_texts(__file__, "texts.toml")
+# The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
+EMBEDDED_MODEL = "tiny-llama"
 _MOST_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
 
 
@@ -90,7 +92,7 @@ class Request:
         return replace(self, train=replace(self.train, **run), **{name: options[name] for name in own - {"train"}})
 
     def model_spec(self) -> ModelSpec | None:
-        """Return the requested model: a known name, or a config.json if files are allowed."""
+        """Return the requested model: a known name, or a config.json if files are allowed. Raises ModelError."""
         if self.model is None or self.shape is not None:
             return self.shape
         path = Path(self.model)
@@ -99,10 +101,7 @@ class Request:
                 return models.model_from_file(path)
             except models.ModelError as error:
                 raise RequestError(f"--model {error}") from None
-        try:
-            return models.model_named(self.model)
-        except models.ModelError as error:
-            raise RequestError(str(error)) from None
+        return models.model_named(self.model)
 
     def required_model(self) -> ModelSpec:
         """Return the requested model. Raises RequestError if none is requested."""
@@ -145,10 +144,6 @@ class Request:
             return None
         text, seconds = self.measured_step
         return parse_layout_text(text), seconds
-
-    def spans_nodes(self, cluster: ClusterTopology) -> bool | None:
-        """Return whether the job spans nodes; None for one node without a requested number: more can be added later."""
-        return len(cluster.nodes) > 1 or (None if self.nodes is None else False)
 
     def ranks(self, cluster: ClusterTopology) -> int | None:
         """Return the requested ranks per node, else two gloo ranks for a host without GPUs, else None: one per GPU."""
@@ -339,7 +334,9 @@ def of_cluster(
 
     Raises RequestError, ValueError or LayoutError if the request does not fit.
     """
-    model, version, multi_node = request.model_spec(), parse_version(request.nccl_version), request.spans_nodes(cluster)
+    model, version = request.model_spec(), parse_version(request.nccl_version)
+    # one node without a requested number: more can be added later
+    multi_node = len(cluster.nodes) > 1 or (None if request.nodes is None else False)
     if model is None:
         case = situation(
             snapshots, cluster, nccl_version=version, multi_node=multi_node, ranks_per_node=request.ranks_per_node
@@ -422,11 +419,13 @@ def _first_that_fits(request: Request, changes: Sequence[dict[str, Any]], snapsh
 
 
 def with_fsdp(advice: Recommendation) -> Recommendation:
-    """Choose the best FSDP layout, add the reason, and compare every other layout with it.
+    """For the embedded job, choose the best FSDP layout, add the reason, and compare every other layout with it.
 
-    The embedded job fits any layout. It runs under FSDP because users train that way, and because FSDP uses the
-    collectives that were measured: all-gather and reduce-scatter.
+    It fits any layout. It runs under FSDP because users train that way, and because FSDP uses the collectives that were
+    measured: all-gather and reduce-scatter.
     """
+    if advice.model is None or advice.model.name != EMBEDDED_MODEL:
+        return advice
     fitting = [r for r in (advice.chosen, *advice.runners_up) if r is not None]
     sharded = next((r for r in fitting if r.layout.family in ("FSDP", "HSDP")), None)
     if sharded is None or sharded is advice.chosen:

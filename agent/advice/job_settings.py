@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent.advice.advise import Request, advise
+from agent.advice.advise import EMBEDDED_MODEL, Request, advise
 from agent.base import units
-from agent.base.options import InputError, RequestError
+from agent.base.options import InputError, RequestError, split_pair
 from agent.base.output import document
 from agent.checks.host_checks import gdrdma_possible
 from contracts import bounded, plain
@@ -40,7 +40,7 @@ from contracts.tables import read_table, read_texts
 from contracts.trl import trl_settings
 from hardware.gpus import without_gdr
 from hardware.units import rate
-from planner.advice import Recommendation
+from planner.advice import RankedLayout, Recommendation
 from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, checkpoint_bytes, save_seconds
 from planner.forecast.models import ModelError, hub_id, model_from_config, model_from_file, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec
@@ -49,9 +49,6 @@ from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.build import build
-
-# The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
-EMBEDDED_MODEL = "tiny-llama"
 
 texts = read_texts(__file__, "texts.toml")
 _TABLE = read_table(__file__, "job_settings.toml")
@@ -84,9 +81,7 @@ def settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS)
     """
     words = list(overrides)
     for word in words:
-        name, equals, value = word.partition("=")
-        if not (name and equals and value):
-            raise RequestError(f"--set {word!r}: must be NAME=VALUE")
+        split_pair("--set", word)
     where = f"--config {config}{' with --set' * bool(words)}:" if config else "--set"
     try:
         raw = read_file(config) if config is not None else {}
@@ -176,10 +171,7 @@ def job_request(request: Request, config: Path | None, overrides: Sequence[str])
         name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
         request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
-    try:
-        shape = shape_of(request.model or "", job.model_revision)
-    except ModelError as error:
-        raise RequestError(str(error)) from None
+    shape = shape_of(request.model or "", job.model_revision)
     return planned_for(replace(request, shape=shape), job, explicit)
 
 
@@ -310,6 +302,13 @@ def describe_refusal(advice: Recommendation) -> str:
     return "no layout fits: nothing to launch"
 
 
+def required_layout(advice: Recommendation) -> RankedLayout:
+    """Return the chosen layout. Raises RequestError with the first reasons if there is none."""
+    if advice.chosen is None:
+        raise RequestError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
+    return advice.chosen
+
+
 # Look up the shape of a model by its hub id.
 
 _MOST_BYTES = 1 << 20
@@ -326,11 +325,9 @@ def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.envir
         return None
     if hub_id(name) != name:
         return None
-    try:
-        model_named(name)
-        known = True
-    except ModelError:
-        known = False
+    known = False
+    with contextlib.suppress(ModelError):
+        known = bool(model_named(name))
     if known and not environment.get("HF_ENDPOINT"):
         return None
     try:
@@ -355,8 +352,7 @@ def job_plan(
 
     Raises RequestError if there is no layout, or if the job cannot be trained.
     """
-    if advice.chosen is None:
-        raise RequestError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
+    chosen = required_layout(advice)
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
     by_trl = advice.train is not None and advice.train.engine == TRL
     file = DEFAULT_CONFIG if embedded and config is None else config
@@ -370,7 +366,7 @@ def job_plan(
         of_trl = trl_settings({**_for_trl(job_config, explicit, planned), **raw}, explicit)
         job_config = replace(job_config, layout={})  # the layout of the plan is complete: without a GPU it is DDP
     return JobPlan(
-        config=job_config, trl=of_trl, layout=advice.chosen.layout, notes=tuple(notes),
+        config=job_config, trl=of_trl, layout=chosen.layout, notes=tuple(notes),
         forecast=run_forecast(advice),
         environment={setting.name: setting.value for setting in advice.settings}, transport=transport(advice, found),
     )  # fmt: skip

@@ -70,6 +70,14 @@ def read_input(source: str, limit_bytes: int, *, hint: str) -> bytes:
         raise InputError(f"{name_of(source)}: {error}{hint}") from None
 
 
+def split_pair(option: str, word: str) -> tuple[str, str]:
+    """Split the NAME=VALUE of an option. Raises InputError."""
+    name, _, value = word.partition("=")
+    if not (name and value):
+        raise InputError(f"{option} {word!r}: must be NAME=VALUE")
+    return name, value
+
+
 def parse_version(text: str | None) -> tuple[int, int, int] | None:
     """Parse "2.27.7" or "2.27.7+cuda12.9" into numbers."""
     if text is None:
@@ -221,7 +229,7 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
     """Return a decorator that creates the command of a verb; its options follow its arguments, in table order.
 
     The decorated function is called only if the options can be combined. An exception class of this project ends the
-    verb with one line: a ValueError is wrong usage, a RuntimeError a refusal by this machine or a cluster.
+    verb with one line: a ValueError is invalid input, a RuntimeError a refusal by this machine or a cluster.
     """
     rows = _rows(verb)
 
@@ -234,7 +242,7 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
             except (ValueError, RuntimeError) as error:
                 if type(error).__module__.partition(".")[0] not in _PACKAGES:
                     raise
-                kind = click.UsageError if isinstance(error, ValueError) else click.ClickException
+                kind = InputError if isinstance(error, ValueError) else click.ClickException
                 raise kind(str(error)) from None
 
         decorated: Any = run

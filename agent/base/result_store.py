@@ -97,11 +97,6 @@ def read_runs(place: Path) -> tuple[RunRecord, ...]:
     return tuple(sorted(found, key=lambda record: record.started_at or "", reverse=True))
 
 
-def start_of(record: RunRecord) -> tuple[str, str]:
-    """Return the job and start time of a record; a host starts only one job at a time."""
-    return str(record.host), str(record.started_at)
-
-
 def sweep(place: Path) -> None:
     """Remove temporary files (agent.base.output.write_atomic) of processes that were killed while writing."""
     for path in (*place.glob(".*.json.*"), *(place / RUNS_FOLDER).glob(".*.json.*")):

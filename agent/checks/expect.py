@@ -54,14 +54,11 @@ class Expected(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What can be expected: how its text is read, how a node is judged, and which failed probes make it unknown."""
+    """What can be expected: how a node is judged, which failed probes make it unknown, and the value of its text."""
 
-    form: str  # of its text, in expect.toml
-    value: Callable[[str], Any]
     judge: Callable[[Snapshot, NodeTopology, Expected], Judgement]
     probes: tuple[str, ...]
-    is_list: bool = False
-    of_devices: bool = False  # takes [PATTERN:]VALUE
+    value: Callable[[str], Any] = int  # of the group `value` in expect.toml
 
 
 def parse(words: Sequence[str]) -> tuple[Expected, ...]:
@@ -107,19 +104,15 @@ def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[Expected, ...
         allowed = str if key in _NAMES else str | int | float
         if not all(isinstance(one, allowed) for one in values):
             raise GateError(f"{where}: {key}: must be {'text, in quotes' if key in _NAMES else 'one value'}")
-    # YAML reads `on` as true
-    texts = {key: ["on" if one is True else str(one) for one in values] for key, values in found.items()}
-    return tuple(_read_one(key, text, where) for key in KEYS for text in texts.get(key, ()))
+    return tuple(_read_one(key, value, where) for key in KEYS for value in found.get(key, ()))
 
 
-def _read_one(key: str, text: str, where: str) -> Expected:
-    pattern, colon, value = text.rpartition(":") if KEYS[key].of_devices else ("", "", text)
-    parts = [("device", pattern)] if colon else []
-    for form, part in (*parts, (KEYS[key].form, value)):
-        expression, allowed = _FORMS[form]
-        if not re.fullmatch(expression, part, re.IGNORECASE | re.ASCII):
-            raise GateError(f"{where}: {key}={text[:64]}: must be {allowed}")
-    return Expected(key, text, KEYS[key].value(value), pattern)
+def _read_one(key: str, value: object, where: str) -> Expected:
+    text = "on" if value is True else str(value)  # YAML reads `on` as true
+    expression, allowed = _FORMS[key]
+    if not (read := re.fullmatch(expression, text, re.IGNORECASE | re.ASCII)):
+        raise GateError(f"{where}: {key}={text[:64]}: must be {allowed}")
+    return Expected(key, text, KEYS[key].value(read["value"]), read.groupdict().get("device") or "")
 
 
 def expectation(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
@@ -322,21 +315,15 @@ def _interface_problem(link: Interface) -> str:
     return "" if link.addresses else "has no address"
 
 
-def _number(text: str) -> int:
-    return int(re.findall(r"\d+", text)[0])
-
-
 KEYS: dict[str, Key] = {
-    "gpus": Key("count", int, _gpus, ("gpu",)),  # minimum number of GPUs that answer
-    "gpu": Key("model", str, _gpu_model, ("gpu",)),  # words that every GPU's model must contain: "H100"
-    "nvlink": Key("links", _number, _nvlink, ("gpu",)),  # minimum of each pair of GPUs
-    "hcas": Key("count", int, _hcas, ("rdma",), is_list=True, of_devices=True),  # minimum with an ACTIVE port
-    "rate": Key(
-        "rate", lambda text: _number(text) * 1e9 / 8, _rates, ("rdma",), is_list=True, of_devices=True
-    ),  # bytes/s
-    "gdr": Key("on", str, _gdr, ("pci", "rdma")),  # GPUDirect RDMA from every GPU to its nearest NIC
-    "interface": Key("interface", str, _interface, ("interfaces",), is_list=True),  # patterns: up, with an address
-    "driver": Key("driver", str, _driver, ("gpu",)),  # minimum NVIDIA driver release: "570.86"
+    "gpus": Key(_gpus, ("gpu",)),  # minimum number of GPUs that answer
+    "gpu": Key(_gpu_model, ("gpu",), str),  # words that every GPU's model must contain: "H100"
+    "nvlink": Key(_nvlink, ("gpu",)),  # minimum of each pair of GPUs
+    "hcas": Key(_hcas, ("rdma",)),  # minimum with an ACTIVE port
+    "rate": Key(_rates, ("rdma",), lambda text: int(text) * 1e9 / 8),  # bytes/s
+    "gdr": Key(_gdr, ("pci", "rdma"), str),  # GPUDirect RDMA from every GPU to its nearest NIC
+    "interface": Key(_interface, ("interfaces",), str),  # patterns: up, with an address
+    "driver": Key(_driver, ("gpu",), str),  # minimum NVIDIA driver release: "570.86"
 }
 _NAMES = ("gpu", "interface")  # for these, a number or unquoted `on` in YAML is a mistake
-_LISTS = tuple(name for name, key in KEYS.items() if key.is_list)
+_LISTS = ("hcas", "rate", "interface")  # may be repeated

@@ -186,15 +186,16 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
             unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
             judged = [code for code in probe.codes if code not in unjudged]
             checks.extend(with_passes(snapshot.hostname, found, judged))
-            checks.extend(_unknown(snapshot.hostname, unjudged))
+            checks.extend(one for code, why in unjudged.items() for one in unmeasured((code,), why, snapshot.hostname))
         else:
-            checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, _outcome(snapshot, probe.name))))
+            checks.extend(unmeasured(probe.codes, _outcome(snapshot, probe.name), snapshot.hostname))
     checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
     return tuple(checks)
 
 
-def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Finding]:
-    return (Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code, why in codes.items())
+def unmeasured(codes: Iterable[str], why: str, node: str = "") -> tuple[Finding, ...]:
+    """Return these checks as not measured: unknown, never a pass."""
+    return tuple(Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code in codes)
 
 
 def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Finding, ...]:
@@ -217,7 +218,7 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     if not node.gpus:
         unread = why_no_gpu_read(snapshot)
         why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
-        return (*found, *_unknown(snapshot.hostname, dict.fromkeys(topology_check.CODES, why)))
+        return (*found, *unmeasured(topology_check.CODES, why, snapshot.hostname))
     host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
     of_topology = topology_check.check(
         node,
@@ -320,7 +321,7 @@ def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding,
     host = snapshot.facts(HostinfoFacts)
     if host is None or host.nccl_environment is None:
         why = "the environment of this host was not read"
-        return tuple(_unknown(snapshot.hostname, dict.fromkeys(ENVIRONMENT_CODES, why)))
+        return unmeasured(ENVIRONMENT_CODES, why, snapshot.hostname)
     findings: list[Finding] = []
     for source, environment in {"process": host.nccl_environment, "nccl.conf": host.nccl_conf}.items():
         if environment:

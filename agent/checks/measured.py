@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from agent.base import units
 from agent.checks.findings import ORDER
-from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, without_secrets
+from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, unmeasured, without_secrets
 from agent.checks.verdict import IN_BASELINE, GateError, View, judge
 from collectives.bench.results import Bar, BenchResult, Measurement, RdmaResult, RdmaWrite, read_as
 from contracts import bounded, plain
@@ -47,7 +47,7 @@ def make_finding(
 
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
     """Return whether a result of this size shows the link bandwidth; smaller sizes measure latency."""
-    return op in JUDGED_OPS and (size_bytes >= JUDGED_BYTES_PER_RANK * ranks or size_bytes >= MOST_JUDGED_BYTES)
+    return op in JUDGED_OPS and size_bytes >= judged_bytes(ranks)
 
 
 def judged_bytes(ranks: int) -> int:
@@ -182,11 +182,6 @@ HOST_CODES: tuple[str, ...] = (  # checks that a preflight of a host can perform
 )  # fmt: skip
 ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *SEARCH_CODES, *CLUSTER_CODES)
 """Every finding code of the product: the frozen surface that docs/reference/findings.md and the gate share."""
-
-
-def unmeasured(codes: Sequence[str], why: str) -> tuple[Finding, ...]:
-    """Return these checks as not measured by this run: unknown, never a pass."""
-    return tuple(Finding(code=code, status=Status.UNKNOWN, node="", message=why) for code in codes)
 
 
 def with_bench(view: View, bench: BenchResult | None, at_seconds: float | None = None) -> View:

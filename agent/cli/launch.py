@@ -59,8 +59,7 @@ def launch(
     advice, options["trainer"], why = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], found
     )
-    if options["model"] is None and advice.model and advice.model.name == job_settings.EMBEDDED_MODEL:
-        advice = with_fsdp(advice)
+    advice = with_fsdp(advice)
     for line in advice.unknowns:
         if line.startswith(ROWS):
             print_text(f"note: {line}", err=True)

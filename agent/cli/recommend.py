@@ -42,19 +42,19 @@ def recommend(**options: object) -> None:
         raise click.UsageError(f"--lora-rank {options['lora_rank']}: use only one of --lora-rank and --method full")
     config = options.pop("config")
     request = Request.of(**options)
-    if options["sweep"] or options["compare"]:
-        if form not in ("table", "json", "yaml"):
-            raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
-        if options["sweep"]:
-            _sweep(request, str(options["sweep"]), form)
-        else:
-            _compare(request, cast("tuple[str, ...]", options["compare"]), form)
+    if (options["sweep"] or options["compare"]) and form not in ("table", "json", "yaml"):
+        raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
+    if options["sweep"]:
+        _sweep(request, str(options["sweep"]), form)
         return
     found: tuple[Snapshot, ...] = ()
     if not request.machine:
         from probes.registry import ALL
 
         found = snapshots(request.hosts, ALL, root=request.root)
+    if options["compare"]:
+        _compare(request, found, cast("tuple[str, ...]", options["compare"]), form)
+        return
     advice = advise(request, found) if config is None else _of_file(request, Path(str(config)), found)
     if form == "k8s":
         advice, left_out = in_pods(advice, found, here=not request.hosts)
@@ -134,16 +134,14 @@ def _sweep(request: Request, text: str, form: str) -> None:
     emit([asdict(point) for point in points], form, show)
 
 
-def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
+def _compare(request: Request, found: Sequence[Snapshot], texts: tuple[str, ...], form: str) -> None:
     from agent.base.lines import table
     from agent.terminal.advice import layout_title
     from contracts.job_config import parse_layout_text
     from planner.forecast.calibration import load_calibration
-    from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled
-    from probes.registry import ALL
+    from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled, unjudged
 
     model = request.required_model()
-    found = () if request.machine else snapshots(request.hosts, ALL, root=request.root)
     try:
         cluster = request.cluster(found)
         calibration = load_calibration(request.calibration) if request.calibration else None
@@ -151,6 +149,8 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
             planned = scaled(planned, step)
+        if reason := unjudged(cluster):
+            raise NothingFitsError(reason)
         first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)
     except ValueError as error:
         raise RequestError(str(error)) from None

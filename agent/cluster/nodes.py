@@ -160,7 +160,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
     (snapshot,), (node,), checks = view.snapshots, view.topologies, view.checks
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
     has_none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not why_no_hca_read(snapshot)
-    ports = [port for device in rdma.devices for port in device.ports] if rdma else None
+    ports = [port for device in rdma.in_reach for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
     gpus = snapshot.facts(GpuFacts)
     names = {gpu.name for gpu in node.gpus}
@@ -176,7 +176,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         gpus=len(node.gpus) or (None if why_no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
         product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels)[:64] or None,
-        hcas=len(rdma.devices) if rdma else 0 if has_none else None,
+        hcas=len(rdma.in_reach) if rdma else 0 if has_none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
         driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,

@@ -49,6 +49,7 @@ _MOST_TOKEN_BYTES = 1 << 20  # size of a token file
 READS = ("GET", "HEAD")
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 PROBLEM_TYPE = "application/problem+json"
+_NOT_KNOWN = "the token is not known, has expired, or was made for another audience"
 
 
 def problem(
@@ -111,18 +112,13 @@ class Tokens:
         scheme, _, token = (authorization or "").partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token or len(token) > LONGEST_TOKEN or not token.isascii():
-            raise ProblemError(401, f"{verb.upper()} {path} needs a bearer token", headers=CHALLENGE,
-                               grant=self._how_to_get_one())  # fmt: skip
+            raise self._refused(f"{verb.upper()} {path} needs a bearer token")
         return token
 
-    def _how_to_get_one(self) -> str:
-        if self._client is None:
-            return "a line of the file named by --token-file, as Authorization: Bearer TOKEN"
-        return f"kubectl create token SERVICEACCOUNT --audience {self._audience}, as Authorization: Bearer TOKEN"
-
-    def _refused(self) -> ProblemError:
-        detail = "the token is not known, has expired, or was made for another audience"
-        return ProblemError(401, detail, headers=CHALLENGE, grant=self._how_to_get_one())
+    def _refused(self, detail: str = _NOT_KNOWN) -> ProblemError:
+        made = f"kubectl create token SERVICEACCOUNT --audience {self._audience}"
+        how = made if self._client else "a line of the file named by --token-file"
+        return ProblemError(401, detail, headers=CHALLENGE, grant=f"{how}, as Authorization: Bearer TOKEN")
 
     def _from_file(self, token: str) -> str | ProblemError:
         """Check a token against the file (one per line); it is read each time, so that a removed token expires soon."""

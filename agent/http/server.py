@@ -58,7 +58,7 @@ PIECE_BYTES = 128 << 10  # held by a slow reader of a large response; Starlette 
 Responses = dict[int | str, dict[str, Any]]
 
 COMMON = (400, 401, 403, 422, 503)
-_WORDS: dict[str, str] = read_table(__file__, "problems.toml")
+_PROBLEMS = read_table(__file__, "problems.toml")
 _REFERENCE = {"$ref": "#/components/schemas/Problem"}
 _TEXT = {"schema": {"type": "string"}}
 TOKEN = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))]  # for the document; agent.http.access checks it
@@ -103,21 +103,6 @@ class ClusterPage(BaseModel):
 # Response models, and responses.
 
 
-class Problem(BaseModel):
-    """RFC 9457, with members of our own."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    instance: str
-    grant: str = Field(default="", description="How to get access.")
-    allowed: list[str] = []
-    errors: list[dict[str, Any]] = []
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """The gate's answer."""
@@ -135,7 +120,7 @@ class StoredRun(BaseModel):
 def problem_responses(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
     """Return the problem documents of an endpoint, including those that all endpoints have."""
     found: Responses = {
-        status: {"description": _WORDS[str(status)], "content": {PROBLEM_TYPE: {"schema": _REFERENCE}}}
+        status: {"description": _PROBLEMS["statuses"][str(status)], "content": {PROBLEM_TYPE: {"schema": _REFERENCE}}}
         for status in sorted({*common, *more})
     }
     if 413 in found:  # Starlette rejects it before any handler runs
@@ -228,7 +213,7 @@ def convert_errors(app: FastAPI) -> None:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
-            schemas["Problem"] = Problem.model_json_schema()
+            schemas["Problem"] = _PROBLEMS["schema"]
             app.openapi_schema = made
         return app.openapi_schema
 
@@ -370,7 +355,7 @@ def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple
         view, accept = state.current(), request.headers.get("accept", "")
 
         def expose() -> Answer:
-            body, content_type = metrics.exposition(view, accept, metrics.tally_samples(tally))
+            body, content_type = metrics.exposition(view, accept, tally)
             return Answer(body=body, media_type=content_type, headers={"Vary": "Accept"})
 
         return await rendered.render(view, ("/metrics", choose_encoder(accept)[1]), expose)

@@ -323,7 +323,7 @@ def ports_of(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
 
 def _ports(snapshot: Snapshot) -> list[tuple[RdmaDevice, RdmaPort]]:
     facts = snapshot.facts(RdmaFacts)
-    return [(device, port) for device in facts.devices for port in device.ports] if facts else []
+    return [(device, port) for device in facts.in_reach for port in device.ports] if facts else []
 
 
 def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaWrite]) -> RdmaResult:

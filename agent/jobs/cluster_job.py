@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.advice import job_settings
+from agent.base.options import split_pair
 from agent.base.output import print_text
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import select
@@ -49,8 +50,8 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": _device_classes(options["dra"])} if options["dra"] else {}),
         "tolerate": tuple(options["tolerate"]),
-        "node_selector": dict(_pair(word, "--node-selector") for word in options["node_selector"]),
-        "limits": dict(_pair(word, "--resource") for word in options["resources"]),
+        "node_selector": dict(split_pair("--node-selector", word) for word in options["node_selector"]),
+        "limits": dict(split_pair("--resource", word) for word in options["resources"]),
     }
     select((), require=options["require"], known=ALL_CODES)
     if options["require"] and not options["preflight_image"]:
@@ -90,7 +91,7 @@ def _device_classes(words: Sequence[str]) -> tuple[str, str]:
     """Return the DeviceClasses of GPU and NIC from --dra gpu=NAME and nic=NAME, by default the usual names."""
     found = dict(zip(("gpu", "nic"), manifests.DEVICE_CLASSES, strict=True))
     for word in words:
-        kind, name = _pair(word, "--dra")
+        kind, name = split_pair("--dra", word)
         if kind not in found:
             raise JobError(f"--dra {word}: must be gpu=NAME or nic=NAME, NAME a DeviceClass of the cluster")
         manifests.check_form("object", "--dra=", name)
@@ -194,13 +195,6 @@ def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of --config, overridden by --set."""
     trainer = options.get("trainer", job_settings.OURS)
     return job_settings.settings(options.get("config"), options.get("overrides", ()), trainer).explicit
-
-
-def _pair(word: str, option: str) -> tuple[str, str]:
-    name, found, value = word.partition("=")
-    if not found or not name or not value:
-        raise JobError(f"{option} {word!r}: must be NAME=VALUE")
-    return name, value
 
 
 # Create the job in its cluster, and read its state.

@@ -85,8 +85,6 @@ def hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
 
     Once `stop` is set, the ranks end. NamespaceError gives the reason.
     """
-    if why := why_unavailable():
-        raise NamespaceError(why)
     with contextlib.ExitStack() as stack:
         rig = Rig(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)
         for network, rate in rates.items():

@@ -20,18 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request, advise, in_pods, of_cluster, with_fsdp
+from agent.advice.advise import EMBEDDED_MODEL, Request, advise, in_pods, of_cluster, with_fsdp
 from agent.advice.job_settings import (
-    EMBEDDED_MODEL,
     base_request,
     complete_request,
     job_plan,
     job_request,
+    required_layout,
     settings,
     transport,
 )
 from agent.base import units
-from agent.base.options import InputError, RequestError, snapshots
+from agent.base.options import InputError, snapshots
 from agent.base.output import Progress, print_text, render_template, write_atomic
 from agent.base.result_store import store_run
 from agent.cluster.client import Client, connect
@@ -228,13 +228,8 @@ class _Local:
         cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
                         for n in range(HOSTS)])  # fmt: skip
         model = self.request.required_model()
-        advice = of_cluster(self.request, cluster, (), measured=measured, calibration=timed)
-        if model.name == EMBEDDED_MODEL:
-            advice = with_fsdp(advice)
-        if advice.chosen is None:
-            raise InputError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
-        if self.layout is None:
-            self.layout = advice.chosen.layout
+        advice = with_fsdp(of_cluster(self.request, cluster, (), measured=measured, calibration=timed))
+        self.layout = self.layout or required_layout(advice).layout
         planned = plan(
             cluster, (), model, self.request.train, measurements=measured, calibration=timed, ranks_per_node=1
         )
@@ -334,12 +329,8 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     request = complete_request(base_request(options), options["config"], options["overrides"])
     found = snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
-    advice = advise(request, found)
-    if advice.model and advice.model.name == EMBEDDED_MODEL:
-        advice = with_fsdp(advice)
-    if advice.chosen is None:
-        raise RequestError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
-    layout = advice.chosen.layout
+    advice = with_fsdp(advise(request, found))
+    layout = required_layout(advice).layout
     cluster_job.refuse_what_cannot_train(advice, options)
     advice, left_out = in_pods(advice, found, here=not options["hosts"])
     for network in networks:
@@ -371,8 +362,7 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
 
 def plan_on(advice: Recommendation, network: Network, request: Request, found: Sequence[Snapshot]) -> Recommendation:
     """Return the same plan over this network, and if its rate is given, the forecast of the same layout."""
-    chosen = advice.chosen
-    assert chosen is not None  # noqa: S101 - the verb has refused otherwise
+    chosen = required_layout(advice)
     if not (network.rdma or network.attachment) and request.hosts:
         pods = [one for one in found if (facts := one.facts(InterfacesFacts))
                 and any(link.role == "pod-default" for link in facts.interfaces)]  # fmt: skip

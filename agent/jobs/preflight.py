@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.advice.advise import Request, advise, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL, base_request, grace, job_plan, job_request, settings
+from agent.advice.job_settings import base_request, grace, job_plan, job_request, settings
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, snapshots as read_snapshots
 from agent.base.output import Progress, document, render_template, write_atomic
 from agent.checks import measured, verdict as gate
 from agent.checks.findings import worst_first
+from agent.checks.host_checks import unmeasured
 from agent.checks.verdict import GateError, Verdict, View, build_view, judge, select
 from agent.jobs import benchmark, launch
 from collectives.bench.results import BenchResult
@@ -60,11 +61,6 @@ class Report:
     notes: tuple[str, ...] = ()  # stages that did not run, and why
     nodes: tuple[NodeRecord, ...] = ()  # checked from records published by their agents, without graphs
     schema_version: int = measured.REPORT_VERSION
-
-    @property
-    def of_this_host(self) -> bool:
-        """Return whether the report is about the host on which it was created."""
-        return len(self.snapshots) == 1 and self.snapshots[0].hostname == host_name()
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -121,7 +117,7 @@ class _Stages:
         extra: list[Finding] = []
         if result is None:
             why = self.notes[-1] if self.notes else "not requested; add --measure"
-            extra += measured.unmeasured(measured.BENCH_CODES, why)
+            extra += unmeasured(measured.BENCH_CODES, why)
         self.progress.step("recommend: environment and layout")
         advice = self._recommend(request, result, calibration)
         record, of_run = self._run(view, advice, result)
@@ -144,9 +140,9 @@ class _Stages:
     def _against(self, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
         """Compare the checks with the baseline; checks that a stopped run did not measure are not regressions."""
         cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
-        unmeasured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
-        checks = [check for check in checks if check not in unmeasured]
-        return (*measured.compare_with_baseline(checks, self.before.statuses), *unmeasured)
+        not_measured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
+        checks = [check for check in checks if check not in not_measured]
+        return (*measured.compare_with_baseline(checks, self.before.statuses), *not_measured)
 
     def _blocking_failures(self, view: View, advice: Recommendation) -> str:
         """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it.
@@ -180,7 +176,7 @@ class _Stages:
 
     def _calibrate(self, request: Request) -> Calibration | None:
         """Measure GEMMs and a layer of the model for the forecast of the run."""
-        self.progress.step(f"measure: GEMMs and a layer of {request.model or EMBEDDED_MODEL}")
+        self.progress.step(f"measure: GEMMs and a layer of {request.model}")
         try:
             return benchmark.calibration_of(request, self._ranks(), gpu=benchmark.has_gpu(self.found), stop=self.stop)
         except (benchmark.BenchmarkError, ValueError) as error:
@@ -198,9 +194,7 @@ class _Stages:
         self, request: Request, result: BenchResult | None, calibration: Calibration | None
     ) -> Recommendation:
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        advice = advise(request, self.found, measured=verified, calibrated=calibration)
-        embedded = self.options["model"] is None and request.model == EMBEDDED_MODEL
-        return with_fsdp(advice) if embedded else advice
+        return with_fsdp(advise(request, self.found, measured=verified, calibrated=calibration))
 
     def _run(
         self, view: View, advice: Recommendation, result: BenchResult | None
@@ -208,15 +202,15 @@ class _Stages:
         """Train, unless something prevents it; return the record, and the checks of the run."""
         stopped = self._stopped_by(result)
         if not self.options["train"] or (self.options["hosts"] and not stopped):
-            return None, measured.unmeasured(measured.RUN_CODES, "not requested; add --train")
+            return None, unmeasured(measured.RUN_CODES, "not requested; add --train")
         if stopped:
-            return None, measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
+            return None, unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
         if failed := self._blocking_failures(view, advice):
             self.notes.append(f"not trained: {failed}")
-            return None, measured.unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
+            return None, unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
         record, why = self._train(advice)
         if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
-            return None, measured.unmeasured(measured.RUN_CODES, why)
+            return None, unmeasured(measured.RUN_CODES, why)
         return record, measured.checks_of_run(record, self.found[0].hostname, why)
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
@@ -315,7 +309,8 @@ def _slurm_node(check: Finding) -> str:
 
 def slurm_hosts(report: Report) -> str:
     """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
-    names = {_slurm_node(check) for check in _blocking(report) if check.node or report.of_this_host}
+    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [host_name()]
+    names = {_slurm_node(check) for check in _blocking(report) if check.node or of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 
 

@@ -22,7 +22,7 @@ import contracts
 from agent.advice.advise import Request, advise, in_pods
 from agent.advice.job_settings import grace, planned_for, run_forecast, shape_of
 from agent.base import units
-from agent.base.options import InputError, RequestError
+from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs.benchmark import default_ranks
@@ -214,7 +214,9 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
         if options[name] and not options["preflight_image"]:
             raise InputError(f"--{name} requires --preflight-image for a manifest: that image has the program")
     try:
-        resources = dict(_resource(word) for word in options["resources"])
+        resources = dict(split_pair("--resource", word) for word in options["resources"])
+        for name, count in resources.items():
+            check_limit(name, count)
         select((), require=options["require"], known=ALL_CODES)
         notes: list[str] = []
         additions: list[Additions | None] = []
@@ -242,14 +244,6 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
         raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
     return made, list(dict.fromkeys([*notes, *of_wrap]))
-
-
-def _resource(word: str) -> tuple[str, str]:
-    name, equals, count = word.partition("=")
-    if not equals:
-        raise JobError(f"--resource {word!r}: must be NAME=COUNT")
-    check_limit(name, count)
-    return name, count
 
 
 def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
@@ -294,10 +288,7 @@ def forecast_of(
                 unknown = [f"the layout of its arguments does not run: {why}"]
         except (ConfigError, ModelError, RequestError) as error:
             unknown = [f"forecast: unknown: {error}"]
-    try:
-        alone = advice or advise(request, found)
-    except RequestError as error:
-        raise InputError(str(error)) from None
+    alone = advice or advise(request, found)
     words = [f"forecast {line}" for line in forecast(alone).values()]
     words += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
     return alone, [*unknown, *words, *command.notes]

@@ -116,24 +116,21 @@ def submit(script: str, folder: Path) -> str:
 
 
 def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Add missing settings to the script; return it with notes. Raises InputError that names the line."""
+    """Add missing settings to the script; return it with notes. Raises ScriptError that names the line."""
     from agent.jobs.script import AUTOSTART
 
     if options["resources"] or options["preflight_image"]:
         raise InputError("--resource and --preflight-image are for manifests; in a batch script use #SBATCH")
     select((), require=options["require"], known=ALL_CODES)
-    try:
-        check_options(text)
-        nodes, gpus = size_of(text)
-        request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
-                          ranks_per_node=gpus)  # fmt: skip
-        advice = advise(request, found)
-        made, notes = wrap_script(
-            text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",
-            require=options["require"],
-        )  # fmt: skip
-    except ScriptError as error:
-        raise InputError(str(error)) from None
+    check_options(text)
+    nodes, gpus = size_of(text)
+    request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
+                      ranks_per_node=gpus)  # fmt: skip
+    advice = advise(request, found)
+    made, notes = wrap_script(
+        text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",
+        require=options["require"],
+    )  # fmt: skip
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:

@@ -52,7 +52,8 @@ def print_hosts_brief(
     if len(found) == 1:
         print_properties(out, hardware_properties(*found[0]))
     else:
-        print_healthy_nodes(out, [(each[0].hostname, hardware_words(*each)) for each in found], checks)
+        kinds = [(snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}") for snapshot, node in found]
+        print_healthy_nodes(out, kinds, checks)
 
 
 def print_host(out: Console, snapshot: Snapshot) -> None:
@@ -191,11 +192,6 @@ def hardware_properties(snapshot: Snapshot, topology: NodeTopology) -> Iterator[
         yield "sockets", _why_no_facts(snapshot, "interfaces") or "NCCL's choice unknown"
 
 
-def hardware_words(snapshot: Snapshot, topology: NodeTopology) -> str:
-    """Describe the hardware by which nodes are grouped: GPUs and ports."""
-    return f"{_gpus(snapshot, topology)}; RDMA {_rdma(snapshot)}"
-
-
 def _gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
     facts = snapshot.facts(GpuFacts)
     if facts is None:
@@ -212,7 +208,7 @@ def _rdma(snapshot: Snapshot) -> str:
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
         return _why_no_facts(snapshot, "rdma")
-    ports = Counter(_port_words(port) for device in facts.devices for port in device.ports)
+    ports = Counter(_port_words(port) for device in facts.in_reach for port in device.ports)
     return ", ".join(f"{number} x {words}" for words, number in ports.most_common()) or "no port"
 
 

@@ -187,9 +187,10 @@ def test_a_host_without_rdma_devices_has_none_and_an_unread_one_is_unknown() -> 
     """In the published record: 0 where the probe looked and the bus shows none."""
     bare, missing, failed = snapshot("cpu-only-vm"), Absent(why="no RDMA device"), Failed(error="timeout")
     rows = [(bare, 0), (with_outcomes(bare, rdma=failed), None), (with_outcomes(snapshot(), rdma=missing), None)]
-    rows.append((snapshot(), len(facts(RdmaFacts).devices)))
-    published = [record_of_view(build_view((found,)), name="node-a").hcas for found, _ in rows]
-    assert published == [hcas for _, hcas in rows]
+    devices = facts(RdmaFacts).devices  # a pod can open the first one alone
+    pod = changed(snapshot(), RdmaFacts, devices=(*devices[:1], *each(devices[1:], uverbs=None)), in_container=True)
+    rows += [(snapshot(), len(devices)), (pod, 1)]
+    assert [record_of_view(build_view((found,)), name="a").hcas for found, _ in rows] == [hcas for _, hcas in rows]
 
 
 def off_the_bus(name: str, gone: int, **pci: object) -> Snapshot:

@@ -11,8 +11,8 @@ from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import Request, advise
-from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
+from agent.advice.advise import EMBEDDED_MODEL, Request, advise
+from agent.advice.job_settings import gdrdma, job_plan, job_request, untrainable
 from agent.base.options import RequestError
 from agent.checks.measured import Baseline
 from agent.checks.verdict import build_view

@@ -80,9 +80,9 @@ def full() -> View:
     return with_bench(build_view((snapshot(),), runs=(record_of(RUN),)), bench())
 
 
-def samples(view: View, more: metrics.More = ()) -> dict[str, list[tuple[dict[str, str], float]]]:
+def samples(view: View, counted: metrics.Counted | None = None) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(metrics.exposition(view, "", more)[0].decode()):
+    for family in text_string_to_metric_families(metrics.exposition(view, "", counted)[0].decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
@@ -160,7 +160,7 @@ def test_whole_catalogue_can_appear(full: View) -> None:
     changed = (Event(at_seconds=1.0, kind="version", text="driver 570 -> 580", code="driver"),)
     since = {(check.code, check.subject): 1.0 for check in full.checks}
     dated = replace(full, since=since, events=changed, search=search_result(["gpu-1", "gpu-2", "gpu-3"]))
-    shown = set(samples(dated, metrics.tally_samples(tally)))
+    shown = set(samples(dated, tally))
     assert names - shown <= {"topoflight_run_mfu_ratio"}  # not known on this record
 
 

@@ -8,8 +8,7 @@ from rigs.command import drawn
 from rigs.recorded import NAMES, view
 
 from agent.advice import advise
-from agent.advice.advise import Request
-from agent.advice.job_settings import EMBEDDED_MODEL
+from agent.advice.advise import EMBEDDED_MODEL, Request
 from agent.base import units
 from agent.http import pages, worker
 from agent.http.worker import Answer
