@@ -396,6 +396,7 @@ def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> T
         # torchtune's recipe for one GPU with paged states updates each weight in the backward pass.
         optimizer_in_backward=method == "full" and ("optimizer in backward" in single_note or "paged" in single_note),
         method=method, sequence_length=sequence, precision=precision,  # type: ignore[arg-type]
+        attention="flash" if re.search(r"flash[-_ ]?att\w*[-_ ]?2|\bfa2\b", note) else "sdpa",
         lora_rank=integer(raw, "lora_rank", 16), lora_targets=named or stack.lora_targets,
         saved_modules=("embed_tokens", "lm_head") if method != "full" and re.search(r"\(emb\w*\)", note) else (),
     )  # fmt: skip

@@ -26,6 +26,7 @@ class Stack:
 
     engine: Engine
     pattern: str  # regular expression for the name of the framework
+    release: str = ""  # regular expression for the row's note, which names the release
     default_sharding: Sharding = "zero3"
     default_checkpointing: Checkpointing = "none"
     sequence_parallel: bool = True  # used with TP unless the row states otherwise
@@ -86,7 +87,9 @@ _UNKNOWN_PARALLEL = Stack(
     pattern="", default_sharding="zero1", known=False, steps_by_torch=True,
 )  # fmt: skip
 _UNKNOWN_FUSED = replace(
-    _UNKNOWN_PARALLEL, engine=replace(_MEGATRON, name="unknown, model-parallel"), steps_by_torch=False
+    _UNKNOWN_PARALLEL,
+    engine=replace(_MEGATRON, name="unknown, model-parallel", captured_by=(), overlaps_experts=False),
+    steps_by_torch=False,
 )
 _PURE = r"\b(bf16|bfloat16|16)[- ]true|pure[- _]?(bf16|bfloat16)|(bf16|bfloat16) (param|weight)s?"
 _MIXED = r"\bamp\b|amp_|autocast|mixed|fp32 (param|weight|master)"
@@ -109,6 +112,7 @@ def stack_matching(raw: Mapping[str, str], gpu: Gpu | None = None) -> Stack:
     hopper = gpu is not None and (gpu.compute_capability or (0, 0)) >= (9, 0)
     for text in ((raw.get("framework") or "").lower(), (raw.get("system") or "").lower()):
         for stack in STACKS:
-            if re.search(stack.pattern, text) and not (stack.before_hopper and hopper):
+            released = re.search(stack.release, raw.get("note") or "")
+            if re.search(stack.pattern, text) and released and not (stack.before_hopper and hopper):
                 return stack
     return unknown_stack(raw)

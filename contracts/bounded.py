@@ -23,6 +23,13 @@ _ZIP_ENTRY = b"PK\1\2"  # begins each entry of the central directory (APPNOTE.TX
 _MOST_ZIP_ENTRIES = 1 << 16
 
 
+class NotRegularError(OSError):
+    """A path names a pipe, a socket or a device. Unlike OSError, its text has no number of an error."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
 class TooLargeError(ValueError):
     """The file is larger than the limit; the message contains the limit."""
 
@@ -47,7 +54,7 @@ def _require_regular(mode: int, path: str | Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "a pipe, a socket or a device; only regular files are read", str(path))
+        raise NotRegularError(errno.EINVAL, "a pipe, a socket or a device; only regular files are read", str(path))
 
 
 def read(path: str | Path, limit_bytes: int) -> bytes:

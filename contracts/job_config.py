@@ -231,18 +231,17 @@ def parse_config(
         named, more = unknown[: trl.MOST_LISTED], unknown[trl.MOST_LISTED :]
         listed = ", ".join(f"{name!r}{trl.hint(name, () if n else known)}" for n, name in enumerate(named))
         refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
-    words: dict[str, Any] = {}
-    for label in (name for name in flat if name not in strange):
-        name, value = attempt(trl.translate, label, flat[label]) or ("", None)
-        if name not in ("", label):
-            note(f"{label} is now {name}")
-        if name in trl.option_names()["of_fsdp"]:
-            words[name] = value
-        elif name:
-            attempt(_read, name, value, label, values, layout, own_note)
-    attempt(trl.fsdp, flat, words, layout, note)  # sets the degrees that the options before it leave open
     for member in trl.option_names()["switch"]:
         attempt(trl.switch, member, flat, layout)
+    words: dict[str, dict[str, Any]] = {"fsdp": {}, "deepspeed": {}}
+    for label in trl.order({name: value for name, value in flat.items() if name not in strange}):
+        name, value = attempt(trl.translate, label, flat[label], note) or ("", None)
+        if name in trl.option_names()["of_fsdp"]:
+            words["deepspeed" if name.startswith("deepspeed") else "fsdp"][name] = value
+        elif name:
+            attempt(_read, name, value, label, values, layout, own_note)
+    for options in words.values():  # they set the degrees that the options before them leave open
+        attempt(trl.fsdp, flat, options, layout, note)
     if layout:
         values["layout"] = attempt(_parse_layout, layout, "layout") or {}
     config = attempt(lambda: JobConfig(**values))
@@ -256,12 +255,12 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
     names, kind = trl.option_names(), _types().get(name)
     if any(name in row["options"] for row in names["switch"].values()):
         return
-    if why := names["no_effect"].get(name, names["only"].get(name, {}).get("why")):
-        note(f"{name}: no effect, {why}")
-    elif name in names["in_layout"]:
+    if name in names["in_layout"]:
         if value is not None:
             member = names["in_layout"][name]
             trl.put(layout, member, _parse_member(member, value, label), label)
+    elif why := names["no_effect"].get(name, names["only"].get(name, {}).get("why")):
+        note(f"{name}: no effect, {why}")
     elif kind is None:
         raise trl.OnlyTrlError(f"unknown setting {name!r}: only TRL passes it on to the model")
     elif value is None and name == "max_length":

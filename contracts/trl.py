@@ -89,7 +89,8 @@ def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
     if any(isinstance(one, bool) for one in allowed):
         value = truth(value)
     if isinstance(value, dict):
-        value = {key: one for key, one in value.items() if one not in (None, AUTO)}
+        unset = (None, AUTO) if name.startswith("deepspeed.") else (None,)
+        value = {key: one for key, one in value.items() if one not in unset}
     if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
         return
     *first, last = [repr(one) for one in allowed if one not in ("", {}, [])] or ["nothing"]
@@ -101,34 +102,54 @@ def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
 
 
 def flatten(raw: Mapping[str, Any], refuse: Note, where: str = "") -> dict[str, Any]:
-    """Return the options by name, with members of a nested mapping as "fsdp_config.cpu_offload"."""
+    """Return the options by name, with members of a nested mapping as "fsdp_config.cpu_offload".
+
+    Members of a DeepSpeed configuration that are null or "auto" are left out, except those of the table `only`.
+    """
     flat: dict[str, Any] = {}
     for key, value in raw.items():
         name = f"{where}{key}"
         if where:  # both prefixes are those of accelerate's own configuration file
             name = where + str(key).removeprefix(f"{where[:-1]}_").removeprefix("fsdp_")
         if name not in option_names()["nested"]:
-            flat[name] = value
+            if value not in (None, AUTO) or not where.startswith("deepspeed.") or name in option_names()["only"]:
+                flat[name] = value
         elif isinstance(value, dict):
             flat |= {"deepspeed.zero_optimization.stage": 0} if value and name == "deepspeed" else {}
             flat |= flatten(value, refuse, f"{name}.")
         elif value not in (None, ""):
-            file = "or a file of one that is there" if name in FILES else "not the name of a file"
-            refuse(f"{name}={value!r}: must be a mapping, {file}")
+            file = ", or the name of a file that exists" if name in FILES else ", not the name of a file"
+            refuse(f"{name}={value!r}: must be a mapping{'' if where else file}")
     return flat
 
 
-def translate(name: str, value: Any) -> tuple[str, Any] | None:
+def order(flat: Mapping[str, Any]) -> list[str]:
+    """Return the options of a file, older names and members last: a message about two values then names these.
+
+    An option that is null is left out if the file has a value under another name of the same setting.
+    """
+    renamed = option_names()["renamed"]
+    given = {renamed.get(name, name) for name, value in flat.items() if value is not None}
+    found = [name for name, value in flat.items() if value is not None or renamed.get(name, name) not in given]
+    return sorted(found, key=lambda name: name in renamed or "." in name)
+
+
+def translate(name: str, value: Any, note: Note) -> tuple[str, Any] | None:
     """Return the current name of an option and its value here, or None if it says nothing. Raises ConfigError."""
     names = option_names()
     if name in names["only"]:
         require(name, value, names["only"][name])
     today, means = names["renamed"].get(name, name), names["values"].get(name, {})
-    value = means.get(str(truth(value)).lower(), value)
-    is_unset = (value is None and today != name) or (value == "" and name in names["values"])
-    if name.startswith("deepspeed."):  # what is only checked has no note
-        is_unset = is_unset or value in (None, AUTO) or (name in names["only"] and name not in names["values"])
-    return None if is_unset else (today, value)
+    key = truth(value) if "True" in means else value
+    if not isinstance(key, bool):
+        key = f"{value:g}" if isinstance(value, float) else str(value).lower()
+    is_deepspeed, value = name.startswith("deepspeed."), means.get(str(key), value)
+    is_checked = is_deepspeed and name in names["only"] and name not in names["values"]  # it leaves no note
+    if is_checked or (value is None and today != name) or means.get(str(key)) == "":
+        return None
+    if today != name and not is_deepspeed:
+        note(f"{name} is now {today}{', below 1' if name == 'warmup_ratio' else ''}")
+    return today, value
 
 
 def switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
@@ -145,24 +166,23 @@ def switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> None
 
 def put(target: dict[str, Any], member: str, value: Any, name: str) -> None:
     """Set a setting or a layout field. Raises ConfigError if another option of the file set a different value."""
-    if target.get(member) not in (None, value) and value is not None:
+    if target.get(member, value) != value:
         raise ConfigError(
             f"{name} asks for {spelled(member, value)}, and the file says {spelled(member, target[member])}"
         )
-    if value is not None or member not in target:
-        target[member] = value
+    target[member] = value
 
 
 def fsdp(flat: Mapping[str, Any], options: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
-    """Convert the words of `fsdp`, `fsdp_config` and a DeepSpeed configuration to layout fields.
+    """Convert the words of `fsdp` and `fsdp_config`, or those of a DeepSpeed configuration, to layout fields.
 
     DeepSpeed's ZeRO is run by torch's fully_shard, or by DDP in stage 0. What no option says has accelerate's default:
     all ranks are data parallel, weights are gathered again in the backward pass, and nothing is offloaded.
     """
     table, reshard = option_names()["fsdp"], "fsdp_config.reshard_after_forward"
-    words = dict[str, str]()
+    is_off, words = truth(flat.get("fsdp")) is False, dict[str, str]()
     for name in option_names()["of_fsdp"]:
-        if options.get("fsdp") != "no_shard" or not name.startswith("fsdp_config."):
+        if not (is_off and name.startswith("fsdp_config.")):
             words |= dict.fromkeys(_split_fsdp_words(name, options.get(name)), name)
     zero = "deepspeed.zero_optimization"
     if len({flat.get(f"{zero}.{part}.device") == "cpu" for part in ("offload_optimizer", "offload_param")}) > 1:
@@ -177,18 +197,32 @@ def fsdp(flat: Mapping[str, Any], options: Mapping[str, Any], layout: dict[str, 
         for member, value in table[word].items():
             if value != NODE or not {"dp_replicate", "dp_shard"} & set(layout):
                 put(layout, member, value, name)
+    for name in ("fsdp_config.cpu_offload", "fsdp_config.offload_params"):
+        if truth(flat.get(name)) is False and layout.get("offload") != "all":
+            put(layout, "offload", "none", name)
     if reshard not in words.values() and (value := flag(reshard, options.get(reshard))) is not None:
         put(layout, "reshard_after_forward", value, reshard)
     if words:
-        is_sharded = layout["sharding"] == "zero3"
-        defaults = {"reshard_after_forward": True, "offload": "none"} if is_sharded else {}
-        if is_sharded and "dp_shard" not in layout:
-            defaults["dp_replicate"] = 1
-        for member, value in ({"tp": 1, "pp": 1, "cp": 1} | defaults).items():
-            layout.setdefault(member, value)
+        _set_fsdp_defaults(words, layout)
         name, shown = next(iter(words.values())), " ".join(word for word in words if word != "true")
-        without = ", without DeepSpeed" if name.startswith("deepspeed") else ""
-        note(f"{name}: {shown} is {spelled('sharding', layout['sharding'])} here{without}")
+        sharding = f"{name}: {shown} is {spelled('sharding', layout['sharding'])} here"
+        if name.startswith(zero):
+            stage, kind = int(flat[f"{zero}.stage"] or 0), "DDP" if layout["sharding"] == "ddp" else "fully_shard"
+            sharding = f"deepspeed: ZeRO stage {stage} is run by torch's {kind}, without DeepSpeed"
+        note(sharding)
+
+
+def _set_fsdp_defaults(words: Mapping[str, str], layout: dict[str, Any]) -> None:
+    """Set what no option says. ZeRO stage 3 always gathers weights again in the backward pass."""
+    defaults: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1}
+    if layout["sharding"] == "zero3":
+        if words.get("full_shard", "").startswith("deepspeed."):
+            put(layout, "reshard_after_forward", True, words["full_shard"])
+        defaults |= {"reshard_after_forward": True, "offload": "none"}
+        if "dp_shard" not in layout:
+            defaults["dp_replicate"] = 1
+    for member, value in defaults.items():
+        layout.setdefault(member, value)
 
 
 def _split_fsdp_words(name: str, value: Any) -> list[str]:
@@ -214,10 +248,10 @@ def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     """
     table = option_names()["of_trl"]
     left_out = {*option_names()["in_layout"], *table["left_out"]}
-    made = {table["renamed"].get(name, name): value for name, value in raw.items() if name not in left_out}
+    made = {table["renamed"].get(name, name): raw[name] for name in order(raw) if name not in left_out}
     if (ratio := made.pop("warmup_ratio", None)) and not made.get("warmup_steps"):
         made["warmup_steps"] = ratio
     if truth(made.pop("group_by_length", None)):
         made.setdefault("train_sampling_strategy", "group_by_length")
     of_deepspeed = {name: values[name] for name in ("max_grad_norm", "lr_scheduler_type") if name in values}
-    return {**of_deepspeed, **made} if raw.get("deepspeed") else made
+    return {**made, **of_deepspeed} if raw.get("deepspeed") else made

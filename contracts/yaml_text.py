@@ -136,8 +136,8 @@ def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = 
         raise
     except yaml.YAMLError as error:
         raise YamlTextError(f"not YAML: {' '.join(str(error).split())[:300]}") from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+    except RecursionError:
+        raise YamlTextError("not YAML: nested too deeply") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         # `!!int ""`, `!!bool x`, `!!timestamp x`, 5000 digits: the constructors do not validate
-        raise YamlTextError(
-            f"not YAML: nested too deeply, or a value that its tag does not fit ({type(error).__name__})"
-        ) from None
+        raise YamlTextError(f"not YAML: a value that its tag does not fit ({type(error).__name__})") from None

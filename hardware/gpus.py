@@ -41,6 +41,8 @@ class Gpu:
     soldered: str | None = None  # pattern, besides "SXM", for names of boards that are only built with NVLink in use
     peers: bool = True  # False: the driver refuses peer access over PCIe
     grace: bool = False  # attached to a Grace CPU by NVLink-C2C
+    unified: bool = False  # shares one memory with its host
+    limited: bool = False  # tensor cores slower than the board's power allows, so that they sustain their best rate
     only: bool = False  # no other GPU has its compute capability
     is_fallback: bool = False  # True for the row that stands in for an unlisted GPU; its speed is an assumption
     pci: Mapping[int, str] = field(default_factory=dict)  # PCI device id -> name in pci.ids

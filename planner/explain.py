@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.finding import Interval
-from contracts.layout import Layout
+from contracts.layout import Layout, Precision
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
@@ -44,11 +44,11 @@ def sent_bytes(job: Job, layout: Layout, part: str) -> float:
     """Return the bytes that a rank sends per step to gather weights or to reduce gradients; 0 for other components."""
     step, engine = prepare_step(job, job.engine.as_run(layout)), job.engine
     layout, share, total = step.layout, step.share, 0.0
+    gathers, again, scatters = engine.exchanges(job.train, layout)
     if part == "gather" and share.sharded:
-        again = engine.gathers_again(layout)
-        total = (engine.gathers(layout) + again) * step.gathered_bytes - again * step.stored_bytes
+        total = (gathers + again) * step.gathered_bytes - again * step.stored_bytes
     elif part == "reduce" and share.sharded:
-        total = engine.scatters(job.train, layout) * engine.reduced_bytes(job.train, layout) * share.trained
+        total = scatters * engine.reduced_bytes(job.train, layout) * share.trained
     total *= (share.group - 1) / share.group
     if part == "reduce":
         copies = layout.dp_replicate if share.sharded else layout.data_parallel * layout.cp
@@ -104,18 +104,11 @@ def over_unknown_network(job: Job, layout: Layout, around: Interval) -> Interval
 
 def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     """Describe in one sentence how the step's time is spent."""
-    total = parts.total
-    by_name = parts._asdict()
-    compute = sum(by_name[name] for name in _COMPUTE)
-    communication = parts.communication
-    if communication >= 0.33 * total:
-        worst = max(COMMUNICATION, key=lambda name: by_name[name])
-        return f"communication-bound: {_describe(links, layout, worst)}: {by_name[worst] / total:.0%} of the step"
-    if compute >= 0.6 * total:
-        most = max(_COMPUTE, key=lambda name: by_name[name])
-        return f"compute-bound: {_WORDS[most]}: {by_name[most] / total:.0%} of the step"
-    largest = max(by_name, key=lambda name: by_name[name])
-    return f"{_WORDS[largest]}: {by_name[largest] / total:.0%} of the step"
+    by_name, total = parts._asdict(), parts.total
+    kinds = ("communication-bound: ", COMMUNICATION, 0.33), ("compute-bound: ", _COMPUTE, 0.6), ("", by_name, 0.0)
+    bound, names, _ = next(kind for kind in kinds if sum(by_name[name] for name in kind[1]) >= kind[2] * total)
+    most = max(names, key=lambda name: by_name[name])
+    return f"{bound}{_describe(links, layout, most)}: {by_name[most] / total:.0%} of the step"
 
 
 def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
@@ -218,8 +211,11 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     apart = job.links.island_size < job.links.ranks_per_node and (gpu is None or gpu.links > 0)
     if job.has_gpu and apart and winner.parts.communication > 0:
         add("nvlink", gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA))))
-    if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
-        add("fp8", gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)))
+    scaled = "mxfp8" in job.engine.eight_bits and (job.compute_capability or (0, 0))[0] == 10
+    eight: Precision = "mxfp8" if scaled else "fp8"
+    if gpu and gpu.matmul_fp8 and eight in job.engine.eight_bits and layout.precision == "bf16":
+        rates = gpu_rates(gpu, job.train, job.engine, eight, job.constants)
+        add("eight_bits", gain_of(replace(layout, precision=eight), rates=rates), precision=eight)
     if layout.offload != "none":
         add("threads", gain_of(host_adam_bytes_per_second=job.constants["adam_rank_bytes_per_second"]))
     if layout.checkpointing != "none" and capacity is not None:

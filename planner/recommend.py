@@ -241,7 +241,7 @@ def plan(
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
         calibrated=job.rates.how == "measured",
-        slowed=tuple(now.words),
+        slowed=tuple(dict.fromkeys(now.words)),
         requested=requested,
     )  # fmt: skip
 
@@ -318,6 +318,12 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
     picked = fitting(planned.job, shape, planned.budget, named=named)
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
+
+
+def _list_settings_of_experts(job: Job, layout: Layout) -> list[str]:
+    """Return the settings that the forecast of experts assumes, in words."""
+    captured = job.engine.captures(job.model, layout)
+    return [_text("captured", settings=" ".join(job.engine.captured_by))] if captured else []
 
 
 def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
@@ -408,6 +414,7 @@ def recommend(
     chosen = rank(planned, best[0]) if best else None
     if chosen is not None:
         helps = helps_most(planned.job, best[0], planned.capacity)
+        unknowns += _list_settings_of_experts(planned.job, chosen.layout)
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, chosen))
             helps = (*nearest(planned), *helps) if planned.requested else helps

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision, Schedule, Sharding
+from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Rejected
 from planner.forecast.calibration import SIGMAS, bytes_that_fit, memory_interval, widths
@@ -151,9 +152,6 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
         name, can = f"{name} on a CPU", engine.without_gpu
     if missing := next((_PARALLEL.get(word, word) for word in _list_parallelism(at) if word not in can), None):
         return f"{name} does not support {missing}"
-    axes = [w for w, degree in (("tp", at.tp), ("pp", at.pp), ("dp", at.data_parallel)) if degree > 1]
-    if len(axes) > 1 and "+".join(axes) not in engine.together:
-        return f"{name} does not combine {' and '.join(a.upper() for a in axes)}"
     return engine.refuses(model, train, at) or next(_list_missing_options(engine, name, train, at, has_gpu), None)
 
 
@@ -204,6 +202,8 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
         return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
     if at.offload == "none":
         return None
+    if (gpu := gpu_named(job.rates.device)) and gpu.unified:
+        return f"offloading frees nothing: {gpu.name} and its host share one memory"
     if usable is None:
         return "offloading needs host memory, and the memory of the nodes is unknown"
     frozen = NF4_BYTES if job.train.method == "qlora" else 2.0
@@ -342,7 +342,7 @@ def _list_shardings(job: Job, dp: int, in_node: int, named: object) -> Iterator[
 
 def _list_virtuals(job: Job, split: Layout, named: object) -> Iterator[int]:
     yield 1
-    if split.pp == 1 or not job.engine.interleaved or split.gradient_accumulation % split.pp:
+    if split.pp == 1 or split.gradient_accumulation % split.pp:
         return
     for v in range(16, 1, -1):
         # Embedding and head count as one layer each, so the first and last chunk may have one layer less.

@@ -194,6 +194,7 @@ class Scanner:
         self._stop = stop or threading.Event()
         self._closing = False
         self._start_error: str | None = None  # of the current scan: probes do not all wait for the same failure
+        self._begin = True  # the child has no request of the current scan yet
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -207,7 +208,7 @@ class Scanner:
         The answers of the host are added to `answers`, if given.
         """
         with self._lock:
-            began, self._start_error = time.time(), None
+            began, self._start_error, self._begin = time.time(), None, True
             outcomes = {probe.name: self._run_probe(probe, answers) for probe in self._probes}
             return Snapshot(hostname=host_name(), taken_at_seconds=began, outcomes=outcomes)
 
@@ -250,9 +251,9 @@ class Scanner:
         worker: Worker | None = None
         try:
             worker = self._start_worker()
-            seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
-            worker.request(probe=probe.name, record=answers is not None, begin=begin)
-            answer = worker.answer(seconds)
+            worker.request(probe=probe.name, record=answers is not None, begin=self._begin)
+            self._begin = False
+            answer = worker.answer(self._timeout_seconds or probe.timeout_seconds)
             outcome = outcome_from_json(probe, answer.get("outcome"))
             if answers is not None:
                 for method, answered in answer["answers"].items():

@@ -66,7 +66,7 @@ def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[st
     if host is None:
         yield from _replay(request)
         return
-    if request["begin"]:  # the first probe of a scan
+    if request["begin"]:  # the first request of a scan
         host.begin_scan()
     read = reader(request["probe"])
     if not request["record"]:

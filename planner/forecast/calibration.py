@@ -75,8 +75,7 @@ def parse_calibration(data: Any) -> Calibration:
     for name, value in {**asdict(found), **(asdict(found.layer) if found.layer else {})}.items():
         if isinstance(value, int | float) and not 0 < value < 1e30:
             raise CalibrationError(f"{name}={value!r}: must be a positive number")
-    for name in ("device", "precision"):
-        if not getattr(found, name):
+        if value == "":
             raise CalibrationError(f"{name}='': must be text")
     return found
 

@@ -55,23 +55,22 @@ class Rates:
 def _get_kernel_shares(gpu: Gpu, kernel: str, constants: Constants) -> tuple[float, float, float]:
     """Return attention's and multiplication's fraction of the best matmul rate, and the half-rate sequence length."""
     major = (gpu.compute_capability or (0, 0))[0]
-    sustained, attention = constants["sustained_ampere"], constants["attention_ampere"]
-    newer = 9 <= major <= 10 and "flash3" in (kernel, gpu.attention)
-    if major == 9:
-        sustained = constants["sustained_hopper"]
-        attention = constants["attention_hopper_3"] if newer else constants["attention_hopper"]
-    elif major >= 10:
-        sustained, attention = constants["sustained_blackwell"], constants["attention_blackwell"]
+    # Kernels for Ampere run on consumer Blackwell (12.0), which has the same tensor instructions.
+    chip = "limited" if gpu.limited else {9: "hopper", 10: "blackwell"}.get(major, "ampere")
+    newer = kernel == "flash3" and chip != "ampere"
+    attention = constants[f"attention_{chip}{'_3' if newer else ''}"]
     if kernel == "flash1":
         attention *= constants["attention_flash1"]
     elif kernel == "unfused":
         attention = constants["attention_unfused"]
-    return attention, sustained, constants["attention_short_3"] if newer else constants["attention_short"]
+    short = constants["attention_short_3" if newer and not gpu.limited else "attention_short"]
+    return attention, constants["sustained_blackwell" if major > 10 else f"sustained_{chip}"], short
 
 
 def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, constants: Constants = DEFAULT) -> Rates:
     """Return the rates of a known GPU."""
-    kernel = {"eager": "unfused", "flash": "flash2"}.get(train.attention, engine.attention)
+    default = gpu.attention if gpu.attention and engine.attention == "flash2" else engine.attention
+    kernel = {"eager": "unfused", "flash": "flash2"}.get(train.attention, default)
     share, sustained, short = _get_kernel_shares(gpu, kernel, constants)
     bf16 = gpu.matmul_bf16 * sustained
     attention = gpu.matmul_bf16 * share
@@ -205,13 +204,15 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
     if fused:
         hidden_passes = constants["hidden_passes_fused"] if engine.fused else constants["hidden_passes_compiled"]
     ffn_passes = constants["ffn_passes_fused"] if fused else constants["ffn_passes_eager"]
+    # Columns of experts whose gate and casts are part of their products; the first product has twice as many.
+    in_products = float(model.experts_per_token * model.expert_ffn) if engine.captures(model, layout) else 0.0
     moved = tokens * rates.element_bytes * (
         hidden_passes * float(model.hidden) / (tp if layout.sequence_parallel else 1)
-        + ffn_passes * mlp_width(model) / tp
+        + ffn_passes * (mlp_width(model) - in_products) / tp
     )  # fmt: skip
     if rates.quantized_bytes:  # divided by 3, since the time is tripled for both passes
         elements = sum(m * (n + k) * copies for m, n, k, copies in _list_shapes(model, tokens, tp, ep))
-        moved += rates.quantized_bytes * elements / 3.0
+        moved += rates.quantized_bytes * (elements - 3.0 * tokens * in_products / tp) / 3.0
     kernels = constants["kernels_fused"] if fused else constants["kernels_eager"]
     merged = 0.0
     if model.experts:

@@ -126,14 +126,13 @@ class Share:
         """Whether a rank holds only a part of the weights and gathers the others."""
         return self.layout.sharding == "zero3" and self.group > 1
 
-    @property
-    def expert_group(self) -> float:
-        """Ranks with the same experts, among those that shard together and their tensor-parallel neighbours."""
-        return max(1.0, self.group * self.layout.tp / self.layout.ep) if self.layout.ep > 1 else float(self.group)
-
     def part(self, count: float, routed: float, *, sharded: bool) -> float:
-        """Return how many of `count` weights, including `routed` weights of experts, remain on this rank."""
-        return (count - routed) / self.group + routed / self.expert_group if sharded else count
+        """Return how many of `count` weights, including `routed` weights of experts, remain on this rank.
+
+        The ranks with the same experts are some of those that shard together and of their tensor-parallel neighbours.
+        """
+        same = max(1.0, self.group * self.layout.tp / self.layout.ep) if self.layout.ep > 1 else self.group
+        return (count - routed) / self.group + routed / same if sharded else count
 
 
 @lru_cache(maxsize=1024)
@@ -184,12 +183,10 @@ class Engine:
     # supported features
     can: frozenset[str] = frozenset({"ddp", "zero3", "hsdp", "tp", "pp", "cp", "ep", "zero1", "zero2", "sp"})
     without_gpu: frozenset[str] | None = None  # features available without a GPU; None: all
-    together: frozenset[str] = frozenset({"tp+dp", "pp+dp", "tp+pp", "tp+pp+dp"})
     methods: frozenset[str] = frozenset({"full", "lora", "qlora"})
     checkpointing: tuple[str, ...] = ("none", "selective", "full")
     offloads: tuple[Offload, ...] = ()
     eight_bits: tuple[Precision, ...] = ()
-    interleaved: bool = True
     empty_ends: bool = False  # the first and the last chunk of an interleaved pipeline may have no layer
     fused_cross_entropy: bool = True
     compile: bool = False
@@ -199,6 +196,7 @@ class Engine:
     # kernels
     fused: bool = False  # Transformer Engine: fused norms, activations, RoPE and bias; separate kernels per expert
     groups_experts: bool = False  # but one kernel multiplies all of a rank's experts
+    captured_by: tuple[str, ...] = ()  # arguments with which one CUDA graph replays a step in mxfp8: captures()
     liger: bool = False  # if the loss is fused, so are norms, RoPE and gates: transformers' Liger patch
     attention: AttentionKernel = "flash2"
     # memory
@@ -219,7 +217,8 @@ class Engine:
     gradient_bytes: int = 2  # per gradient that FSDP or ZeRO reduces
     replica_gradient_bytes: int = 2  # per gradient that DDP all-reduces: type of the stored weights
     sends_tokens_once: bool = False  # once per rank, or domain, with several of a token's experts (DeepEP, HybridEP)
-    hidden_experts: float = 0.0  # fraction of experts' all-to-alls hidden by compute in interleaved pipelines
+    hidden_experts: float = 0.0  # fraction of experts' all-to-alls hidden by compute of other micro-batches
+    overlaps_experts: bool = False  # also without a pipeline, not only in interleaved ones
     sends_parts: bool = False  # tensor-parallel ranks with equal pipeline messages send one part each
     gathers_context: bool = False  # CP ranks gather all keys and values at once instead of using a ring
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
@@ -242,12 +241,26 @@ class Engine:
         """Whether a few kernels cover the operations between a layer's products: compiled, or with Liger."""
         return layout.compile or (self.liger and layout.fused_cross_entropy)
 
+    def captures(self, model: ModelSpec, layout: Layout) -> bool:
+        """Whether one CUDA graph replays all passes of a step with experts, and their all-to-alls run beside compute.
+
+        The host then starts no kernel. A graph needs buffers of a fixed size for routed tokens, so that one kernel
+        multiplies a rank's experts, gates and casts the results.
+        """
+        able = bool(self.captured_by) and layout.precision == "mxfp8" and layout.offload == "none"
+        return able and model.experts > 0 and self.hides_experts(layout)
+
+    def hides_experts(self, layout: Layout) -> bool:
+        """Whether experts' all-to-alls run beside compute of another micro-batch."""
+        others = layout.virtual_stages > 1 or (layout.pp == 1 and self.overlaps_experts)
+        return others and layout.ep > 1 and layout.checkpointing != "full"
+
     def splits_sequence(self, train: TrainSpec) -> bool:
         """Whether tensor-parallel ranks also split the sequence."""
         return "sp" in self.can
 
     def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-        """Return why it cannot run this layout, apart from `can` and `together`; None if it can."""
+        """Return why it cannot run this layout, apart from `can`; None if it can."""
         return None
 
     # Memory, in bytes on the fullest rank.
@@ -268,20 +281,12 @@ class Engine:
         return share.element
 
     def shards_gradients(self, share: Share) -> bool:
-        """Whether a rank keeps only a part of the gradients."""
-        return share.zero >= 2
+        """Whether a rank keeps only a part of the gradients; with FSDP in a pipeline, it keeps all until the end."""
+        return share.zero >= 2 and not (share.sharded and share.layout.pp > 1)
 
     def in_units(self, share: Share) -> bool:
         """Whether weights are gathered, or cast, unit by unit."""
         return share.sharded
-
-    def holds_gathered_weights(self, share: Share) -> bool:
-        """Whether gathered weights stay between the forward and the backward pass."""
-        return not share.layout.reshard_after_forward
-
-    def gradient_copies(self, share: Share) -> float:
-        """Return the extra copies of a unit's full gradient, in elements, while it is reordered by rank."""
-        return 1.0 if self.ends_apart else 0.0
 
     def gathered(self, share: Share) -> float:
         """Return the bytes of the full weights of the active units, and of their gradients."""
@@ -289,11 +294,13 @@ class Engine:
             return 0.0
         wide, element = share.frozen_bytes, share.element
         unit = max(wide * share.largest, element * share.ends / 2.0)  # embedding and head are two units
-        if self.holds_gathered_weights(share):
+        if not share.layout.reshard_after_forward or (share.sharded and share.layout.pp > 1):  # they stay
             held = wide * share.layers * share.layer + element * share.ends
         else:  # the active and the prefetched unit; a layer is next to the head
             held = unit + (wide * share.largest if self.ends_apart else unit)
-        return held + (0.0 if share.adapters else (1.0 + self.gradient_copies(share)) * unit)
+        # A unit's full gradient, which FSDP2 also copies in the type that it sends, reordered by rank.
+        copies = 1.0 + self.ends_apart * (1.0 if share.in_fp32 else self.gradient_bytes / 2.0)
+        return held + (0.0 if share.adapters else copies * unit)
 
     def casts(self, share: Share) -> float:
         """Return the bytes of autocast's half-precision copies of fp32 weights that no FSDP unit casts."""
@@ -314,6 +321,8 @@ class Engine:
         mixtures = (model.layers - model.dense_layers) / model.layers
         copies = model.experts_per_token * (1.0 if self.fused else 2.0)
         stored += copies * mixtures * h / (layout.tp if layout.ep > 1 else split)
+        if self.captures(model, layout):  # pages of the stash: --moe-paged-stash-buffer-size-factor-cuda 1.2
+            stored += 0.2 * mixtures * model.experts_per_token * (h + inner * model.expert_ffn) / layout.tp
         if self.fused and layout.precision in EIGHT_BITS:
             # Transformer Engine keeps the inputs of products in one byte: of two norms, and of the MLP.
             stored -= 0.5 * (2.0 * h / split + mlp_width(model) / layout.tp)
@@ -389,8 +398,11 @@ class Engine:
         return 0.0, 0.0, 0.0
 
     def hides_tensor_parallel(self, layout: Layout) -> bool:
-        """Whether part of the tensor-parallel traffic overlaps with adjacent products."""
-        return self.tp_overlap and layout.sequence_parallel
+        """Whether part of the tensor-parallel traffic overlaps with adjacent products, in compiled stacks if compiled.
+
+        In torchtitan only the compiler's async TP does it (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
+        """
+        return self.tp_overlap and layout.sequence_parallel and layout.compile >= self.compile
 
     def step_bytes(self, share: Share) -> float:
         """Return the memory traffic of an optimizer step per weight: read and write states and weights, read gradients.
@@ -417,17 +429,15 @@ class Engine:
             return 4.0
         return float(self.replica_gradient_bytes if layout.sharding == "ddp" else self.gradient_bytes)
 
-    def gathers(self, layout: Layout) -> int:
-        """Return how often a step gathers weights that it then keeps until the backward pass or the step's end."""
-        return 1 if not layout.reshard_after_forward and layout.pp > 1 else layout.gradient_accumulation
+    def exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
+        """Return how often a step gathers sharded weights, gathers them again, and reduces their gradients.
 
-    def gathers_again(self, layout: Layout) -> int:
-        """Return how often a step gathers weights again for a backward pass, after the forward pass freed them."""
-        return layout.gradient_accumulation if layout.reshard_after_forward else 0
-
-    def scatters(self, train: TrainSpec, layout: Layout) -> int:
-        """Return how often a step reduces sharded gradients."""
-        return layout.gradient_accumulation if layout.reshard_after_forward or layout.pp == 1 else 1
+        A backward pass gathers again what the forward pass freed; else weights stay until it, or until the step's end.
+        With a pipeline all backward passes together gather once, and the last micro-batch reduces the gradients.
+        """
+        frees, times = layout.reshard_after_forward, layout.gradient_accumulation
+        once = times if layout.pp == 1 else 1
+        return times if frees else once, once if frees else 0, once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,26 +461,6 @@ class Fsdp(Engine):
             return replace(layout, sharding="zero3", reshard_after_forward=False)
         return layout
 
-    def holds_gathered_weights(self, share: Share) -> bool:
-        """Whether gathered weights stay; with a pipeline they always do."""
-        return (share.sharded and share.layout.pp > 1) or super().holds_gathered_weights(share)
-
-    def shards_gradients(self, share: Share) -> bool:
-        """Whether gradients are sharded; not during a pipeline schedule."""
-        return not (share.sharded and share.layout.pp > 1) and super().shards_gradients(share)
-
-    def gathers_again(self, layout: Layout) -> int:
-        """With a pipeline, all backward passes together gather once; forward passes between them free theirs."""
-        return 1 if layout.reshard_after_forward and layout.pp > 1 else super().gathers_again(layout)
-
-    def scatters(self, train: TrainSpec, layout: Layout) -> int:
-        """With a pipeline, gradients are reduced after the last micro-batch."""
-        return 1 if layout.pp > 1 else super().scatters(train, layout)
-
-    def gradient_copies(self, share: Share) -> float:
-        """FSDP2's copy is in fp32, the type in which gradients are reduced."""
-        return super().gradient_copies(share) * (1.0 if share.in_fp32 else 2.0)
-
     def casts(self, share: Share) -> float:
         """All weights: autocast's cache keeps a copy of each."""
         if share.adapters or share.in_fp32 or self.in_units(share):
@@ -478,7 +468,7 @@ class Fsdp(Engine):
         return 2.0 * share.local
 
 
-_SETS = ("can", "without_gpu", "together", "methods")
+_SETS = ("can", "without_gpu", "methods")
 
 
 def make_engine(base: Engine, traits: Mapping[str, Any]) -> Engine:

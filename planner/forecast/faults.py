@@ -44,12 +44,7 @@ class ClusterState:
     interface: str | None = None  # NCCL_SOCKET_IFNAME of the job
     clock: float = 1.0  # slowest GPU, fraction of its maximum clock
     power: float = 1.0  # fraction of the sustained rate that the power limit allows
-    words: list[str] = field(default_factory=list)
-
-    def add_note(self, words: str) -> None:
-        """Add a sentence about the cause of a slowdown, once."""
-        if words not in self.words:
-            self.words.append(words)
+    words: list[str] = field(default_factory=list)  # causes of a slowdown, which hosts may repeat
 
 
 Slow = Callable[[ClusterState, str, Finding], None]
@@ -84,7 +79,7 @@ def _sockets(now: ClusterState, host: str, finding: Finding) -> None:
     if network.link.startswith("TCP over") and network.bytes_per_second <= slow.bytes_per_second:
         return
     now.links = replace(now.links, network=slow)
-    now.add_note(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
+    now.words.append(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
 def _through_host(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
@@ -96,7 +91,7 @@ def _through_host(now: ClusterState, host: str, finding: Finding) -> None:  # no
         link=f"{network.link} through host memory", why="without GPUDirect 33 of 93 GB/s: NVIDIA/nccl issue 1412",
     )  # fmt: skip
     now.links = replace(now.links, network=slow)
-    now.add_note(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
+    now.words.append(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
 def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
@@ -106,7 +101,7 @@ def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # 
         return
     slow = min(links.node.bytes_per_second, links.host.bytes_per_second)
     now.links = replace(links, node=replace(links.node, bytes_per_second=slow, link="host memory"))
-    now.add_note(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
+    now.words.append(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
 
 
 # Compute -------------------------------------------------------------------------------------------------------------
@@ -133,7 +128,7 @@ def _clock(now: ClusterState, host: str, finding: Finding) -> None:
         return
     now.clock = min(now.clock, read)
     at = f"at {gpu.sm_clock_hertz / 1e6:.0f} MHz, " if gpu is not None and gpu.sm_clock_hertz else ""
-    now.add_note(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
+    now.words.append(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
 
 
 def _power(now: ClusterState, host: str, finding: Finding) -> None:
@@ -143,7 +138,7 @@ def _power(now: ClusterState, host: str, finding: Finding) -> None:
         return
     share = compute_clock_share(gpu.power_limit_watts, gpu.power_limit_default_watts)
     now.power = min(now.power, share)
-    now.add_note(
+    now.words.append(
         f"{finding.code} on {finding.subject}: {gpu.power_limit_watts:.0f} of {gpu.power_limit_default_watts:.0f} W, "
         f"{share:.0%} of the clock; all ranks wait for it"
     )
@@ -254,7 +249,7 @@ def apply_findings(
         for one in found:
             if one.code in _SHOWN:
                 where = f" on {one.subject}" if one.subject else ""
-                now.add_note(f"{one.code}{where}: {_SHOWN[one.code]}")
+                now.words.append(f"{one.code}{where}: {_SHOWN[one.code]}")
             else:
                 _SLOW[_HOW[one.code]](now, host, one)
     return now

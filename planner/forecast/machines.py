@@ -161,12 +161,6 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
     )
 
 
-def _put_in_domain(node: NodeTopology, number: int) -> NodeTopology:
-    """Return the node as a member of one of several NVLink domains."""
-    domain = f"{node.hostname}: domain {number}"
-    return replace(node, gpus=tuple(replace(gpu, nvlink_domain=domain) for gpu in node.gpus))
-
-
 def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
     """Return the node for a job that uses its first `count` usable GPUs; other GPUs' paths and rails are dropped.
 
@@ -213,7 +207,9 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
     if row.nvlink_nodes > 1:
         domains = -(-nodes // row.nvlink_nodes)
         ends = [nodes * i // domains for i in range(domains + 1)]
-        members = tuple(each for i in range(domains) for each in (_put_in_domain(node, i),) * (ends[i + 1] - ends[i]))
+        names = [f"{node.hostname}: domain {i}" for i in range(domains)]
+        first = [replace(node, gpus=tuple(replace(gpu, nvlink_domain=name) for gpu in node.gpus)) for name in names]
+        members = tuple(first[i] for i in range(domains) for _ in range(ends[i], ends[i + 1]))
     return ClusterTopology(
         nodes=members,
         inter_node_bytes_per_second=len(near) * row.nic_gbps * GIGA / 8.0 if nodes > 1 else None,

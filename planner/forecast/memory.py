@@ -40,14 +40,6 @@ class MemoryParts(NamedTuple):
         return sum(self)
 
 
-class _StoredBytes(NamedTuple):
-    """Bytes that the forward pass keeps for the backward pass."""
-
-    per_layer: float
-    activations: float
-    logits: float
-
-
 def memory_of(job: Job, layout: Layout) -> MemoryParts:
     """Return the memory of one layout of a job."""
     return memory_parts(job.model, job.train, layout, job.engine, on_cpu=not job.has_gpu)
@@ -61,8 +53,8 @@ def memory_parts(
     share = share_of(model, train, engine.as_run(layout), on_cpu=on_cpu)
     in_weights, gradients, optimizer = count_states(engine, share)
     gathered = engine.gathered(share)
-    stored = _count_stored(engine, share, first_stage=first_stage)
-    gradients, activations, logits = _count_backward(engine, share, gradients, stored)
+    layer, activations, logits = _count_stored(engine, share, first_stage=first_stage)
+    gradients, activations, logits = _count_backward(engine, share, gradients, layer, activations, logits)
     held = in_weights + gradients + optimizer + gathered + activations + logits
     several = layout.world_size > 1
     buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
@@ -142,8 +134,8 @@ def micro_batches_held(layout: Layout) -> float:
     return min(float(layout.gradient_accumulation), layout.pp * extra)
 
 
-def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> _StoredBytes:
-    """Return activations and logits at the end of the forward pass, on the stage with the most."""
+def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> tuple[float, float, float]:
+    """Return the bytes that the backward pass needs: per layer, and of activations and logits of the fullest stage."""
     layout = share.layout
     layer = per_layer = engine.layer_activations(share)
     copies = engine.casts(share)
@@ -162,11 +154,13 @@ def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> _Stored
     first = micro_batches_held(layout) * total + max(again, copies)
     last = total + max(again, copies + logits)
     if layout.pp > 1 and (first_stage or first > last):
-        return _StoredBytes(per_layer, first, 0.0)
-    return _StoredBytes(per_layer, last - logits, logits)
+        return per_layer, first, 0.0
+    return per_layer, last - logits, logits
 
 
-def _count_backward(engine: Engine, share: Share, gradients: float, stored: _StoredBytes) -> tuple[float, float, float]:
+def _count_backward(
+    engine: Engine, share: Share, gradients: float, per_layer: float, activations: float, logits: float
+) -> tuple[float, float, float]:
     """Return gradients, activations and logits at the peak: gradients grow as the backward pass frees activations."""
     layout = share.layout
     ddp = share.zero == 0 and layout.data_parallel > 1 and not engine.in_units(share)
@@ -175,15 +169,14 @@ def _count_backward(engine: Engine, share: Share, gradients: float, stored: _Sto
     # between steps.
     buffered = share.adapters or engine.gradient_buffer or layout.gradient_accumulation > 1 or share.zero in (1, 2)
     persistent = buffered or (ddp and not buckets)
-    activations, logits = stored.activations, stored.logits
     each = engine.state_bytes(share).gradients * share.model.vocab * share.model.hidden
     by = share.group if engine.shards_gradients(share) else 1.0
     head = min(gradients, each / layout.tp / by)  # the first and largest of them
     if share.train.optimizer_in_backward:
         gradients = head
     elif not persistent:
-        if activations + logits + head >= gradients + stored.per_layer:
+        if activations + logits + head >= gradients + per_layer:
             gradients = head
         else:
-            activations, logits = min(activations, stored.per_layer), 0.0
+            activations, logits = min(activations, per_layer), 0.0
     return gradients + buckets, activations, logits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,10 @@ class ModelError(ValueError):
     """The model is not supported; the message names the key and the allowed values."""
 
 
-def _shape(name: str, hub: str = "", also: Sequence[str] = (), **shape: Any) -> ModelSpec:  # noqa: ARG001 - of names
-    """Convert a row of models.toml to a model."""
-    return ModelSpec(name=name, **{"head_dim": shape["hidden"] // shape["heads"], **shape})
-
-
-KNOWN: tuple[ModelSpec, ...] = tuple(_shape(name, **row) for name, row in _TABLES["known"].items())
+_SHAPES = {name: {k: v for k, v in row.items() if k not in ("hub", "also")} for name, row in _TABLES["known"].items()}
+KNOWN: tuple[ModelSpec, ...] = tuple(
+    ModelSpec(name=name, **{"head_dim": row["hidden"] // row["heads"], **row}) for name, row in _SHAPES.items()
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 

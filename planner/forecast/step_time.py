@@ -50,9 +50,9 @@ class StepParts(NamedTuple):
         return float(sum(getattr(self, name) for name in COMMUNICATION))
 
 
-def _overlap_seconds(first: float, second: float, loss: float) -> float:
-    """Return the seconds of two tasks that run concurrently and compete for the hardware."""
-    return max(first, second) + loss * min(first, second)
+def _expose(seconds: float, hiding: float, loss: float) -> float:
+    """Return by how much `seconds` of a task prolong the `hiding` seconds of another one, as both need the hardware."""
+    return max(0.0, seconds - hiding) + loss * min(seconds, hiding)
 
 
 def strides(layout: Layout) -> tuple[int, int, int, int]:
@@ -93,6 +93,11 @@ class StepInputs:
     tokens: float  # per micro-batch and rank
     cost: LayerCost
     on_cpu: bool  # launching and running an operator share one thread, so launches are not hidden
+
+    def overlap_loss(self, size: int, stride: int) -> float:
+        """Return the exposed fraction of the shorter of two tasks, if one is a collective of a group of ranks."""
+        network = self.job.links.network is not None and self.job.links.crosses(size, stride) is self.job.links.network
+        return self.job.constants["overlap_loss_network" if network else "overlap_loss"]
 
     @property
     def hidden_bytes(self) -> float:
@@ -225,7 +230,8 @@ def _time_micro_batch(step: StepInputs) -> _MicroBatchTimes:
     recompute = gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise
     dequantize = cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0)
     host = _time_launches(step, forward, recompute, backward)
-    tp, cp, ep = _time_tensor_parallel(step), _time_context_parallel(step), _time_expert_parallel(step)
+    tp, cp = _time_tensor_parallel(step), _time_context_parallel(step)
+    ep = _time_expert_parallel(step, forward + backward)
     each = StepParts(dequantize=dequantize, recompute=recompute, host=host, tensor_parallel=tp, context_parallel=cp,
                      expert_parallel=ep)  # fmt: skip
     forward = forward + cost.dequantize + tp / 2.0 + cp / 3.0 + ep / 2.0
@@ -242,6 +248,8 @@ def _time_micro_batch(step: StepInputs) -> _MicroBatchTimes:
 
 def _time_launches(step: StepInputs, forward: float, recompute: float, backward: float) -> float:
     """Return the seconds of kernel launches that are not hidden by the kernels themselves."""
+    if step.job.engine.captures(step.job.model, step.layout):
+        return 0.0
     full = step.layout.checkpointing == "full"
     forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
     again = forward_host if full else 0.0
@@ -277,13 +285,17 @@ def _time_context_parallel(step: StepInputs) -> float:
     return max(0.0, ring - hidden) + max(0.0, 2.0 * ring - 2.5 * hidden) + 0.3 * ring
 
 
-def _time_expert_parallel(step: StepInputs) -> float:
-    """Return the seconds to send tokens to their experts and back, both passes; mean over the layers."""
+def _time_expert_parallel(step: StepInputs, compute: float) -> float:
+    """Return the exposed seconds to send tokens to their experts and back, both passes; mean over the layers.
+
+    One forward and one backward pass have no other micro-batch, whose `compute` seconds could hide them (Megatron-LM,
+    combined_1f1b.py).
+    """
     layout, model = step.layout, step.job.model
-    if layout.ep == 1:
+    if layout.ep == 1 or not model.experts:
         return 0.0
-    links, copies, spread = step.job.links, float(model.experts_per_token), None
-    if step.job.engine.sends_tokens_once:
+    engine, links, copies, spread = step.job.engine, step.job.links, float(model.experts_per_token), None
+    if engine.sends_tokens_once:
         domains = layout.ep / max(links.island_size, links.ranks_per_node)
         copies = each = _count_receivers(model, float(layout.ep))
         if domains > 1:
@@ -292,9 +304,11 @@ def _time_expert_parallel(step: StepInputs) -> float:
     sent = step.share.element * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
     mixtures = 1.0 - model.dense_layers / model.layers
-    interleaved = layout.virtual_stages > 1 and layout.checkpointing != "full"
-    shown = 1.0 - step.job.engine.hidden_experts * interleaved
-    return mixtures * shown * rounds * links.all_to_all_seconds(sent, layout.ep, 1, spread)
+    seconds = mixtures * rounds * links.all_to_all_seconds(sent, layout.ep, 1, spread)
+    alone = seconds / layout.gradient_accumulation if engine.hides_experts(layout) else seconds
+    if not engine.captures(model, layout):
+        return alone + (seconds - alone) * (1.0 - engine.hidden_experts)
+    return alone + _expose(seconds - alone, compute, step.overlap_loss(layout.ep, 1))
 
 
 def _count_receivers(model: ModelSpec, of: float) -> float:
@@ -309,8 +323,7 @@ def _count_receivers(model: ModelSpec, of: float) -> float:
 def _time_sharded(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     """Return the time to gather weights before each unit, scatter gradients after it, and all-reduce over replicas."""
     job, layout, links, share, units = step.job, step.layout, step.job.links, step.share, step.share.layers + step.ends
-    lost = {True: job.constants["overlap_loss_network"], False: job.constants["overlap_loss"]}
-    loss = lost[links.crosses(share.group, layout.tp) is links.network]
+    loss = step.overlap_loss(share.group, layout.tp)
     each_reduced = job.engine.reduced_bytes(job.train, layout)
     gathered, reduced = step.gathered_bytes, each_reduced * share.trained
     each = gathered / share.local  # mean
@@ -319,18 +332,16 @@ def _time_sharded(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     scatter = _time_over_groups(
         links.scatter_seconds, step, each_reduced, share.trained, share.routed_trained, units, ranks=share.group
     )
-    gathers, scatters = job.engine.gathers(layout), job.engine.scatters(job.train, layout)
+    gathers, regathers, scatters = job.engine.exchanges(job.train, layout)
     copied = 0.0
     if step.on_cpu:  # fully_shard waits for each gloo collective where it launches it (torch _fsdp_collectives.py)
         ahead, behind, late = gather_once, again, scatter
         # A gather copies the shard into a buffer and the result out again; a scatter does the same.
         once_copied = (2.0 + 2.0 / share.group) / job.rates.hbm
-        passes = gathers + job.engine.gathers_again(layout)
-        copied = once_copied * (gathered * passes + reduced * scatters) / layout.gradient_accumulation
+        copied = once_copied * (gathered * (gathers + regathers) + reduced * scatters) / layout.gradient_accumulation
     else:
-        ahead = _overlap_seconds(micro.forward, gather_once, loss) - micro.forward
-        ahead += gather_once / max(1.0, share.layers)
-        shown = _overlap_seconds(micro.backward, again + scatter, loss) - micro.backward
+        ahead = _expose(gather_once, micro.forward, loss) + gather_once / max(1.0, share.layers)
+        shown = _expose(again + scatter, micro.backward, loss)
         late = shown * scatter / (again + scatter) if scatter else 0.0
         behind = shown - late
         late += scatter / max(1.0, share.layers)
@@ -338,9 +349,9 @@ def _time_sharded(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     if layout.dp_replicate > 1:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
         across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
-        loss = lost[links.crosses(layout.dp_replicate, strides(layout)[2]) is links.network]
-        reduce += _overlap_seconds(micro.backward, across, loss) - micro.backward + across / max(1.0, share.layers)
-    return _ExchangeTimes(gathers * ahead + job.engine.gathers_again(layout) * behind, reduce, copied)
+        loss = step.overlap_loss(layout.dp_replicate, strides(layout)[2])
+        reduce += _expose(across, micro.backward, loss) + across / max(1.0, share.layers)
+    return _ExchangeTimes(gathers * ahead + regathers * behind, reduce, copied)
 
 
 def _time_replicated(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
@@ -376,10 +387,9 @@ def _time_reduction(step: StepInputs, micro: _MicroBatchTimes, one_way: float, b
     if layout.pp == 1 and not step.share.adapters:  # the embedding's gradient comes last, in one bucket
         last = max(last, one_way * count.embedding / count.total)
     if layout.sharding == "ddp":
-        return _overlap_seconds(micro.backward, 2.0 * (one_way - last), loss) - micro.backward + 2.0 * last
+        return _expose(2.0 * (one_way - last), micro.backward, loss) + 2.0 * last
     # Updated weights are gathered during the next forward pass.
-    reduce = _overlap_seconds(micro.backward, one_way - last, loss) - micro.backward + last
-    return reduce + (_overlap_seconds(micro.forward, back_way, loss) - micro.forward)
+    return _expose(one_way - last, micro.backward, loss) + last + _expose(back_way, micro.forward, loss)
 
 
 def _time_pipeline(step: StepInputs, micro: _MicroBatchTimes, gather: float) -> tuple[float, float]:
@@ -415,6 +425,6 @@ def _time_optimizer(step: StepInputs, micro: _MicroBatchTimes) -> tuple[float, f
         moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)
         moved += wide * share.part(share.trained, share.routed_trained, sharded=True)
         hiding = (micro.forward + micro.backward) * job.engine.hides_offload
-        each = _overlap_seconds(hiding, moved / job.links.host.bytes_per_second, job.constants["overlap_loss"]) - hiding
+        each = _expose(moved / job.links.host.bytes_per_second, hiding, job.constants["overlap_loss"])
         offload += each * layout.gradient_accumulation
     return 0.0, offload

@@ -90,13 +90,10 @@ class Topoflight(Fsdp):
             rounds += 0.5
         return rounds - (3.0 if train.method != "full" and not (last and layout.pp > 1) else 0.0)
 
-    def gathers(self, layout: Layout) -> int:
-        """Weights that stay gathered remain so until the end of the step."""
-        return layout.gradient_accumulation if layout.reshard_after_forward else 1
-
-    def scatters(self, train: TrainSpec, layout: Layout) -> int:
-        """Reduce a full model after each micro-batch; adapters, and pipelines, after the last one."""
-        return 1 if train.method != "full" else super().scatters(train, layout)
+    def exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
+        """Weights stay gathered until the end of the step; adapters are reduced after the last micro-batch."""
+        gathers, again, scatters = super().exchanges(train, layout)
+        return gathers if layout.reshard_after_forward else 1, again, scatters if train.method == "full" else 1
 
 
 def is_sharded(layout: Layout) -> bool:
@@ -202,11 +199,7 @@ class DeepSpeed(Engine):
 
 
 class Torchtitan(Fsdp):
-    """Only the compiler's async TP hides TP's traffic (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md)."""
-
-    def hides_tensor_parallel(self, layout: Layout) -> bool:
-        """Whether the layout is compiled; the export then enables async TP."""
-        return layout.compile and super().hides_tensor_parallel(layout)
+    """Its selective recomputation keeps other outputs."""
 
     def selective_activations(self, share: Share, boundary: float) -> float:
         """Count the layer's input and the outputs of q, v, attention, w1 and w2; of all-to-alls in place of experts."""

@@ -119,12 +119,12 @@ def counted(job, layout, last):
     layout, share, micro = step.layout, step.share, step.layout.gradient_accumulation
     found, reduced = {}, engine.reduced_bytes(job.train, layout)
     if share.sharded:
-        gathers, again = engine.gathers(layout), engine.gathers_again(layout)
+        gathers, again, scatters = engine.exchanges(job.train, layout)
         stored = again * step.stored_bytes
         if last and layout.pp > 1:  # the last unit stays gathered after the first forward pass
             stored = (gathers + again - 1) * step.head_bytes
         found["dp_shard", "all_gather"] = (gathers + again) * step.gathered_bytes - stored
-        found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
+        found["dp_shard", "reduce_scatter"] = scatters * reduced * share.trained
     if layout.dp_replicate > 1 or (layout.data_parallel > 1 and not share.sharded):
         found["dp_replicate", "all_reduce"] = reduced * share.part(share.trained, 0.0, sharded=share.sharded)
     if layout.tp > 1:

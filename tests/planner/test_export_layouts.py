@@ -162,6 +162,18 @@ def test_megatron_arguments() -> None:
     assert not [word for word in words if word.startswith("--num-layers-per-virtual")]
 
 
+@each_row(("precision", "degrees", "captured"), rows("captured"))
+def test_megatron_is_told_what_the_forecast_of_experts_assumes(precision: str, degrees: dict, captured: bool) -> None:
+    """All arguments of the CUDA graph, or none of them apart from the overlap, which does not need it."""
+    data = 8 // degrees.get("pp", 1)
+    layout = Layout(world_size=8, dp_shard=data, sharding="zero1", gradient_accumulation=8, precision=precision,
+                    **degrees)  # fmt: skip
+    asked = dataclasses.replace(request(layout, engine="megatron"), model=model_named("Qwen3-30B-A3B"))
+    named, text = ENGINES["megatron"].captured_by, export("megatron", asked)
+    assert {each in text for each in named if "--overlap" not in each} == {captured}
+    assert not captured or "--overlap-moe-expert-parallel-comm" in text
+
+
 @each_row(("form", "train", "steps", "has", "has_not"), rows("run_length"))
 def test_an_export_has_the_steps_of_the_forecast(form, train, steps, has, has_not):
     """However the length of the run was given; where it was not given no number is made up."""

@@ -33,6 +33,18 @@ def test_latent_attention_goes_through_its_ranks() -> None:
     assert weights(DEEPSEEK_V3).attention_per_layer == by_hand
 
 
+@each_row(("gpu", "engine", "attention", "measured"), [
+    ("NVIDIA B200", "trl", "flash", 346), ("NVIDIA B200", "trl", "sdpa", 960), ("NVIDIA H200", "trl", "flash", 356),
+    ("NVIDIA H20", "trl", "flash", 83.7), ("NVIDIA H20", "megatron", "sdpa", 126),
+    ("NVIDIA GeForce RTX 5090", "trl", "flash", 140),
+])  # fmt: skip
+def test_attention_runs_at_the_rate_of_its_kernel_on_this_gpu(gpu, engine, attention, measured) -> None:
+    """TFLOP/s that kernels were measured with (constants.toml); an H20 multiplies at its best rate all the time."""
+    rates = gpu_rates(gpu_named(gpu), replace(FULL, attention=attention), engine_named(engine), "bf16")
+    assert rates.attention == pytest.approx(measured * 1e12, rel=0.01)
+    assert (rates.gemm == gpu_named(gpu).matmul_bf16) == ("H20" in gpu.split())
+
+
 FULL = TrainSpec(method="full", sequence_length=4096)
 SLOW = Speed(bytes_per_second=1e9, how="measured", link="TCP")
 
@@ -101,6 +113,8 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     sent = 3 * 4 * 4096 * 8 * 7168 * 2.0 * 7 / 8 / 1e9
     engine = replace(engine_named("megatron"), sends_tokens_once=False)
     assert parts_on_a_slow_network(model, layout, engine).expert_parallel == pytest.approx(sent, rel=1e-3)
+    dense = replace(model, experts=0, experts_per_token=0)
+    assert parts_on_a_slow_network(dense, layout, "megatron").expert_parallel == 0.0
 
 
 def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
@@ -113,6 +127,22 @@ def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
     assert once == pytest.approx(every * (1 - (7 / 8) ** 8))
     half = parts_on_a_slow_network(replace(model, expert_groups=0.5), layout, engine).expert_parallel
     assert half == pytest.approx(every / 2 * (1 - (3 / 4) ** 8))
+
+
+def test_a_captured_step_waits_for_no_kernel_launch_and_sends_tokens_beside_compute() -> None:
+    """Of 8 micro-batches, one sends its tokens alone; the others lose what any overlap with a network loses."""
+    model, engine = replace(DEEPSEEK_V3, layers=4, dense_layers=0), engine_named("megatron")
+    layout = Layout(world_size=8, dp_shard=8, ep=8, sharding="zero1", precision="mxfp8", gradient_accumulation=8)
+    fast = replace(SLOW, bytes_per_second=400e9)
+    links = Links(ranks_per_node=4, nodes=2, island_size=4, island=fast, node=fast, network=fast)
+    rates = gpu_rates(gpu_named("NVIDIA GB200"), FULL, engine, "mxfp8")
+    job = Job(model=model, train=replace(FULL, sequence_length=512), links=links, rates=rates, engine=engine)
+    plain = step_parts(replace(job, engine=replace(engine, captured_by=(), overlaps_experts=False)), layout)
+    captured = step_parts(job, layout)
+    assert plain.host > 0.0 == captured.host
+    assert captured.expert_parallel == pytest.approx(plain.expert_parallel * (1 + 7 * 0.3) / 8)
+    assert captured.gemm == pytest.approx(plain.gemm)
+    assert captured.elementwise < plain.elementwise
 
 
 def test_tokens_cross_the_network_and_then_the_node() -> None:

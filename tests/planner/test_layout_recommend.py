@@ -6,13 +6,14 @@ import pytest
 from rigs.recorded import changed, snapshot as host
 from rigs.tables import each_row, rows_of
 
+from contracts.layout import Layout
 from hardware.machines import catalogue
 from planner.advice import Recommendation
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import forecast_named, plan, recommend
-from planner.search import Candidate, search, simplest
+from planner.search import Candidate, list_broken, search, simplest
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess
 from topology.build import build
@@ -127,6 +128,19 @@ def test_every_machine_to_plan_for_has_host_memory_to_offload_to() -> None:
     assert [row.name for row in catalogue() if not row.host_gib] == ["1xgb10"]
     best = found("4xl40s", 1, "Llama-3.1-8B", TrainSpec(method="full", sequence_length=2048))
     assert any(c.layout.offload == "all" for c in best)
+    probed = plan(machines.cluster("1xgb10"), (), model_named("Llama-3.1-8B"), TrainSpec(engine="deepspeed"))
+    at = Layout(world_size=1, sharding="zero3", offload="optimizer")
+    job = replace(probed.job, host_memory_bytes=1e12)
+    assert "share one memory" in dict(list_broken(job, at))["host-memory-holds"]
+
+
+@each_row(("nodes", "precision", "says"), rows("experts"))
+def test_experts_are_advised_with_what_their_forecast_assumes(nodes: int, precision: str, says: str) -> None:
+    """Published on these racks: Qwen3-235B with EP32 or EP64, in MXFP8."""
+    train = TrainSpec(method="full", sequence_length=4096, global_batch=2304, engine="megatron", precision=precision)
+    answer = recommend(machines.cluster("gb300-nvl72", nodes), (), model_named("Qwen3-235B-A22B"), train)
+    assert answer.chosen.layout.ep >= 8
+    assert says in " ".join((*answer.unknowns, *answer.helps_most))
 
 
 def test_a_network_of_ones_own_joins_the_nodes() -> None:

@@ -86,14 +86,18 @@ def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of):
 @pytest.mark.long
 @pytest.mark.parametrize(("inject", "words", "call"), rows("calls")())
 def test_a_call_that_hangs_or_crashes_fails_the_probe_by_its_name_and_is_repeated_after_a_pause(
-    inject, words, call, scanner_of, monkeypatch
+    inject, words, call, scanner_of, monkeypatch, tmp_path
 ):
-    """The scans in between cost nothing, and the other probes answer all the while."""
+    """The scans in between cost nothing, and the other probes answer all the while, with what is so now."""
     probes = (dataclasses.replace(BY_NAME["gpu"], timeout_seconds=3.0), BY_NAME["hostinfo"])
     with scanner_of(H100, inject=inject, probes=probes) as scanner:
         first = scanner.scan()
         monkeypatch.setenv("FAKE_NVML_INJECT", "")
+        product = tmp_path / "root/sys/class/dmi/id/product_name"
+        product.parent.mkdir(parents=True, exist_ok=True)
+        product.write_text("another product\n", encoding="utf-8")
         second = scanner.scan()
+    assert second.outcomes["hostinfo"].facts.product == "another product"
     for snapshot in (first, second):
         outcome = snapshot.outcomes["gpu"]
         assert isinstance(outcome, Failed)
