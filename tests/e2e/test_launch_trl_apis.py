@@ -77,7 +77,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig, tmp_path)
     done = launched("job", host=there)
     assert done.exit_code == 3, done.output
     told = " ".join(done.output.split())
-    assert "per_device_train_batch_size: 32, fsdp: full_shard, bf16: true, gradient_checkpointing: true" in told
+    assert "bf16: true, gradient_checkpointing: true, per_device_train_batch_size: 32, fsdp: full_shard" in told
     assert "at max_length: 4096 does not fit" in told
     assert "what can: per_device_train_batch_size: 16, gradient_accumulation_steps: 2 (" in told
     assert kubeconfig.of_kind("ConfigMap") == kubeconfig.of_kind("Job") == []
