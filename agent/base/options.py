@@ -71,10 +71,10 @@ def read_input(source: str, limit_bytes: int, *, hint: str) -> bytes:
 
 
 def split_pair(option: str, word: str) -> tuple[str, str]:
-    """Split the NAME=VALUE of an option. Raises InputError."""
+    """Split the NAME=VALUE of an option. Raises UsageError."""
     name, _, value = word.partition("=")
     if not (name and value):
-        raise InputError(f"{option} {word!r}: must be NAME=VALUE")
+        raise click.UsageError(f"{option} {word!r}: must be NAME=VALUE")
     return name, value
 
 
@@ -229,7 +229,8 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
     """Return a decorator that creates the command of a verb; its options follow its arguments, in table order.
 
     The decorated function is called only if the options can be combined. An exception class of this project ends the
-    verb with one line: a ValueError is invalid input, a RuntimeError a refusal by this machine or a cluster.
+    verb with one line: a ValueError is invalid input, a RuntimeError a refusal by this machine or a cluster. Before a
+    message that begins with the name of an option, the usage is printed.
     """
     rows = _rows(verb)
 
@@ -242,8 +243,11 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
             except (ValueError, RuntimeError) as error:
                 if type(error).__module__.partition(".")[0] not in _PACKAGES:
                     raise
-                kind = InputError if isinstance(error, ValueError) else click.ClickException
-                raise kind(str(error)) from None
+                if isinstance(error, RuntimeError):
+                    raise click.ClickException(str(error)) from None
+                named = re.split("[=: ]", str(error))[0].removeprefix("--")  # "op='x': ...", "--expect: ..."
+                is_option = any(key.partition("/")[0].split()[-1] == f"--{named}" for key in rows)
+                raise (click.UsageError if is_option else InputError)(str(error)) from None
 
         decorated: Any = run
         arguments = run.__dict__.pop("__click_params__", [])  # click processes the last of these first

@@ -66,8 +66,15 @@ class LazyGroup(click.Group):
             formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
 
+def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"topoflight, version {base.version()}")
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="topoflight")  # reads the version only if it is asked for
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version,
+              help="Show the version and exit.")  # fmt: skip
 @click.option("-v", "--verbose", count=True, help="Log more to stderr; give it twice for debug messages.")
 def cli(verbose: int) -> None:
     """Topology-aware preflight for GPU training.
