@@ -129,8 +129,7 @@ def order(flat: Mapping[str, Any]) -> list[str]:
     An option that is null is left out if the file has a value under another name of the same setting.
     """
     renamed = option_names()["renamed"]
-    valued = [name for name, value in flat.items() if value is not None and not name.startswith("deepspeed")]
-    given = {renamed.get(name, name) for name in valued}
+    given = {renamed.get(name, name) for name, value in flat.items() if value is not None}
     found = [name for name, value in flat.items() if value is not None or renamed.get(name, name) not in given]
     return sorted(found, key=lambda name: name in renamed or "." in name)
 

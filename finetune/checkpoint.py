@@ -189,6 +189,7 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
         try:
             net.save_pretrained(folder / kind)
         except SafetensorError as error:  # it writes into a file, and has no errno
+            shutil.rmtree(folder / kind, ignore_errors=True)  # a part of the weights, on a disk that is full
             raise SaveError(f"{folder / kind}: {error}") from error
         tokenizer.save_pretrained(folder / kind)
         return str(folder / kind)

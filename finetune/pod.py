@@ -6,8 +6,9 @@ With `--once` the pod starts its ranks once and ends with the job's own exit cod
 restart pods by their own policies. Without it, in a bare Indexed Job, pod 0 listens at `--meet`; the other pods connect
 whenever their image is there, and the ranks start when all have come. The connections stay open while the ranks run, so
 that each pod knows of every other whether it lives and how it ended: all start again together (a rank saved and ended,
-a pod was lost), or all end with the code of the one that failed. What the ranks print goes to the pod's log, and whole
-lines of NCCL's logs too. Surface: TCP, one JSON object a line; SIGTERM; stdout. No torch in this process.
+a pod was lost), or all end with the code of the one that failed. With `--measure` each start first measures what the
+ranks will use; a result that fails ends the job. What the ranks print goes to the pod's log, and whole lines of NCCL's
+logs too. Surface: TCP, one JSON object a line; SIGTERM; stdout. No torch in this process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -36,6 +38,7 @@ from finetune import post
 
 RESUMABLE = run_record.RESUMABLE
 UNAVAILABLE = 69  # EX_UNAVAILABLE: another pod did not come, or the restarts are used up
+MEASURED_FAILURE = 3  # of `topoflight bench` (docs/reference/exit-codes.md); no rank ends with it
 TERMINATED = 128 + signal.SIGTERM  # this pod was deleted or its node drained: its replacement resumes the job
 ENDED_HERE = -1000  # in place of an exit code: ranks that this pod ended do not say why the job failed
 SEND_SECONDS = 5.0
@@ -64,6 +67,7 @@ class Settings:
     restarts: int = 3
     wait: float = 3600.0  # seconds for the other pods: as long as an image may take to be pulled
     save: float = 100.0  # seconds after SIGTERM; the pod's terminationGracePeriodSeconds must be more
+    measure: bool = False
     once: bool = False
 
     def log(self, text: str) -> None:
@@ -114,10 +118,10 @@ class Wire:
 
 
 class Ranks:
-    """One start of this pod's ranks by torchrun. Copies their output."""
+    """One start of this pod's ranks: with `--measure` the benchmark, then torchrun. Copies their output."""
 
-    def __init__(self, settings: Settings, address: str, port: int, restarts: int | None = None) -> None:
-        """Start them. They meet at `port` of pod 0, whose address is `address`.
+    def __init__(self, settings: Settings, address: str, ports: Sequence[int], restarts: int | None = None) -> None:
+        """Start them. They meet at the address of pod 0: to train at the first port, for the benchmark at the second.
 
         `restarts` is for the record; None where an operator counts, whose number is in the environment already.
         """
@@ -128,8 +132,15 @@ class Ranks:
         words = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={settings.nodes}",
             f"--node-rank={settings.index}", f"--nproc-per-node={settings.ranks}", f"--master-addr={address}",
-            f"--master-port={port}", f"--rdzv-conf=timeout={settings.wait:.0f}", *settings.words,
+            f"--master-port={ports[0]}", f"--rdzv-conf=timeout={settings.wait:.0f}", *settings.words,
         ]  # fmt: skip
+        if settings.measure:
+            bench = [sys.executable, "-m", "agent.cli", "bench", "--quick", "--no-advice", f"--ranks={settings.ranks}"]
+            if settings.nodes > 1:
+                bench += [f"--nodes={settings.nodes}", f"--node-rank={settings.index}"]
+                bench += [f"--rendezvous={address}:{ports[1]}"]
+            words = ["sh", "-c", f"{shlex.join(bench)} && exec {shlex.join(words)}"]
+            settings.log("measuring what the ranks will use, before they train")
         self._over = threading.Event()
         # a thread apart from the loop that answers the other pods: the folder's file server may not answer
         earlier = frozenset(self._nccl_logs())
@@ -181,7 +192,9 @@ class Ranks:
         if code is not None:
             self._output.join(5.0)
             first = run_record.first_failed_rank(self._tail.decode(errors="replace")) if code else None
-            return code if first is None or first.exit_code is None else first.exit_code
+            if first is None or first.exit_code is None:  # a benchmark that SIGTERM ended early has no result
+                return RESUMABLE if code and terminating else code
+            return first.exit_code
         if terminating and not self._save_by:
             self._save_by = now + self._settings.save
             self._tree.terminate()  # the ranks, not torchrun
@@ -242,7 +255,7 @@ class Pod:
         settings, (host, port) = self.settings, self.settings.meet
         self.before = post.written_at(settings.output)
         address = host if settings.index else "127.0.0.1"
-        with contextlib.closing(Ranks(settings, address, port)) as ranks:
+        with contextlib.closing(Ranks(settings, address, (port, port + 1))) as ranks:
             while (code := ranks.poll(terminating=self.terminating, troubled=False)) is None:
                 time.sleep(_POLL_SECONDS)
         if self.terminating and code:
@@ -289,15 +302,17 @@ class Pod:
             if not missing:
                 break
         self.before = post.written_at(settings.output)
-        with _listen(0) as free:
-            port = free.getsockname()[1]
+        with _listen(0) as first, _listen(0) as second:
+            ports = [first.getsockname()[1], second.getsockname()[1]]
         wires, self.peers = self.peers, {}
         for wire in wires.values():
-            wire.send(go=port)
-        with contextlib.closing(Ranks(settings, "127.0.0.1", port, self.restarts)) as ranks:
+            wire.send(go=ports)
+        with contextlib.closing(Ranks(settings, "127.0.0.1", ports, self.restarts)) as ranks:
             codes, lost = self._watch(listener, ranks, wires)
         code, why = self.judge(codes, lost)
         if code not in (0, RESUMABLE):
+            if settings.measure and code == MEASURED_FAILURE:
+                why = f"not started: measured before the job: {why}"
             error = ranks.last_error()
             self.why = why = f"{why}. The last error in pod 0: {error}" if error else why
         for wire in wires.values():
@@ -381,9 +396,9 @@ class Pod:
 
     def _follow(self) -> int:
         """Make one start as another pod: connect to pod 0, run the ranks, and follow its verdict. Return its code."""
-        wire, port = self._connect()
+        wire, ports = self._connect()
         ended, troubled, until = False, False, math.inf
-        ranks = Ranks(self.settings, self.settings.meet[0], port)
+        ranks = Ranks(self.settings, self.settings.meet[0], ports)
         with contextlib.closing(wire), contextlib.closing(ranks):
             while not wire.closed and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
@@ -403,15 +418,15 @@ class Pod:
         self._end_record(RESUMABLE, "pod 0 was lost", 0.0)
         return RESUMABLE
 
-    def _connect(self) -> tuple[Wire, int]:
-        """Return the connection to pod 0, and the port at which the ranks meet."""
+    def _connect(self) -> tuple[Wire, list[int]]:
+        """Return the connection to pod 0, and the ports at which the ranks meet."""
         host, port = self.settings.meet
         wire = None
         for _ in self._wait(SEND_SECONDS):  # pod 0, which waits as long, says first who is missing
             if wire is not None and not wire.closed:
                 for message in wire.receive():
-                    if isinstance(at := message.get("go"), int):
-                        return wire, at
+                    if isinstance(ports := message.get("go"), list):
+                        return wire, ports
                 continue
             try:
                 wire = Wire(socket.create_connection((host, port), timeout=SEND_SECONDS))
@@ -465,6 +480,7 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settin
     parser.add_argument("--restarts", type=int, help="times that an interrupted job starts again")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="to wait for the other pods")
     parser.add_argument("--save", type=float, metavar="SECONDS", help="to save after SIGTERM")
+    parser.add_argument("--measure", action="store_true", help="measure before each start; a failure ends the job")
     parser.add_argument("--once", action="store_true", help="start the ranks once: an operator restarts the pods")
     parser.add_argument("words", nargs="+", metavar="torchrun ...")
     options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}

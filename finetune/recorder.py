@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import json
 import os
-import resource
 import statistics
 import sys
 from collections.abc import Iterable, Mapping
@@ -159,6 +158,7 @@ class Recorder:
             restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS") or 0), steps_done=0,
             plan=plan, layout=RunLayout(family=layout.family), notes=list(plan.notes),
         )  # fmt: skip
+        self.rss_peak = 0  # until memory is counted from the next step on; ru_maxrss may be that of the launcher
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = 0  # peak of the fullest rank, once the ranks have exchanged theirs
         self.started = False  # the model is loaded
@@ -217,6 +217,7 @@ class Recorder:
         """Count memory from the next step on: loading has ended."""
         self.started = True
         if self.device.type != "cuda":
+            self.rss_peak = highest_rss_bytes()
             return_freed(EXACT_BYTES)
             forget_highest_rss()
 
@@ -278,7 +279,7 @@ class Recorder:
         return Measured(
             step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu,
             memory_bytes=max(self.peak_memory(), self.fullest),
-            rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            rss_peak_bytes=max(self.rss_peak, highest_rss_bytes()),
         )  # fmt: skip
 
     def write(self) -> None:

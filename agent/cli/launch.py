@@ -109,7 +109,7 @@ def _launch_on_cluster(
         print_text(f"note: {line}", err=True)
     for wrong in (*of_network, *cluster_job.warnings(spec)):
         print_text(f"warning: {wrong}", err=True)
-    if not (options["preflight_image"] or options["no_preflight"]):
+    if not (options["preflight_image"] or options["no_preflight"] or options["measure"]):
         print_text("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
         print_text(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)

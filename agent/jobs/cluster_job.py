@@ -45,6 +45,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
         "claim": claim_of(options),
         "topology_label": options["topology"],
         "preflight_require": tuple(options["require"]),
+        "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
         "save_seconds": job_settings.grace(advice, options.get("storage_rate"), SAVE_SECONDS),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,

@@ -135,6 +135,7 @@ class JobSpec:
     preflight_image: str | None = None  # image of the init container that runs the preflight check
     preflight_require: tuple[str, ...] = ()
     preflight_skip: tuple[str, ...] = ()  # checks that preflight does not run
+    measure: bool = False  # all pods benchmark their network together before the training
     agent: str | None = None  # URL of the node's agent, to which the run record is posted
     resource_claim_template: str | None = None  # DRA: template that allocates GPU and NIC below one PCIe root
     device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: the cluster's device classes of GPU and NIC

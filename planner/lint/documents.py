@@ -153,6 +153,8 @@ class _Walk:
     def __init__(self, documents: list[Any]) -> None:
         self.found: dict[str, Script] = {}
         self._configs: dict[str, str] = {}  # place of a ConfigMap -> "ConfigMap NAME"
+        self._included: list[tuple[Script, str, str]] = []  # of each envFrom: "ConfigMap NAME" and its prefix
+        self._references: list[tuple[Script, Assigned, dict[Any, Any]]] = []  # configMapKeyRef
         self._left = _LIMIT_NODES
         self._read_shell = cache(read_shell)  # a script with an anchor occurs several times
         self._compose = _form(documents, "") == "Compose file"
@@ -163,15 +165,21 @@ class _Walk:
         _compare_replicas(self.found)
 
     def _take_configs(self) -> None:
-        """Add the variables of each ConfigMap to the places whose envFrom names it; `env` overrides them."""
-        configs = {name: (place, self.found.get(place, Script())) for place, name in self._configs.items()}
-        for script in list(self.found.values()):
-            for name in [each for each in script.files if each in configs]:
-                place, config = configs[name]
-                script.always = config.always | script.always
-                script.findings += config.findings
-                script.files.remove(name)
-                self.found.pop(place, None)
+        """Add the values of ConfigMaps to the places that refer to them; `env` and a later `envFrom` override them."""
+        configs = {name: self._at(place) for place, name in self._configs.items()}
+        for script, each, reference in self._references:
+            config = configs.get(f"ConfigMap {reference.get('name')}", Script())
+            if script.always.get(each.name) is each and (found := config.always.get(str(reference.get("key")))):
+                script.always[each.name] = found._replace(name=each.name)
+        included = [each for each in self._included if each[1] in configs]
+        for script, name, prefix in reversed(included):
+            given = configs[name].always.items()
+            more = {prefix + key: each._replace(name=prefix + key) for key, each in given if NAME.match(key)}
+            script.always = more | script.always
+            script.findings += configs[name].findings
+            script.files.remove(name)
+        taken = {name for _, name, _ in included}
+        self.found = {place: each for place, each in self.found.items() if self._configs.get(place) not in taken}
 
     def _visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
         """Visit a node and its children; `source` is the name of its place."""
@@ -191,8 +199,8 @@ class _Walk:
             self._configs[source] = f"ConfigMap {node['metadata'].get('name')}"
         for field, kind in _ENV_FROM.items() if key == "envFrom" else ():
             if isinstance(origin := node.get(field), dict):
-                prefix = f" (with prefix {node['prefix']})" if node.get("prefix") else ""
-                self._at(source).files.append(f"{kind} {origin.get('name')}{prefix}")
+                self._at(source).files.append(f"{kind} {origin.get('name')}")
+                self._included.append((self._at(source), self._at(source).files[-1], str(node.get("prefix") or "")))
         if self._kubernetes and key in _CONTAINERS:
             self._container(node, source)
         is_item = pattern("own").match(str(node.get("name"))) is not None  # of `env`, which a patch adds
@@ -216,6 +224,8 @@ class _Walk:
                     files = [each.get("path", each.get("file")) if isinstance(each, dict) else each
                              for each in (value if isinstance(value, list) else [value])]  # fmt: skip
                     self._at(source).files += [str(each) for each in files if each]
+                if is_data and "\n" not in scalar(value):  # a reference may give it another name
+                    self._add(source, str(name), value)
                 self._visit(
                     value, source if name in WORDS["documents"]["silent"] else f"{source} {name}", depth + 1, word
                 )
@@ -273,7 +283,10 @@ class _Walk:
         else:
             origin = item["valueFrom"]
             kind = next(iter(origin), "elsewhere") if isinstance(origin, dict) else "elsewhere"
-            self._at(source).set(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}"))
+            given = Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}")
+            self._at(source).set(given)
+            if kind == "configMapKeyRef" and isinstance(origin[kind], dict):
+                self._references.append((self._at(source), given, origin[kind]))
 
     def _words(self, words: list[str], source: str) -> None:
         """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""

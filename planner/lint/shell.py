@@ -587,6 +587,7 @@ class _Reader(Expander):
     def _start(self, words: list[Word], at: int, line: int) -> None:
         """Start the program `words[at]`. It gets the exported variables, changed by the words of its command."""
         started, program, sets = self._started, words[at:], False
+        idle = is_idle(program)
         for name in removed_names(words, self.scope.variables):
             del self.scope.variables[name]
         for part in parts_of(words):
@@ -596,8 +597,10 @@ class _Reader(Expander):
             elif part.target == "":
                 self.script.files.append(part.text)
             else:
+                unread = len(self.script.unread)
                 self._pass_on(part._replace(line=part.line or line))
-        idle = is_idle(program)
+                if idle:  # it may be prose: `git commit -m "..."`
+                    del self.script.unread[unread:]
         sure = not idle and is_launcher(program)
         if sure and starts_ranks(word.text for word in program):
             self.script.starts.append(line)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.tables import ROOT, each_row, rows_of
 from rigs.waiting import eventually
 
@@ -50,7 +51,7 @@ class Rig:
         self.pods = {}
         self.started = 0
 
-    def start(self, index, python=None, **environment):
+    def start(self, index, before=(), python=None, **environment):
         """A pod of this index, as the job's controller makes it; its log."""
         self.started += 1
         log = self.folder / f"pod-{index}-{self.started}.log"
@@ -61,7 +62,7 @@ class Rig:
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
         with log.open("wb") as stream:
             self.pods[index] = subprocess.Popen(
-                [*command, "--", *self.words], env=env, stdout=stream, stderr=stream, cwd=ROOT
+                [*before, *command, "--", *self.words], env=env, stdout=stream, stderr=stream, cwd=ROOT
             )
         return log
 
@@ -235,7 +236,7 @@ def test_ranks_that_this_pod_ended_keep_that_code_while_another_pod_still_runs(t
 
     late = threading.Thread(target=end_later)
     late.start()
-    with contextlib.closing(pod.Ranks(settings, "127.0.0.1", 1)) as ranks:
+    with contextlib.closing(pod.Ranks(settings, "127.0.0.1", (1, 2))) as ranks:
         found = watch(settings, wires, ranks)
     late.join()
     assert found == ({1: 1, 0: pod.ENDED_HERE, 2: pod.ENDED_HERE}, set())
@@ -248,7 +249,7 @@ def test_a_pod_that_is_stopped_is_given_up(tmp_path):
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=words, wait=0.2)
     wires, _stopped = connected(1)
     alone = replace(settings, nodes=1, wait=60)
-    with contextlib.closing(pod.Ranks(alone, "127.0.0.1", 1)) as ranks:
+    with contextlib.closing(pod.Ranks(alone, "127.0.0.1", (1, 2))) as ranks:
         assert watch(settings, wires, ranks) == ({0: 0}, {1})
 
 
@@ -268,6 +269,42 @@ def test_connections_that_name_no_pod_are_bounded():
             eventually(lambda: leader._admit(listener) or 1 in leader.peers, "the pod is admitted", 30)
     for one in (*silent, *leader.arrived, *leader.peers.values()):
         one.close()
+
+
+def measured_pod(job, index, **environment):
+    """A pod on a host of its own, as far as the benchmark's lock and names go."""
+    require_own_lock()
+    return job.start(index, OWN_LOCK, NODE_NAME=f"host-{index}", **environment)
+
+
+@pytest.mark.nightly
+@pytest.mark.netns
+def test_pods_measure_together_before_each_start_of_their_ranks(scripted, tmp_path):
+    """Real benchmark ranks, of both pods in one run, and again after a pod was deleted while it measured."""
+    job = scripted(measure=None)
+    log = measured_pod(job, 0)
+    second = measured_pod(job, 1)
+    eventually(lambda: "measuring" in second.read_text(), "both measure")
+    job.pods[1].terminate()
+    job.ended(1)
+    assert job.ups(0) == job.ups(1) == 0
+    measured_pod(job, 1)
+    both_up(job)
+    assert log.read_text().count("measuring what the ranks will use") == 2
+    (tmp_path / "end").touch()
+    assert (job.ended(0), job.ended(1)) == (0, 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.netns
+def test_a_measurement_that_fails_ends_all_pods_and_no_rank_trains(scripted, tmp_path):
+    """The ranks of one pod find no interface of the name that its environment gives: 3, which nothing tries again."""
+    job = scripted(measure=None)
+    log = measured_pod(job, 0)
+    measured_pod(job, 1, GLOO_SOCKET_IFNAME="nosuch0")
+    assert (job.ended(0), job.ended(1)) == (3, 3), log.read_text()
+    assert "not started: measured before the job: the ranks of pod" in log.read_text()
+    assert job.ups(0) == job.ups(1) == 0
 
 
 @pytest.mark.nightly

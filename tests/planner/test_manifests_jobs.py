@@ -113,6 +113,14 @@ def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
     assert ("--restarts=1" in waits) is (api == "job")
 
 
+@each_row("api", APIS)
+def test_pods_measure_together_only_if_requested(api: str) -> None:
+    """In the job's own container, so with its image, environment, networks and devices; nothing else differs."""
+    without, words = (command_of(manifests.APIS[api](replace(SPEC, measure=measure))) for measure in (False, True))
+    assert "--measure" not in without and [word for word in words if word != "--measure"] == without
+    assert words.index("--measure") < words.index("--")
+
+
 def restricted(container: dict, pod: dict) -> list[str]:
     """What Pod Security's profile "restricted" (1.36) finds wrong with a container of a pod."""
     mine, common = container.get("securityContext", {}), pod.get("securityContext", {})

@@ -29,7 +29,7 @@ SPEC = JobSpec(
     topology_label="cloud.example/rack", service_account="trainer",
     node_selector={"nvidia.com/gpu.product": "NVIDIA-A40"},
     tolerate=("nvidia.com/gpu",), preflight_image="registry.example/topoflight:1",
-    preflight_require=("rdma.port.down",), agent="http://topoflight-node.topoflight:9402",
+    preflight_require=("rdma.port.down",), measure=True, agent="http://topoflight-node.topoflight:9402",
     resource_claim_template="gpu-nic", compute_domain=True,
 )  # fmt: skip
 NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000)
