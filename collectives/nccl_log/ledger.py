@@ -98,7 +98,7 @@ class Ledger:
         self.steps: Lasts[str, tuple[int, ...]] = Lasts(MAX_FILES)  # last three lines, each of another step of training
         self.last_lines: Lasts[tuple[str, str], int] = Lasts(MAX_FILES)  # last line of (code, file)
         self.proof = Proofs()
-        self.variable_lines: Firsts[str, ProofLine] = Firsts()
+        self.variable_lines: Firsts[tuple[str, str], ProofLine] = Firsts(MAX_WRITERS)  # ("NAME=VALUE", host)
         self.hosts: Tally[str] = Tally(MAX_HOSTS)  # host: processes that were met
         self.rank_hosts: Firsts[int, str] = Firsts(MAX_WRITERS)  # of ranks in lines that are not NCCL's
         self.marks: Firsts[str, None] = Firsts(MAX_GPUS)  # ids of communicators, and processes that make channels
@@ -236,9 +236,9 @@ class Ledger:
         if len(self.proof.get(fact, ())) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
             self.proof.add(fact, [self._proof_line(shown, proves or fact)])
 
-    def record_variable(self, name: str, shown: bytes) -> None:
-        """Store the line that shows an environment variable."""
-        self.variable_lines.add(name, self._proof_line(shown, name))
+    def record_variable(self, setting: str, shown: bytes) -> None:
+        """Store the first line of this host that shows this setting of an environment variable."""
+        self.variable_lines.add((setting, self.writer.host), self._proof_line(shown, setting.partition("=")[0]))
 
     def blame(self, code: str, shown: bytes) -> None:
         """Count a code, and store its first lines."""

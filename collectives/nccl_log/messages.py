@@ -157,7 +157,7 @@ class Facts:
         self.nodes = 0
         self.local_ranks = 0
         self.environment: Firsts[str, str] = Firsts()
-        self.variable = ""  # named by the current message
+        self.setting = ""  # of an environment variable, in the current message: "NAME=VALUE"
         self.ports: Firsts[tuple[str, str], str] = Firsts(MAX_PLACES)  # (host, port): link layer
         self.whole_lists: Firsts[str, None] = Firsts(4_096)  # hosts whose list of ports was read to its end
         self.layers: Firsts[tuple[int, str], None] = Firsts(4_096)  # (number of a device, link layer)
@@ -264,13 +264,14 @@ class Facts:
     def take(self, message: bytes, host: str) -> list[str]:
         """Store the facts of a message; return the names of those that it proves."""
         proven: list[str] = []
-        self.variable = ""
+        self.setting = ""
         for row in _rows():
             if any(text in message for text in row.text):
                 self._take_row(row, message, proven)
         if b" set " in message and (match := _TEXTS["environment"].search(message)):
-            self.variable = match[1].decode()
-            self.environment.add(self.variable, match[2][:200].decode("utf-8", "replace"))
+            name, value = match[1].decode(), match[2][:200].decode("utf-8", "replace")
+            self.setting = f"{name}={value}"
+            self.environment.add(name, value)
         if b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
             self._take_ports(match, host)
             proven.append("RDMA devices in use")

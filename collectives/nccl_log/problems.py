@@ -213,9 +213,10 @@ class _Findings:
         return lines or self.proof("GPUDirect RDMA refused")
 
     def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
-        """Return the lines that report these environment variables."""
-        lines = self.ledger.variable_lines
-        return tuple(lines[name] for name in variables if name in lines)[:3]
+        """Return a line of each host with these environment variables, if it has the value of the log's first line."""
+        settings, lines = self.evidence.environment, self.ledger.variable_lines.items()
+        wanted = [f"{name}={settings[name]}" for name in variables if name in settings]
+        return tuple(row for one in wanted for (setting, _), row in lines if setting == one)
 
     def _hosts_without_gdrdma(self) -> tuple[str, ...]:
         """Return the hosts with channels over RDMA of which none has GPUDirect RDMA."""

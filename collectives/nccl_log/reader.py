@@ -388,14 +388,15 @@ class Reader:
         if step is not None and step[0] != self._step:  # every rank or node may report the same step
             self._step = step[0]
             ledger.steps.add(self.file, (*ledger.steps.get(self.file, (0, 0, 0))[1:], ledger.lines))
-        if ledger.facts.variable:
-            ledger.record_variable(ledger.facts.variable, shown)
+        if ledger.facts.setting:
+            ledger.record_variable(ledger.facts.setting, shown)
         codes = codes_of(message, foreign=foreign)
         for code in codes:
             ledger.blame(code, shown)
         if warn and not codes and not HARMLESS.search(message):
             ledger.blame("other_warnings", shown)
-        if not facts and not codes and not warn and len(self._dull) < MAX_SEEN and len(message) < MAX_DULL_BYTES:
+        says = facts or codes or warn or ledger.facts.setting
+        if not says and len(self._dull) < MAX_SEEN and len(message) < MAX_DULL_BYTES:
             self._dull.add(message)
 
 

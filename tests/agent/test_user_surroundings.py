@@ -55,6 +55,12 @@ def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path, words: str, reader: str
     assert "--report" not in words or (tmp_path / "r" / "report.json").exists()
 
 
+def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No metadata of the package is on the path."""
+    monkeypatch.setattr(sys, "path", [])
+    assert topoflight("--version").stdout == "topoflight, version 0+unknown\n"
+
+
 @each_row(
     ("encoding", "words", "code", "shown"),
     [("ascii", f"scan --host {SICK}", 0, b"? FAIL "), ("koi8-r", "explain gpu.pcie.width", 0, b"Meaning: "),
