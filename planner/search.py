@@ -243,6 +243,8 @@ class Candidate:
     tight: bool = False  # uses more of the memory than TIGHT_SHARE
     over: bool = False  # needs more memory than there is, if the forecast is right
     may_be_tight: bool = False  # uses more than TIGHT_SHARE if it needs as much as its interval allows
+    # EP leaves its NVLink domain. megatron/core/transformer/moe/README.md: TP and EP stay within it, and PP comes before.
+    wide_ep: bool = False
 
     @property
     def risk(self) -> tuple[bool, float, float]:
@@ -255,6 +257,7 @@ class Candidate:
         at = self.layout
         kinds = (
             ("TP", at.tp > 1), ("PP", at.pp > 1), ("CP", at.cp > 1), ("EP", at.ep > 1),
+            ("EP between NVLink domains", self.wide_ep),
             ("HSDP", at.dp_shard > 1 and at.dp_replicate > 1 and at.sharding == "zero3"),
             ("offloading", at.offload != "none"), (f"over {TIGHT_SHARE:.0%} of the memory", self.tight),
         )  # fmt: skip
@@ -294,6 +297,7 @@ class Planned:
             layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale,
             tight=memory.total > TIGHT_SHARE * capacity, over=memory.total > capacity,
             may_be_tight=memory_interval(self.job, memory.total).high > TIGHT_SHARE * capacity,
+            wide_ep=layout.ep > max(self.job.links.island_size, self.job.links.ranks_per_node),
         )  # fmt: skip
 
 

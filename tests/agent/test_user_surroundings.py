@@ -20,6 +20,7 @@ from rigs.results import benchmark, measurement
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
+from agent import base
 from agent.base import EXIT_CLOSED_PIPE, units
 from agent.base.output import unwritable, write_atomic
 from agent.cli.bench import _bench_exit
@@ -56,9 +57,11 @@ def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path, words: str, reader: str
 
 
 def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No metadata of the package is on the path."""
+    """No metadata of the package is on the path. The version is stored once for each process."""
     monkeypatch.setattr(sys, "path", [])
+    base.version.cache_clear()
     assert topoflight("--version").stdout == "topoflight, version 0+unknown\n"
+    base.version.cache_clear()
 
 
 @each_row(
