@@ -243,7 +243,7 @@ class Candidate:
     tight: bool = False  # uses more of the memory than TIGHT_SHARE
     over: bool = False  # needs more memory than there is, if the forecast is right
     may_be_tight: bool = False  # uses more than TIGHT_SHARE if it needs as much as its interval allows
-    # EP leaves its NVLink domain. megatron/core/transformer/moe/README.md: TP and EP stay within it, and PP comes before.
+    # EP leaves its NVLink domain. megatron/core/transformer/moe/README.md: TP and EP stay within it, PP comes first.
     wide_ep: bool = False
 
     @property
