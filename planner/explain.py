@@ -44,7 +44,7 @@ def sent_bytes(job: Job, layout: Layout, part: str) -> float:
     """Return the bytes that a rank sends per step to gather weights or to reduce gradients; 0 for other components."""
     step, engine = prepare_step(job, job.engine.as_run(layout)), job.engine
     layout, share, total = step.layout, step.share, 0.0
-    gathers, again, scatters = engine.exchanges(job.train, layout)
+    gathers, again, scatters = engine.count_exchanges(job.train, layout)
     if part == "gather" and share.sharded:
         total = (gathers + again) * step.gathered_bytes - again * step.stored_bytes
     elif part == "reduce" and share.sharded:

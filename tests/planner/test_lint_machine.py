@@ -86,7 +86,7 @@ def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> 
     assert {f.code for f in (joined, apart, unknown)} == {"env.debug.leftover"}
     assert [f.status for f in (joined, apart, unknown)] == [Status.WARN, Status.INFO, Status.WARN]
     assert "no two GPUs of this host are" in apart.message
-    assert "gives up NVLink to the GPU beside the NIC" in joined.message == unknown.message
+    assert "gives up NVLink to the GPU next to the NIC" in joined.message == unknown.message
 
 
 def test_gid_index_against_the_table() -> None:
