@@ -220,10 +220,10 @@ def parse_config(
     is_ratio = flat.get("warmup_ratio") and not flat.get("warmup_steps")  # as transformers chooses between them
     flat.pop("warmup_steps" if is_ratio else "warmup_ratio", None)
     known = known_settings()
-    strange = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
-    if passed := [name for name in strange if name.startswith("deepspeed.")]:
-        note(f"no effect, because these concern only DeepSpeed's own buffers and logs: {', '.join(passed)}")
-    if unknown := [name for name in strange if name not in passed]:
+    unlisted = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
+    if ignored := [name for name in unlisted if name.startswith("deepspeed.")]:
+        note(f"no effect, because these concern only DeepSpeed's own buffers and logs: {', '.join(ignored)}")
+    if unknown := [name for name in unlisted if name not in ignored]:
         methods = trl.option_names()["of_trl"]["methods"]
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
@@ -234,7 +234,7 @@ def parse_config(
     for member in trl.option_names()["switch"]:
         attempt(trl.switch, member, flat, layout)
     words: dict[str, dict[str, Any]] = {"fsdp": {}, "deepspeed": {}}
-    for label in trl.order({name: value for name, value in flat.items() if name not in strange}):
+    for label in trl.order({name: value for name, value in flat.items() if name not in unlisted}):
         name, value = attempt(trl.translate, label, flat[label], note) or ("", None)
         if name in trl.option_names()["of_fsdp"]:
             words["deepspeed" if name.startswith("deepspeed") else "fsdp"][name] = value

@@ -39,7 +39,7 @@ def option_names() -> dict[str, Any]:
     return read_table(__file__, "trl.toml")
 
 
-FILES = ("deepspeed", "fsdp_config")  # mappings in place of which a file may be named
+FILES = ("deepspeed", "fsdp_config")  # each is a mapping, or the name of a file that contains it
 MOST_LISTED = 24  # names that a message lists
 MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
 

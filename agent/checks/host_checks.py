@@ -186,7 +186,8 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
             unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
             judged = [code for code in probe.codes if code not in unjudged]
             checks.extend(with_passes(snapshot.hostname, found, judged))
-            checks.extend(one for code, why in unjudged.items() for one in unmeasured((code,), why, snapshot.hostname))
+            for code, why in unjudged.items():
+                checks.extend(unmeasured((code,), why, snapshot.hostname))
         else:
             checks.extend(unmeasured(probe.codes, _outcome(snapshot, probe.name), snapshot.hostname))
     checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
