@@ -96,8 +96,8 @@ class StepInputs:
 
     def overlap_loss(self, size: int, stride: int) -> float:
         """Return the exposed fraction of the shorter of two tasks, if one is a collective of a group of ranks."""
-        network = self.job.links.network is not None and self.job.links.crosses(size, stride) is self.job.links.network
-        return self.job.constants["overlap_loss_network" if network else "overlap_loss"]
+        links, constants = self.job.links, self.job.constants
+        return constants["overlap_loss_network" if links.crosses(size, stride) is links.network else "overlap_loss"]
 
     @property
     def hidden_bytes(self) -> float:
@@ -296,7 +296,7 @@ def _time_expert_parallel(step: StepInputs, compute: float) -> float:
         return 0.0
     engine, links, copies, spread = step.job.engine, step.job.links, float(model.experts_per_token), None
     if engine.sends_tokens_once:
-        domains = layout.ep / max(links.island_size, links.ranks_per_node)
+        domains = layout.ep / links.domain_size
         copies = each = _count_receivers(model, float(layout.ep))
         if domains > 1:
             copies = _count_receivers(model, domains)
