@@ -232,16 +232,16 @@ def parse_config(
         listed = ", ".join(f"{name!r}{trl.hint(name, () if n else known)}" for n, name in enumerate(named))
         refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
     for member in trl.option_names()["switch"]:
-        attempt(trl.switch, member, flat, layout)
-    words: dict[str, dict[str, Any]] = {"fsdp": {}, "deepspeed": {}}
-    for label in trl.order({name: value for name, value in flat.items() if name not in unlisted}):
+        attempt(trl.set_switch, member, flat, layout)
+    of_sharding: dict[str, dict[str, Any]] = {"fsdp": {}, "deepspeed": {}}
+    for label in trl.sort_options({name: value for name, value in flat.items() if name not in unlisted}):
         name, value = attempt(trl.translate, label, flat[label], note) or ("", None)
         if name in trl.option_names()["of_fsdp"]:
-            words["deepspeed" if name.startswith("deepspeed") else "fsdp"][name] = value
+            of_sharding["deepspeed" if name.startswith("deepspeed") else "fsdp"][name] = value
         elif name:
             attempt(_read, name, value, label, values, layout, own_note)
-    for options in words.values():  # they set the degrees that the options before them leave open
-        attempt(trl.fsdp, flat, options, layout, note)
+    for options in of_sharding.values():  # they set the degrees that the options before them leave open
+        attempt(trl.set_sharding, flat, options, layout, note)
     if layout:
         values["layout"] = attempt(_parse_layout, layout, "layout") or {}
     config = attempt(lambda: JobConfig(**values))
