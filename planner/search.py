@@ -424,7 +424,7 @@ def search(planned: Planned, named: Mapping[str, object] | None = None, *, surel
         return run.found
     for split in run.splits():
         run.attempt_batches(split)
-    run.note_what_was_left_out()
+    run.record_rejections()
     run.rank()
     return run.found
 
@@ -543,9 +543,9 @@ class _Search:
             self.best[slot] = made
         return made.seconds
 
-    def note_what_was_left_out(self) -> None:
+    def record_rejections(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
-        rejected, kept = self.found.rejected, {key for key, *_ in self.best}
+        rejected, families = self.found.rejected, {key for key, *_ in self.best}
         self.found.of_degrees = len(rejected)
         listed = {row.rule for row in rejected}
         rejected += [row for rule, row in self.forbidden.items() if rule not in listed]
@@ -553,7 +553,7 @@ class _Search:
             reason = f"global batch {self.planned.global_batch} does not divide by {dp}"
             rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
         for key, excess in sorted(self.over.items(), key=lambda item: item[1]):
-            if key not in kept:
+            if key not in families:
                 reason = f"needs {excess / GIB:.1f} GiB more memory per rank than is available"
                 rejected.append(Rejected(what=key, rule="memory-fits", reason=reason))
 
