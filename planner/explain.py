@@ -30,12 +30,12 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     """Return the link that one component of the traffic uses; for offloading, only if its rate is known."""
     if part == "offload":
         return links.host if links.host.how != "assumed" else None
-    cp, shard, replicate, pp = strides(layout)
+    cp, _, replicate, pp = strides(layout)
     hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
     groups = {
         "tensor_parallel": (layout.tp, 1), "context_parallel": (layout.cp, cp), "pipeline_send": (layout.pp, pp),
-        "expert_parallel": (layout.ep, layout.tp), "gather": (layout.dp_shard, shard),
-        "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel, shard),
+        "expert_parallel": (layout.ep, 1), "gather": (layout.dp_shard * layout.cp, cp),
+        "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel * layout.cp, cp),
     }  # fmt: skip
     return links.crosses(*groups[part]) if part in groups else None
 

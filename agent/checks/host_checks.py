@@ -17,7 +17,7 @@ from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from contracts.tables import read_table
 from hardware.nics import fastest
-from planner.lint.values import CODES as ENVIRONMENT_CODES
+from planner.lint.findings import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts

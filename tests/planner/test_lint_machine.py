@@ -8,9 +8,10 @@ from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
+from planner.lint.findings import CODES
 from planner.lint.machine import machine_of
 from planner.lint.script import NamedEnvironment
-from planner.lint.values import CODES, NameList
+from planner.lint.values import NameList
 from probes.api import Snapshot
 from probes.rdma.facts import Gid
 
