@@ -104,8 +104,7 @@ def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
 def flatten(raw: Mapping[str, Any], refuse: Note, where: str = "") -> dict[str, Any]:
     """Return the options by name, with members of a nested mapping as "fsdp_config.cpu_offload".
 
-    Members of a DeepSpeed configuration that are null or "auto" are left out, except those of the table `only`. Without
-    a stage it has DeepSpeed's default, stage 0.
+    Null and "auto" members of a DeepSpeed configuration are left out, except those of `only`. Its default stage is 0.
     """
     flat: dict[str, Any] = {}
     for key, value in raw.items():
