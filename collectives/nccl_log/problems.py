@@ -162,7 +162,8 @@ class _Findings:
         """Return the action, and the message if the case has one, for what the log shows (lines, ports, versions)."""
         facts = self.facts
         seen = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
-        seen += [f"NCCL {version}" for version in facts.versions] + [f"provider {name}" for name in facts.providers]
+        seen += [*facts.counts, *(f"NCCL {version}" for version in facts.versions)]
+        seen += [f"provider {name}" for name in facts.providers]
         text = "\n".join((*seen, *(f"GPUDirect RDMA {word}" for _, word in facts.gdr_words)))
         case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
         return {"action": meaning.action} | {name: text for name, text in case.items() if name != "seen"}
