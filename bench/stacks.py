@@ -88,7 +88,7 @@ _UNKNOWN_PARALLEL = Stack(
 )  # fmt: skip
 _UNKNOWN_FUSED = replace(
     _UNKNOWN_PARALLEL,
-    engine=replace(_MEGATRON, name="unknown, model-parallel", captured_by=(), overlaps_experts=False),
+    engine=replace(_MEGATRON, name="unknown, model-parallel", cuda_graph_arguments=(), overlaps_without_pipeline=False),
     steps_by_torch=False,
 )
 _PURE = r"\b(bf16|bfloat16|16)[- ]true|pure[- _]?(bf16|bfloat16)|(bf16|bfloat16) (param|weight)s?"

@@ -24,7 +24,7 @@ _MOST_ZIP_ENTRIES = 1 << 16
 
 
 class NotRegularError(OSError):
-    """A path names a pipe, a socket or a device. Unlike OSError, its text has no number of an error."""
+    """A path names a pipe, a socket or a device. Its text begins with the path, not with `[Errno N]`."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"

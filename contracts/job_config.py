@@ -220,10 +220,10 @@ def parse_config(
     is_ratio = flat.get("warmup_ratio") and not flat.get("warmup_steps")  # as transformers chooses between them
     flat.pop("warmup_steps" if is_ratio else "warmup_ratio", None)
     known = known_settings()
-    strange = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
-    if passed := [name for name in strange if name.startswith("deepspeed.")]:
-        note(f"no effect, because these concern only DeepSpeed's own buffers and logs: {', '.join(passed)}")
-    if unknown := [name for name in strange if name not in passed]:
+    unlisted = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
+    if ignored := [name for name in unlisted if name.startswith("deepspeed.")]:
+        note(f"no effect, because these concern only DeepSpeed's own buffers and logs: {', '.join(ignored)}")
+    if unknown := [name for name in unlisted if name not in ignored]:
         methods = trl.option_names()["of_trl"]["methods"]
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
@@ -232,16 +232,16 @@ def parse_config(
         listed = ", ".join(f"{name!r}{trl.hint(name, () if n else known)}" for n, name in enumerate(named))
         refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
     for member in trl.option_names()["switch"]:
-        attempt(trl.switch, member, flat, layout)
-    words: dict[str, dict[str, Any]] = {"fsdp": {}, "deepspeed": {}}
-    for label in trl.order({name: value for name, value in flat.items() if name not in strange}):
+        attempt(trl.set_switch, member, flat, layout)
+    of_sharding: dict[str, dict[str, Any]] = {"fsdp": {}, "deepspeed": {}}
+    for label in trl.sort_options({name: value for name, value in flat.items() if name not in unlisted}):
         name, value = attempt(trl.translate, label, flat[label], note) or ("", None)
         if name in trl.option_names()["of_fsdp"]:
-            words["deepspeed" if name.startswith("deepspeed") else "fsdp"][name] = value
+            of_sharding["deepspeed" if name.startswith("deepspeed") else "fsdp"][name] = value
         elif name:
             attempt(_read, name, value, label, values, layout, own_note)
-    for options in words.values():  # they set the degrees that the options before them leave open
-        attempt(trl.fsdp, flat, options, layout, note)
+    for options in of_sharding.values():  # they set the degrees that the options before them leave open
+        attempt(trl.set_sharding, flat, options, layout, note)
     if layout:
         values["layout"] = attempt(_parse_layout, layout, "layout") or {}
     config = attempt(lambda: JobConfig(**values))

@@ -39,7 +39,7 @@ def option_names() -> dict[str, Any]:
     return read_table(__file__, "trl.toml")
 
 
-FILES = ("deepspeed", "fsdp_config")  # mappings in place of which a file may be named
+FILES = ("deepspeed", "fsdp_config")  # each is a mapping, or the name of a file that contains it
 MOST_LISTED = 24  # names that a message lists
 MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
 
@@ -104,7 +104,7 @@ def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
 def flatten(raw: Mapping[str, Any], refuse: Note, where: str = "") -> dict[str, Any]:
     """Return the options by name, with members of a nested mapping as "fsdp_config.cpu_offload".
 
-    Members of a DeepSpeed configuration that are null or "auto" are left out, except those of the table `only`.
+    Null and "auto" members of a DeepSpeed configuration are left out, except those of `only`. Its default stage is 0.
     """
     flat: dict[str, Any] = {}
     for key, value in raw.items():
@@ -123,7 +123,7 @@ def flatten(raw: Mapping[str, Any], refuse: Note, where: str = "") -> dict[str, 
     return flat
 
 
-def order(flat: Mapping[str, Any]) -> list[str]:
+def sort_options(flat: Mapping[str, Any]) -> list[str]:
     """Return the options of a file, older names and members last: a message about two values then names these.
 
     An option that is null is left out if the file has a value under another name of the same setting.
@@ -152,7 +152,7 @@ def translate(name: str, value: Any, note: Note) -> tuple[str, Any] | None:
     return today, value
 
 
-def switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
+def set_switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> None:
     """Set a layout field that options of true and false decide. It is on if any of them is true."""
     row = option_names()["switch"][member]
     values, flags = row["options"], {name: flag(name, flat.get(name)) for name in row["options"]}
@@ -173,7 +173,7 @@ def put(target: dict[str, Any], member: str, value: Any, name: str) -> None:
     target[member] = value
 
 
-def fsdp(flat: Mapping[str, Any], options: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
+def set_sharding(flat: Mapping[str, Any], options: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     """Convert the words of `fsdp` and `fsdp_config`, or those of a DeepSpeed configuration, to layout fields.
 
     DeepSpeed's ZeRO is run by torch's fully_shard, or by DDP in stage 0. What no option says has accelerate's default:
@@ -248,7 +248,7 @@ def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     """
     table = option_names()["of_trl"]
     left_out = {*option_names()["in_layout"], *table["left_out"]}
-    made = {table["renamed"].get(name, name): raw[name] for name in order(raw) if name not in left_out}
+    made = {table["renamed"].get(name, name): raw[name] for name in sort_options(raw) if name not in left_out}
     if (ratio := made.pop("warmup_ratio", None)) and not made.get("warmup_steps"):
         made["warmup_steps"] = ratio
     if truth(made.pop("group_by_length", None)):

@@ -26,6 +26,8 @@ from contracts.layout import ROPE_TYPES, TRAINED
 from finetune import hub
 from finetune.rows import IGNORED
 
+# varlen_attn of torch 2.11 has neither causal windows nor shared key heads. NVIDIA's builds of 2.13 are 2.13.0a0.
+_HAS_VARLEN = torch.__version__ >= "2.13.0a0"
 BY_DOCUMENT = "by_document"
 RANDOM = {
     "tiny-llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -288,11 +290,8 @@ def attend(
 
 
 def _varlen_takes(query: torch.Tensor) -> bool:
-    """Flash attention's terms: an Ampere or later GPU, 16 bits, heads of 256 at most.
-
-    varlen_attn of torch 2.11 has neither causal windows nor shared key heads. NVIDIA's builds of 2.13 are 2.13.0a0.
-    """
-    if torch.__version__ < "2.13.0a0" or not query.is_cuda or query.element_size() != 2 or query.shape[-1] > 256:
+    """Flash attention's terms: an Ampere or later GPU, 16 bits, heads of 256 at most."""
+    if not (_HAS_VARLEN and query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256):
         return False
     capability: tuple[int, int] = torch.cuda.get_device_capability(query.device)
     return capability >= (8, 0)

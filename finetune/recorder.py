@@ -158,7 +158,7 @@ class Recorder:
             restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS") or 0), steps_done=0,
             plan=plan, layout=RunLayout(family=layout.family), notes=list(plan.notes),
         )  # fmt: skip
-        self.rss_peak = 0  # until memory is counted from the next step on; ru_maxrss may be that of the launcher
+        self.rss_peak = 0  # bytes, while loading; ru_maxrss would include the launcher's
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = 0  # peak of the fullest rank, once the ranks have exchanged theirs
         self.started = False  # the model is loaded

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.finding import Interval
-from contracts.layout import Layout, Precision
+from contracts.layout import EIGHT_BITS, Layout
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
@@ -18,7 +18,7 @@ from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
 from planner.forecast.step_time import COMMUNICATION, StepParts, prepare_step, step_parts, strides
-from planner.search import Candidate, Planned, difference_sigma
+from planner.search import Candidate, Planned, difference_sigma, list_broken_by_degrees
 
 _WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
@@ -30,12 +30,12 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     """Return the link that one component of the traffic uses; for offloading, only if its rate is known."""
     if part == "offload":
         return links.host if links.host.how != "assumed" else None
-    cp, shard, replicate, pp = strides(layout)
+    cp, _, replicate, pp = strides(layout)
     hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
     groups = {
         "tensor_parallel": (layout.tp, 1), "context_parallel": (layout.cp, cp), "pipeline_send": (layout.pp, pp),
-        "expert_parallel": (layout.ep, layout.tp), "gather": (layout.dp_shard, shard),
-        "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel, shard),
+        "expert_parallel": (layout.ep, 1), "gather": (layout.dp_shard * layout.cp, cp),
+        "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel * layout.cp, cp),
     }  # fmt: skip
     return links.crosses(*groups[part]) if part in groups else None
 
@@ -44,7 +44,7 @@ def sent_bytes(job: Job, layout: Layout, part: str) -> float:
     """Return the bytes that a rank sends per step to gather weights or to reduce gradients; 0 for other components."""
     step, engine = prepare_step(job, job.engine.as_run(layout)), job.engine
     layout, share, total = step.layout, step.share, 0.0
-    gathers, again, scatters = engine.exchanges(job.train, layout)
+    gathers, again, scatters = engine.count_exchanges(job.train, layout)
     if part == "gather" and share.sharded:
         total = (gathers + again) * step.gathered_bytes - again * step.stored_bytes
     elif part == "reduce" and share.sharded:
@@ -106,7 +106,8 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     """Describe in one sentence how the step's time is spent."""
     by_name, total = parts._asdict(), parts.total
     kinds = ("communication-bound: ", COMMUNICATION, 0.33), ("compute-bound: ", _COMPUTE, 0.6), ("", by_name, 0.0)
-    bound, names, _ = next(kind for kind in kinds if sum(by_name[name] for name in kind[1]) >= kind[2] * total)
+    shares = ((bound, names) for bound, names, least in kinds if sum(by_name[name] for name in names) >= least * total)
+    bound, names = next(shares)
     most = max(names, key=lambda name: by_name[name])
     return f"{bound}{_describe(links, layout, most)}: {by_name[most] / total:.0%} of the step"
 
@@ -129,8 +130,9 @@ def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
         Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0
     )
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
-    sigma, measured = base_sigma(job, calibrated=planned.calibrated), planned.calibrated
-    faster, slower = (math.hypot(sigma, other) for other in sigmas_of_rates(job, layout, parts, host_measured=measured))
+    sigma = base_sigma(job, calibrated=planned.calibrated)
+    sigmas = sigmas_of_rates(job, layout, parts, host_measured=planned.calibrated)
+    faster, slower = (math.hypot(sigma, other) for other in sigmas)
     return Forecast(
         step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, faster, slower)),
         memory_bytes=memory_interval(job, memory.total),
@@ -168,9 +170,11 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
     slower = other.seconds / winner.seconds - 1.0
     more = other.memory.total - winner.memory.total
     if slower < 0:
-        adds = [name for name in other.complications if name not in winner.complications] or [f"{more / GIB:+.2f} GiB"]
+        before = winner.list_complications(job.links)
+        adds = ", ".join(name for name in other.list_complications(job.links) if name not in before)
         error = math.expm1(difference_sigma(job, other, winner))
-        return f"{-slower:.1%} faster by forecast, within the error of {error:.0%}, but adds {', '.join(adds)}"
+        adds = adds or f"{more / GIB:+.2f} GiB"
+        return f"{-slower:.1%} faster by forecast, within the error of {error:.0%}, but adds {adds}"
     deltas = {n: getattr(other.parts, n) - getattr(winner.parts, n) for n in other.parts._fields}
     worst = max(deltas, key=lambda n: deltas[n])
     if deltas[worst] <= 0.005 * winner.seconds:
@@ -211,11 +215,11 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     apart = job.links.island_size < job.links.ranks_per_node and (gpu is None or gpu.links > 0)
     if job.has_gpu and apart and winner.parts.communication > 0:
         add("nvlink", gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA))))
-    scaled = "mxfp8" in job.engine.eight_bits and (job.compute_capability or (0, 0))[0] == 10
-    eight: Precision = "mxfp8" if scaled else "fp8"
-    if gpu and gpu.matmul_fp8 and eight in job.engine.eight_bits and layout.precision == "bf16":
-        rates = gpu_rates(gpu, job.train, job.engine, eight, job.constants)
-        add("eight_bits", gain_of(replace(layout, precision=eight), rates=rates), precision=eight)
+    narrower = (replace(layout, precision=each) for each in reversed(EIGHT_BITS) if layout.precision == "bf16")
+    allowed = next((each for each in narrower if not any(list_broken_by_degrees(job, each))), None)
+    if gpu and gpu.matmul_fp8 and allowed:
+        rates = gpu_rates(gpu, job.train, job.engine, allowed.precision, job.constants)
+        add("eight_bits", gain_of(allowed, rates=rates), precision=allowed.precision)
     if layout.offload != "none":
         add("threads", gain_of(host_adam_bytes_per_second=job.constants["adam_rank_bytes_per_second"]))
     if layout.checkpointing != "none" and capacity is not None:

@@ -322,8 +322,8 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
 
 def _list_settings_of_experts(job: Job, layout: Layout) -> list[str]:
     """Return the settings that the forecast of experts assumes, in words."""
-    captured = job.engine.captures(job.model, layout)
-    return [_text("captured", settings=" ".join(job.engine.captured_by))] if captured else []
+    captured = job.engine.uses_cuda_graph(job.model, layout)
+    return [_text("cuda_graph", settings=" ".join(job.engine.cuda_graph_arguments))] if captured else []
 
 
 def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:

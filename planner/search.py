@@ -22,6 +22,7 @@ from planner.advice import Rejected
 from planner.forecast.calibration import SIGMAS, bytes_that_fit, memory_interval, widths
 from planner.forecast.compute import Job
 from planner.forecast.engine import NF4_BYTES, Engine, uneven_stages
+from planner.forecast.links import Links
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from planner.forecast.step_time import StepParts, step_parts
@@ -243,21 +244,21 @@ class Candidate:
     tight: bool = False  # uses more of the memory than TIGHT_SHARE
     over: bool = False  # needs more memory than there is, if the forecast is right
     may_be_tight: bool = False  # uses more than TIGHT_SHARE if it needs as much as its interval allows
-    # EP leaves its NVLink domain. megatron/core/transformer/moe/README.md: TP and EP stay within it, PP comes first.
-    wide_ep: bool = False
 
     @property
     def risk(self) -> tuple[bool, float, float]:
         """What decides between equal forecasts: tight memory, communication (forecast worst), and bytes."""
         return self.may_be_tight, self.parts.communication, self.memory.total
 
-    @property
-    def complications(self) -> tuple[str, ...]:
-        """Features that make a run harder to operate than data parallelism alone."""
+    def list_complications(self, links: Links) -> tuple[str, ...]:
+        """Return the features that make a run harder to operate than data parallelism alone.
+
+        TP and EP should stay within an NVLink domain, and PP comes first (megatron/core/transformer/moe/README.md).
+        """
         at = self.layout
         kinds = (
             ("TP", at.tp > 1), ("PP", at.pp > 1), ("CP", at.cp > 1), ("EP", at.ep > 1),
-            ("EP between NVLink domains", self.wide_ep),
+            ("EP between NVLink domains", at.ep > links.domain_size),
             ("HSDP", at.dp_shard > 1 and at.dp_replicate > 1 and at.sharding == "zero3"),
             ("offloading", at.offload != "none"), (f"over {TIGHT_SHARE:.0%} of the memory", self.tight),
         )  # fmt: skip
@@ -297,7 +298,6 @@ class Planned:
             layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale,
             tight=memory.total > TIGHT_SHARE * capacity, over=memory.total > capacity,
             may_be_tight=memory_interval(self.job, memory.total).high > TIGHT_SHARE * capacity,
-            wide_ep=layout.ep > max(self.job.links.island_size, self.job.links.ranks_per_node),
         )  # fmt: skip
 
 
@@ -424,7 +424,7 @@ def search(planned: Planned, named: Mapping[str, object] | None = None, *, surel
         return run.found
     for split in run.splits():
         run.attempt_batches(split)
-    run.note_what_was_left_out()
+    run.record_rejections()
     run.rank()
     return run.found
 
@@ -457,8 +457,7 @@ class _Search:
             if self.planned.global_batch % dp:
                 self.uneven[dp] = None
                 continue
-            links = self.job.links
-            in_node = max(1, max(links.ranks_per_node, links.island_size) // (tp * cp))
+            in_node = max(1, self.job.links.domain_size // (tp * cp))
             shardings = _list_shardings(self.job, dp, in_node, self.named.get("dp_shard"))
             for sharding, shard, replicate_degree, reshard in shardings:
                 yield Layout(world_size=self.planned.world, dp_replicate=replicate_degree, dp_shard=shard,
@@ -544,9 +543,9 @@ class _Search:
             self.best[slot] = made
         return made.seconds
 
-    def note_what_was_left_out(self) -> None:
+    def record_rejections(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
-        rejected, kept = self.found.rejected, {key for key, *_ in self.best}
+        rejected, families = self.found.rejected, {key for key, *_ in self.best}
         self.found.of_degrees = len(rejected)
         listed = {row.rule for row in rejected}
         rejected += [row for rule, row in self.forbidden.items() if rule not in listed]
@@ -554,7 +553,7 @@ class _Search:
             reason = f"global batch {self.planned.global_batch} does not divide by {dp}"
             rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
         for key, excess in sorted(self.over.items(), key=lambda item: item[1]):
-            if key not in kept:
+            if key not in families:
                 reason = f"needs {excess / GIB:.1f} GiB more memory per rank than is available"
                 rejected.append(Rejected(what=key, rule="memory-fits", reason=reason))
 
@@ -579,8 +578,8 @@ def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     candidates = [each for each in candidates if not each.over] or candidates
     first = min(candidates, key=lambda c: c.seconds)
     near = [c for c in candidates if math.log(c.seconds / first.seconds) <= difference_sigma(job, c, first)]
-    least = min(len(c.complications) for c in near)
-    simple = [c for c in near if len(c.complications) == least]
+    least = min(len(c.list_complications(job.links)) for c in near)
+    simple = [c for c in near if len(c.list_complications(job.links)) == least]
     fastest = min(c.seconds for c in simple)
     return min((c for c in simple if c.seconds <= TIE * fastest), key=lambda c: c.risk)
 

@@ -391,8 +391,8 @@ def run_forecast(advice: Recommendation) -> RunForecast:
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
     """Return the network that NCCL should use between hosts and whether it uses GPUDirect RDMA; empty if unknown.
 
-    The result becomes `transport` in plan.json, which the job compares with NCCL's log. It contains only what host
-    scans show. Only RDMA needs locked memory, only EFA its resource (planner/nccl_env/environment.py).
+    The job compares this `transport` of plan.json with NCCL's log. It contains only what host scans show or the advice
+    sets. Only RDMA needs locked memory, only EFA its resource (planner/nccl_env/environment.py).
     """
     resources = [need.value for need in advice.needs if need.name == "resource"]
     pinned = any(need.name == "memlock" for need in advice.needs)

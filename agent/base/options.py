@@ -245,8 +245,8 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
                     raise
                 if isinstance(error, RuntimeError):
                     raise click.ClickException(str(error)) from None
-                named = re.split("[=: ]", str(error))[0].removeprefix("--")  # "op='x': ...", "--expect: ..."
-                is_option = any(key.partition("/")[0].split()[-1] == f"--{named}" for key in rows)
+                name = re.split("[=: ]", str(error))[0].removeprefix("--")  # "op='x': ...", "--expect: ..."
+                is_option = any(f"--{name}" in param.opts for param in click.get_current_context().command.params)
                 raise (click.UsageError if is_option else InputError)(str(error)) from None
 
         decorated: Any = run

@@ -17,7 +17,7 @@ from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from contracts.tables import read_table
 from hardware.nics import fastest
-from planner.lint.values import CODES as ENVIRONMENT_CODES
+from planner.lint.findings import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -186,7 +186,8 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
             unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
             judged = [code for code in probe.codes if code not in unjudged]
             checks.extend(with_passes(snapshot.hostname, found, judged))
-            checks.extend(one for code, why in unjudged.items() for one in unmeasured((code,), why, snapshot.hostname))
+            for code, why in unjudged.items():
+                checks.extend(unmeasured((code,), why, snapshot.hostname))
         else:
             checks.extend(unmeasured(probe.codes, _outcome(snapshot, probe.name), snapshot.hostname))
     checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))

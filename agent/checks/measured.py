@@ -16,7 +16,7 @@ from contracts import bounded, plain
 from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare
 from contracts.tables import read_table
-from planner.lint.values import CODES as ENVIRONMENT_CODES
+from planner.lint.findings import CODES as ENVIRONMENT_CODES
 from probes.api import Snapshot, finding
 from probes.pci import probe as pci_probe
 from probes.pci.facts import PciFacts

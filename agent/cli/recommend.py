@@ -144,13 +144,13 @@ def _compare(request: Request, found: Sequence[Snapshot], texts: tuple[str, ...]
     model = request.required_model()
     try:
         cluster = request.cluster(found)
+        if reason := unjudged(cluster):
+            raise NothingFitsError(reason)
         calibration = load_calibration(request.calibration) if request.calibration else None
         measured, ranks = request.measurements(), request.ranks(cluster)
         planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
             planned = scaled(planned, step)
-        if reason := unjudged(cluster):
-            raise NothingFitsError(reason)
         first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)
     except ValueError as error:
         raise RequestError(str(error)) from None

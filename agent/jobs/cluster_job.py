@@ -57,15 +57,14 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
     select((), require=options["require"], known=ALL_CODES)
     if options["require"] and not options["preflight_image"]:
         raise JobError(_texts("no_gate", check=options["require"][0]))
-    named = tuple(optional["limits"])
     if options["dra"]:
-        if twice := [word for word in named if word.startswith(DEVICES)]:
+        if twice := [word for word in optional["limits"] if word.startswith(DEVICES)]:
             raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
         needs = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
         advice = replace(advice, needs=tuple(needs))
     spec = manifests.from_advice(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
-        named=named, config_map=f"{name}-config", **optional,
+        config_map=f"{name}-config", **optional,
     )  # fmt: skip
     if not options["dra"]:
         return spec

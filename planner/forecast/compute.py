@@ -205,7 +205,7 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
         hidden_passes = constants["hidden_passes_fused"] if engine.fused else constants["hidden_passes_compiled"]
     ffn_passes = constants["ffn_passes_fused"] if fused else constants["ffn_passes_eager"]
     # Columns of experts whose gate and casts are part of their products; the first product has twice as many.
-    in_products = float(model.experts_per_token * model.expert_ffn) if engine.captures(model, layout) else 0.0
+    in_products = float(model.experts_per_token * model.expert_ffn) if engine.uses_cuda_graph(model, layout) else 0.0
     moved = tokens * rates.element_bytes * (
         hidden_passes * float(model.hidden) / (tp if layout.sequence_parallel else 1)
         + ffn_passes * (mlp_width(model) - in_products) / tp

@@ -196,7 +196,7 @@ class Engine:
     # kernels
     fused: bool = False  # Transformer Engine: fused norms, activations, RoPE and bias; separate kernels per expert
     groups_experts: bool = False  # but one kernel multiplies all of a rank's experts
-    captured_by: tuple[str, ...] = ()  # arguments with which one CUDA graph replays a step in mxfp8: captures()
+    cuda_graph_arguments: tuple[str, ...] = ()  # with these, one CUDA graph replays a step of experts in mxfp8
     liger: bool = False  # if the loss is fused, so are norms, RoPE and gates: transformers' Liger patch
     attention: AttentionKernel = "flash2"
     # memory
@@ -218,7 +218,7 @@ class Engine:
     replica_gradient_bytes: int = 2  # per gradient that DDP all-reduces: type of the stored weights
     sends_tokens_once: bool = False  # once per rank, or domain, with several of a token's experts (DeepEP, HybridEP)
     hidden_experts: float = 0.0  # fraction of experts' all-to-alls hidden by compute of other micro-batches
-    overlaps_experts: bool = False  # also without a pipeline, not only in interleaved ones
+    overlaps_without_pipeline: bool = False  # the all-to-alls, not only in an interleaved pipeline
     sends_parts: bool = False  # tensor-parallel ranks with equal pipeline messages send one part each
     gathers_context: bool = False  # CP ranks gather all keys and values at once instead of using a ring
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
@@ -241,18 +241,18 @@ class Engine:
         """Whether a few kernels cover the operations between a layer's products: compiled, or with Liger."""
         return layout.compile or (self.liger and layout.fused_cross_entropy)
 
-    def captures(self, model: ModelSpec, layout: Layout) -> bool:
-        """Whether one CUDA graph replays all passes of a step with experts, and their all-to-alls run beside compute.
+    def uses_cuda_graph(self, model: ModelSpec, layout: Layout) -> bool:
+        """Whether one CUDA graph replays all passes of a step with experts, whose all-to-alls overlap with compute.
 
         The host then starts no kernel. A graph needs buffers of a fixed size for routed tokens, so that one kernel
         multiplies a rank's experts, gates and casts the results.
         """
-        able = bool(self.captured_by) and layout.precision == "mxfp8" and layout.offload == "none"
-        return able and model.experts > 0 and self.hides_experts(layout)
+        able = bool(self.cuda_graph_arguments) and layout.precision == "mxfp8" and layout.offload == "none"
+        return able and model.experts > 0 and self.overlaps_experts(layout)
 
-    def hides_experts(self, layout: Layout) -> bool:
-        """Whether experts' all-to-alls run beside compute of another micro-batch."""
-        others = layout.virtual_stages > 1 or (layout.pp == 1 and self.overlaps_experts)
+    def overlaps_experts(self, layout: Layout) -> bool:
+        """Whether experts' all-to-alls overlap with compute of another micro-batch."""
+        others = layout.virtual_stages > 1 or (layout.pp == 1 and self.overlaps_without_pipeline)
         return others and layout.ep > 1 and layout.checkpointing != "full"
 
     def splits_sequence(self, train: TrainSpec) -> bool:
@@ -281,7 +281,7 @@ class Engine:
         return share.element
 
     def shards_gradients(self, share: Share) -> bool:
-        """Whether a rank keeps only a part of the gradients; with FSDP in a pipeline, it keeps all until the end."""
+        """Whether a rank keeps only a part of the gradients; with FSDP in a pipeline, it has all until the end."""
         return share.zero >= 2 and not (share.sharded and share.layout.pp > 1)
 
     def in_units(self, share: Share) -> bool:
@@ -321,7 +321,7 @@ class Engine:
         mixtures = (model.layers - model.dense_layers) / model.layers
         copies = model.experts_per_token * (1.0 if self.fused else 2.0)
         stored += copies * mixtures * h / (layout.tp if layout.ep > 1 else split)
-        if self.captures(model, layout):  # pages of the stash: --moe-paged-stash-buffer-size-factor-cuda 1.2
+        if self.uses_cuda_graph(model, layout):  # pages of the stash: --moe-paged-stash-buffer-size-factor-cuda 1.2
             stored += 0.2 * mixtures * model.experts_per_token * (h + inner * model.expert_ffn) / layout.tp
         if self.fused and layout.precision in EIGHT_BITS:
             # Transformer Engine keeps the inputs of products in one byte: of two norms, and of the MLP.
@@ -429,7 +429,7 @@ class Engine:
             return 4.0
         return float(self.replica_gradient_bytes if layout.sharding == "ddp" else self.gradient_bytes)
 
-    def exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
+    def count_exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
         """Return how often a step gathers sharded weights, gathers them again, and reduces their gradients.
 
         A backward pass gathers again what the forward pass freed; else weights stay until it, or until the step's end.

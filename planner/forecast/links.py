@@ -70,6 +70,11 @@ class Links:
     host: Speed = HOST  # per rank, for offloading
     scatter_share: float = 1.0  # busbw of reduce-scatter relative to all-gather; gloo uses an all-reduce
 
+    @property
+    def domain_size(self) -> int:
+        """Ranks that reach each other without the network: of a node, or of an NVLink domain of several nodes."""
+        return max(self.island_size, self.ranks_per_node)
+
     def crosses(self, size: int, stride: int) -> Speed:
         """Return the slowest link that a group of `size` ranks with this stride uses."""
         reach = (size - 1) * stride + 1
@@ -126,8 +131,7 @@ class Links:
         """
         if size <= 1:
             return 0.0
-        # A multi-node NVLink domain uses the networks of all its nodes.
-        domain = max(self.island_size, self.ranks_per_node)
+        domain = self.domain_size  # of several nodes: it uses the networks of all of them
         members = max(1, min(size, domain // stride)) if self.network else size
         inside = (members - 1) / size if spread is None else spread * (members - 1) / members
         seconds = bytes_per_rank * inside / self.island.bytes_per_second

@@ -208,8 +208,8 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
         domains = -(-nodes // row.nvlink_nodes)
         ends = [nodes * i // domains for i in range(domains + 1)]
         names = [f"{node.hostname}: domain {i}" for i in range(domains)]
-        first = [replace(node, gpus=tuple(replace(gpu, nvlink_domain=name) for gpu in node.gpus)) for name in names]
-        members = tuple(first[i] for i in range(domains) for _ in range(ends[i], ends[i + 1]))
+        variants = [replace(node, gpus=tuple(replace(gpu, nvlink_domain=name) for gpu in node.gpus)) for name in names]
+        members = tuple(variants[i] for i in range(domains) for _ in range(ends[i], ends[i + 1]))
     return ClusterTopology(
         nodes=members,
         inter_node_bytes_per_second=len(near) * row.nic_gbps * GIGA / 8.0 if nodes > 1 else None,

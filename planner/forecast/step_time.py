@@ -96,8 +96,8 @@ class StepInputs:
 
     def overlap_loss(self, size: int, stride: int) -> float:
         """Return the exposed fraction of the shorter of two tasks, if one is a collective of a group of ranks."""
-        network = self.job.links.network is not None and self.job.links.crosses(size, stride) is self.job.links.network
-        return self.job.constants["overlap_loss_network" if network else "overlap_loss"]
+        links, constants = self.job.links, self.job.constants
+        return constants["overlap_loss_network" if links.crosses(size, stride) is links.network else "overlap_loss"]
 
     @property
     def hidden_bytes(self) -> float:
@@ -248,7 +248,7 @@ def _time_micro_batch(step: StepInputs) -> _MicroBatchTimes:
 
 def _time_launches(step: StepInputs, forward: float, recompute: float, backward: float) -> float:
     """Return the seconds of kernel launches that are not hidden by the kernels themselves."""
-    if step.job.engine.captures(step.job.model, step.layout):
+    if step.job.engine.uses_cuda_graph(step.job.model, step.layout):
         return 0.0
     full = step.layout.checkpointing == "full"
     forward_host, backward_host = step.cost.host + step.hooks, 1.7 * step.cost.host + step.hooks
@@ -296,7 +296,7 @@ def _time_expert_parallel(step: StepInputs, compute: float) -> float:
         return 0.0
     engine, links, copies, spread = step.job.engine, step.job.links, float(model.experts_per_token), None
     if engine.sends_tokens_once:
-        domains = layout.ep / max(links.island_size, links.ranks_per_node)
+        domains = layout.ep / links.domain_size
         copies = each = _count_receivers(model, float(layout.ep))
         if domains > 1:
             copies = _count_receivers(model, domains)
@@ -305,8 +305,8 @@ def _time_expert_parallel(step: StepInputs, compute: float) -> float:
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
     mixtures = 1.0 - model.dense_layers / model.layers
     seconds = mixtures * rounds * links.all_to_all_seconds(sent, layout.ep, 1, spread)
-    alone = seconds / layout.gradient_accumulation if engine.hides_experts(layout) else seconds
-    if not engine.captures(model, layout):
+    alone = seconds / layout.gradient_accumulation if engine.overlaps_experts(layout) else seconds
+    if not engine.uses_cuda_graph(model, layout):
         return alone + (seconds - alone) * (1.0 - engine.hidden_experts)
     return alone + _expose(seconds - alone, compute, step.overlap_loss(layout.ep, 1))
 
@@ -332,7 +332,7 @@ def _time_sharded(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     scatter = _time_over_groups(
         links.scatter_seconds, step, each_reduced, share.trained, share.routed_trained, units, ranks=share.group
     )
-    gathers, regathers, scatters = job.engine.exchanges(job.train, layout)
+    gathers, regathers, scatters = job.engine.count_exchanges(job.train, layout)
     copied = 0.0
     if step.on_cpu:  # fully_shard waits for each gloo collective where it launches it (torch _fsdp_collectives.py)
         ahead, behind, late = gather_once, again, scatter

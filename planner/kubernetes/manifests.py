@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache, partial
@@ -200,12 +200,12 @@ def from_advice(
     name: str,
     image: str,
     nodes: int,
-    named: Sequence[str] = (),
+    limits: Mapping[str, str],
     **settings: Any,
 ) -> JobSpec:
     """Return a job that follows a recommendation: environment, processes per node, and resources of the pods.
 
-    `named` lists the resources given by the user. A need with a family of resources ("rdma/*: 1") is met by one of
+    `limits` are the resources given by the user. A need with a family of resources ("rdma/*: 1") is met by one of
     them. Raises JobError if there is none.
     """
     if advice.chosen is None:
@@ -213,21 +213,21 @@ def from_advice(
     world = advice.chosen.layout.world_size
     if world % nodes:
         raise JobError(f"nodes={nodes}: does not divide the layout's {world} ranks")
-    limits: dict[str, str] = {}
+    needed: dict[str, str] = {}
     needs = {kind: [need.value for need in advice.needs if need.name == kind] for kind in
              ("resource", "network", "shm_bytes", "capability", "compute_domain")}  # fmt: skip
     for need in needs["resource"]:
         resource, _, count = need.partition(": ")
         if not resource.endswith("/*"):
-            limits[resource] = count
-        elif not family(resource, named):
+            needed[resource] = count
+        elif not family(resource, limits):
             raise JobError(f"resource {resource}: give the name that `kubectl get nodes -o yaml` shows in "
                            f"status.allocatable, with --resource NAME={count}")  # fmt: skip
     environment = {s.name: s.value for s in advice.settings}
     if advice.backend == "nccl":
-        limits["nvidia.com/gpu"] = str(world // nodes)
+        needed["nvidia.com/gpu"] = str(world // nodes)
         environment.setdefault("NCCL_DEBUG", "INFO")  # `kubectl logs POD | topoflight evidence -` reads this output
-    limits |= settings.pop("limits")
+    limits = {**needed, **limits}
     gpus = limits.get("nvidia.com/gpu", "")
     if advice.backend == "nccl" and gpus.isdecimal() and int(gpus) < world // nodes:
         raise JobError(f"resource nvidia.com/gpu={gpus}: the plan has {world // nodes} ranks in a pod, one per GPU")
@@ -239,7 +239,7 @@ def from_advice(
     )  # fmt: skip
 
 
-def family(resource: str, names: Sequence[str]) -> list[str]:
+def family(resource: str, names: Collection[str]) -> list[str]:
     """Return the resource names among `names` that can meet the need `resource`, such as "rdma/*".
 
     The RDMA shared device plugin offers devices as rdma/..., and SR-IOV operators use other prefixes.

@@ -163,13 +163,11 @@ def from_snapshots(
         check_form("interface", "interface ", name)
     # nvidia_peermem requires the peer memory interface of NVIDIA's NIC driver (CUDA's GPUDirect RDMA guide). If the
     # module is loaded, the driver is already installed on the node.
-    loaded = [facts is not None and facts.peermem_loaded for node in nodes for facts in (node.facts(PciFacts),)]
-    if host_mofed is None and all(loaded):
+    if host_mofed is None and all((facts := node.facts(PciFacts)) and facts.peermem_loaded for node in nodes):
         host_mofed = True
     return NetworkSpec(
         interfaces=tuple(common), ports=tuple(sorted(ports)), infiniband=infiniband, namespace=namespace,
-        mtu_bytes=min((mtus[name] for mtus in found for name in common), default=1500),
-        host_mofed=host_mofed,
+        mtu_bytes=min((mtus[name] for mtus in found for name in common), default=1500), host_mofed=host_mofed,
     )  # fmt: skip
 
 

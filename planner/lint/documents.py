@@ -20,6 +20,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
+from planner.lint.findings import finding
 from planner.lint.script import (
     NAME,
     NAMED,
@@ -35,7 +36,7 @@ from planner.lint.script import (
     pattern,
 )
 from planner.lint.shell import expand, read_assignment, read_shell
-from planner.lint.values import VALUES, finding
+from planner.lint.values import VALUES
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60

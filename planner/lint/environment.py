@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
+from planner.lint.findings import finding
 from planner.lint.script import JOB_SIZE, NODES, NamedEnvironment, pattern, whole_number
 from planner.lint.values import (
     VALUES,
     check_kind,
     check_quotes,
     check_value,
-    finding,
     is_quoted,
     other_net,
     strtoll,

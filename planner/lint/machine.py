@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.finding import Finding
-from planner.lint.values import NameList, finding, other_net, strtoll
+from planner.lint.findings import finding
+from planner.lint.values import NameList, other_net, strtoll
 from planner.nccl_env import Version, version_text
 from planner.nccl_env.devices import (
     UNFIT_ROLES,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
+from planner.lint.findings import finding
 from planner.lint.script import whole_number
 from planner.nccl_env import NcclName, Version, names, version_text
 
@@ -21,29 +22,8 @@ _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the def
 _MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
-
-
 VALUES: Mapping[str, Any] = read_table(__file__, "data/values.toml")
-TEXTS: Mapping[str, Mapping[str, str]] = read_table(__file__, "data/findings.toml")
-"""Texts of the findings, with fields that the rules fill in."""
-CODES = tuple(sorted({key.partition("/")[0] for key in TEXTS}))
-"""Every code that lint may return."""
-
-
-def finding(
-    key: str, name: str, value: str, /, *evidence: str, status: Status | None = None, **fields: object
-) -> Finding:
-    """Create a finding from a row of data/findings.toml and its fields.
-
-    Its subject is the variable, its first evidence the setting. `status` overrides the status of the row.
-    """
-    row = TEXTS[key]
-    message, remedy = (row[part].format(name=name, value=value, **fields) for part in ("message", "remedy"))
-    return Finding(
-        code=key.partition("/")[0], status=status or Status(row["status"]), subject=name,
-        message=message[:1].upper() + message[1:], remedy=remedy,
-        evidence=(f"{name}={value}", *([row["evidence"]] if "evidence" in row else ()), *evidence),
-    )  # fmt: skip
+"""Allowed values of the variables, and what an invalid one causes."""
 
 
 def strtoll(text: str) -> tuple[int, bool]:

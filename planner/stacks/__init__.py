@@ -90,9 +90,9 @@ class Topoflight(Fsdp):
             rounds += 0.5
         return rounds - (3.0 if train.method != "full" and not (last and layout.pp > 1) else 0.0)
 
-    def exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
+    def count_exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
         """Weights stay gathered until the end of the step; adapters are reduced after the last micro-batch."""
-        gathers, again, scatters = super().exchanges(train, layout)
+        gathers, again, scatters = super().count_exchanges(train, layout)
         return gathers if layout.reshard_after_forward else 1, again, scatters if train.method == "full" else 1
 
 
@@ -199,10 +199,10 @@ class DeepSpeed(Engine):
 
 
 class Torchtitan(Fsdp):
-    """Its selective recomputation keeps other outputs."""
+    """Its selective recomputation stores other outputs than plain PyTorch does."""
 
     def selective_activations(self, share: Share, boundary: float) -> float:
-        """Count the layer's input and the outputs of q, v, attention, w1 and w2; of all-to-alls in place of experts."""
+        """Count the layer's input and the outputs of q, v, attention, w1 and w2; instead of experts, of all-to-alls."""
         model = share.model
         if model.kv_rank or not model.gated_mlp:
             return super().selective_activations(share, boundary)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.job_config import ConfigError, known_settings, parse_mapping, with_overrides
-from contracts.tables import read_table
+from contracts.tables import read_patterns, read_table
 from planner.lint.expansion import limit_parsing, parse, walk
 
 Files = Callable[[str], str | None]  # returns the text of a file named in the command; None if it cannot be read
@@ -26,9 +26,7 @@ _SHELLS = ("bash", "sh", "ash", "dash", "zsh")
 _NODES = ("nnodes", "num_machines", "num_nodes")
 _RANKS = ("nproc_per_node", "num_gpus")
 _TABLE = read_table(__file__, "scripts.toml")
-_OTHER_LOSS, _TELLING, _NOT_OF_STEPS = (
-    re.compile(_TABLE["pattern"][name], re.IGNORECASE) for name in ("other_loss", "telling", "not_of_steps")
-)
+_PATTERNS = read_patterns(__file__, "scripts.toml", "pattern", str)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +68,7 @@ def read_command(words: Sequence[str], files: Files) -> CommandSettings:
     if first and words[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser: a file alone or before others
         options.setdefault("config", words[0])
     parsed.unknown += [f"{word}: what the shell's variable holds" for word in words[:first] if "$" in word]
-    if _OTHER_LOSS.search(parsed.script):
+    if _PATTERNS["other_loss"].search(parsed.script):
         parsed.unknown.append(f"{parsed.script}: what its loss takes: the forecast is of supervised fine-tuning")
     _read_script(options, files, parsed)
     return parsed
@@ -194,7 +192,7 @@ def _rename_settings(settings: dict[str, Any], parsed: CommandSettings) -> dict[
 
 def _is_telling(name: str, value: Any) -> bool:
     is_set = value is not None and value is not False and value != ""
-    return is_set and bool(_TELLING.search(name)) and not _NOT_OF_STEPS.search(name)
+    return is_set and bool(_PATTERNS["telling"].search(name)) and not _PATTERNS["not_of_steps"].search(name)
 
 
 def _read_settings_file(name: str, files: Files, parsed: CommandSettings) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from agent.checks.history import AT_ONCE
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, explain
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.values import CODES as ENV_CODES, TEXTS
+from planner.lint.findings import CODES as ENV_CODES, TEXTS
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from agent.cli.main import VERBS, cli
 from agent.http.server import create
 from agent.http.state import State
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.values import CODES as ENV_CODES
+from planner.lint.findings import CODES as ENV_CODES
 
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")
 

@@ -14,7 +14,7 @@ LOSS_RATIO = 0.5
 
 
 def test_the_whole_command_measures_trains_and_reports(tmp_path: Path) -> None:
-    """Verified collectives, a run that is what was asked for, its forecast, and no pass without a GPU."""
+    """Verified collectives, the run that was requested, its forecast, and no pass without a GPU."""
     folder = tmp_path / "reports"
     done = process("preflight", "--train", "--report", folder, seconds=800)
     assert (folder / "report.json").exists(), done.stderr

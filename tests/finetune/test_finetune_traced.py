@@ -119,7 +119,7 @@ def counted(job, layout, last):
     layout, share, micro = step.layout, step.share, step.layout.gradient_accumulation
     found, reduced = {}, engine.reduced_bytes(job.train, layout)
     if share.sharded:
-        gathers, again, scatters = engine.exchanges(job.train, layout)
+        gathers, again, scatters = engine.count_exchanges(job.train, layout)
         stored = again * step.stored_bytes
         if last and layout.pp > 1:  # the last unit stays gathered after the first forward pass
             stored = (gathers + again - 1) * step.head_bytes

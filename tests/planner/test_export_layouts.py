@@ -169,7 +169,7 @@ def test_megatron_is_told_what_the_forecast_of_experts_assumes(precision: str, d
     layout = Layout(world_size=8, dp_shard=data, sharding="zero1", gradient_accumulation=8, precision=precision,
                     **degrees)  # fmt: skip
     asked = dataclasses.replace(request(layout, engine="megatron"), model=model_named("Qwen3-30B-A3B"))
-    named, text = ENGINES["megatron"].captured_by, export("megatron", asked)
+    named, text = ENGINES["megatron"].cuda_graph_arguments, export("megatron", asked)
     assert {each in text for each in named if "--overlap" not in each} == {captured}
     assert not captured or "--overlap-moe-expert-parallel-comm" in text
 

@@ -129,7 +129,7 @@ def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
     assert half == pytest.approx(every / 2 * (1 - (3 / 4) ** 8))
 
 
-def test_a_captured_step_waits_for_no_kernel_launch_and_sends_tokens_beside_compute() -> None:
+def test_a_captured_step_waits_for_no_kernel_launch_and_overlaps_all_to_alls_with_compute() -> None:
     """Of 8 micro-batches, one sends its tokens alone; the others lose what any overlap with a network loses."""
     model, engine = replace(DEEPSEEK_V3, layers=4, dense_layers=0), engine_named("megatron")
     layout = Layout(world_size=8, dp_shard=8, ep=8, sharding="zero1", precision="mxfp8", gradient_accumulation=8)
@@ -137,7 +137,8 @@ def test_a_captured_step_waits_for_no_kernel_launch_and_sends_tokens_beside_comp
     links = Links(ranks_per_node=4, nodes=2, island_size=4, island=fast, node=fast, network=fast)
     rates = gpu_rates(gpu_named("NVIDIA GB200"), FULL, engine, "mxfp8")
     job = Job(model=model, train=replace(FULL, sequence_length=512), links=links, rates=rates, engine=engine)
-    plain = step_parts(replace(job, engine=replace(engine, captured_by=(), overlaps_experts=False)), layout)
+    older = replace(engine, cuda_graph_arguments=(), overlaps_without_pipeline=False)
+    plain = step_parts(replace(job, engine=older), layout)
     captured = step_parts(job, layout)
     assert plain.host > 0.0 == captured.host
     assert captured.expert_parallel == pytest.approx(plain.expert_parallel * (1 + 7 * 0.3) / 8)

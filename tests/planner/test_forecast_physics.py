@@ -7,7 +7,7 @@ import pytest
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from hardware.units import GIB
-from planner.explain import sigmas_of_rates
+from planner.explain import link_of, sigmas_of_rates
 from planner.forecast.calibration import SIGMAS
 from planner.forecast.compute import Job, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, StateBytes, share_of
@@ -15,7 +15,7 @@ from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
-from planner.forecast.step_time import step_parts
+from planner.forecast.step_time import COMMUNICATION, step_parts
 from planner.stacks import engine_named
 
 GB = 1e9
@@ -181,6 +181,21 @@ def test_shards_that_cross_the_network_hide_less_well() -> None:
         given = job(links(nodes))
         even = replace(given, constants={**given.constants, "overlap_loss_network": given.constants["overlap_loss"]})
         assert (step_parts(given, layout).total > step_parts(even, layout).total) == slower, layout
+
+
+def test_the_link_named_for_a_component_is_the_one_that_slows_it() -> None:
+    """On nodes of 8: EP with TP stays on a node; shards over context-parallel ranks alone cross the network."""
+    experts = Layout(world_size=16, dp_shard=8, tp=2, ep=8, sharding="zero1", sequence_parallel=True)
+    for model, engine, layout, crossing in (
+        ("Qwen3-30B-A3B", "megatron", experts, {"reduce"}),
+        ("Llama-3.1-8B", "topoflight", Layout(world_size=16, cp=16), {"context_parallel", "gather", "reduce"}),
+    ):
+        fast, slow = (replace(job(links(2, rate * GB), engine=engine), model=model_named(model)) for rate in (2.0, 1.0))
+        once, later = step_parts(fast, layout), step_parts(slow, layout)
+        assert {name for name, seconds in once._asdict().items() if getattr(later, name) > seconds} == crossing
+        used = {name: link_of(fast.links, layout, name) for name in COMMUNICATION if getattr(once, name) > 0}
+        named = {name for name, link in used.items() if link is fast.links.network}
+        assert named == crossing
 
 
 def test_what_the_host_takes_is_not_known_before_it_is_measured() -> None:

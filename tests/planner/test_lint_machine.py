@@ -8,9 +8,10 @@ from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
+from planner.lint.findings import CODES
 from planner.lint.machine import machine_of
 from planner.lint.script import NamedEnvironment
-from planner.lint.values import CODES, NameList
+from planner.lint.values import NameList
 from probes.api import Snapshot
 from probes.rdma.facts import Gid
 
@@ -86,7 +87,7 @@ def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> 
     assert {f.code for f in (joined, apart, unknown)} == {"env.debug.leftover"}
     assert [f.status for f in (joined, apart, unknown)] == [Status.WARN, Status.INFO, Status.WARN]
     assert "no two GPUs of this host are" in apart.message
-    assert "gives up NVLink to the GPU beside the NIC" in joined.message == unknown.message
+    assert "gives up NVLink to the GPU next to the NIC" in joined.message == unknown.message
 
 
 def test_gid_index_against_the_table() -> None:

@@ -7,7 +7,8 @@ from string import Formatter
 
 from contracts.tables import read_table
 from planner.lint.environment import SETTINGS
-from planner.lint.values import TEXTS, VALUES
+from planner.lint.findings import TEXTS
+from planner.lint.values import VALUES
 from planner.nccl_env import __file__ as names_file, names, plugin_of, torch_names
 
 OTHERS = {

@@ -8,8 +8,9 @@ from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding
 from planner.lint.environment import lint
+from planner.lint.findings import CODES
 from planner.lint.script import NamedEnvironment
-from planner.lint.values import CODES, strtoll
+from planner.lint.values import strtoll
 
 rows = rows_of(__file__, "lint_values.yaml")
 SETTINGS = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
