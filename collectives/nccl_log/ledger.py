@@ -6,7 +6,7 @@ The number of distinct hosts, variables, devices and codes limits the memory, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -146,9 +146,9 @@ class Ledger:
         known = self.rank_hosts | {rank: host for rank, (host, _) in self.facts.rank_places.items()}
         return [writer.host or known.get(-1 if writer.rank is None else writer.rank, "") for writer in writers]
 
-    def ranks_on(self, host: str) -> tuple[int, ...]:
-        """Return the ranks of the processes of a host."""
-        places = (place for place in self.facts.places if place.host == host)
+    def ranks_on(self, hosts: Collection[str]) -> tuple[int, ...]:
+        """Return the ranks of the processes of these hosts."""
+        places = (place for place in self.facts.places if place.host in hosts)
         return self.ranks_of({Writer(process=place.process, device=place.device) for place in places})
 
     def is_of_another_job(self, other: Ledger) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from api_server import write_kubeconfig
 from click.testing import Result
-from rigs.command import drawn, interpreter, topoflight
+from rigs.command import MODULE, drawn, interpreter, topoflight
 from rigs.recorded import path_of
 from rigs.results import benchmark, measurement
 from rigs.tables import each_row
@@ -29,7 +29,6 @@ from collectives.bench.results import Bar
 
 SICK = str(path_of("sick-h100-dead-hca"))
 BAD_LOG = "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n" * 20
-TOPOFLIGHT = [sys.executable, "-m", "agent.cli"]
 
 
 def run(words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -114,7 +113,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
         ]  # fmt: skip
         wrong = []
         for words, ready in rows:
-            with subprocess.Popen([*TOPOFLIGHT, *words], env=os.environ | {"KUBECONFIG": str(config)},
+            with subprocess.Popen([*MODULE, *words], env=os.environ | {"KUBECONFIG": str(config)},
                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:  # fmt: skip
                 try:
                     eventually(lambda ready=ready, process=process: ready(process), words[0])
