@@ -150,9 +150,9 @@ def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
 def _compute_mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | None:
     """Return model FLOPs divided by the GPUs' bf16 peak. The MFU of a finished run is this at its measured rate.
 
-    6 FLOPs per token for a weight that it is multiplied with, 4 if the weight is frozen, because its gradient is not
-    computed. The embedding is a lookup, as in torchtitan's count. Attention: 2 x layers x heads x head size x length
-    in the forward pass, and twice that in the backward pass.
+    Each token takes 6 FLOPs per weight of its matrix products, or 4 if the weight is frozen, because its gradient is
+    not computed. The embedding is a lookup, as in torchtitan's count. Attention takes 2 x layers x heads x head size x
+    length FLOPs in the forward pass, and twice that in the backward pass.
     """
     gpu = gpu_named(job.rates.device)
     if gpu is None or not gpu.bf16:

@@ -398,11 +398,12 @@ class Engine:
         return 0.0, 0.0, 0.0
 
     def hides_tensor_parallel(self, layout: Layout) -> bool:
-        """Whether part of the tensor-parallel traffic overlaps with adjacent products, in compiled stacks if compiled.
+        """Whether part of the tensor-parallel traffic overlaps with adjacent products.
 
-        In torchtitan only the compiler's async TP does it (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
+        A stack that compiles its layers does it only there: torchtitan's async TP is part of the compiler
+        (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
         """
-        return self.tp_overlap and layout.sequence_parallel and layout.compile >= self.compile
+        return self.tp_overlap and layout.sequence_parallel and (layout.compile or not self.compile)
 
     def step_bytes(self, share: Share) -> float:
         """Return the memory traffic of an optimizer step per weight: read and write states and weights, read gradients.

@@ -200,8 +200,9 @@ class _Walk:
             self._configs[source] = f"ConfigMap {node['metadata'].get('name')}"
         for field, kind in _ENV_FROM.items() if key == "envFrom" else ():
             if isinstance(origin := node.get(field), dict):
-                self._at(source).files.append(f"{kind} {origin.get('name')}")
-                self._included.append((self._at(source), self._at(source).files[-1], str(node.get("prefix") or "")))
+                script, name = self._at(source), f"{kind} {origin.get('name')}"
+                script.files.append(name)
+                self._included.append((script, name, str(node.get("prefix") or "")))
         if self._kubernetes and key in _CONTAINERS:
             self._container(node, source)
         is_item = pattern("own").match(str(node.get("name"))) is not None  # of `env`, which a patch adds

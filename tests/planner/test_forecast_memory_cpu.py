@@ -25,8 +25,8 @@ ROW_TOKENS = 52  # the longest row of the embedded data set
 MICRO_BATCH = 16
 
 
-def kept_bytes(layers: int, method: Method, targets: tuple[str, ...] = TrainSpec().lora_targets, *, half: bool) -> int:
-    """Bytes that autograd keeps of a forward pass without the weights, in half precision under autocast; each once."""
+def saved_bytes(layers: int, method: Method, targets: tuple[str, ...] = TrainSpec().lora_targets, *, half: bool) -> int:
+    """Count the bytes that autograd saves in a forward pass, without the weights; `half`: under autocast in bf16."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     given = {name: value for name, value in SHAPE.items() if name != "model_type"}
@@ -56,7 +56,7 @@ def kept_bytes(layers: int, method: Method, targets: tuple[str, ...] = TrainSpec
 @each_row("method", ["full", "lora"])
 def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
     """Two more layers of transformers' Llama keep twice what is forecast for one."""
-    counted = (kept_bytes(3, method, half=False) - kept_bytes(1, method, half=False)) / 2
+    counted = (saved_bytes(3, method, half=False) - saved_bytes(1, method, half=False)) / 2
     train = TrainSpec(method=method, sequence_length=ROW_TOKENS, lora_rank=8, precision="fp32")
     shape = model_from_config({**SHAPE})
     layout = Layout(world_size=1, micro_batch=MICRO_BATCH, precision="fp32")
@@ -68,7 +68,7 @@ def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
 @each_row("targets", [("q_proj", "v_proj"), TrainSpec().lora_targets])
 def test_each_adapter_of_trl_keeps_its_own_input(targets: tuple[str, ...]) -> None:
     """And the mask of its dropout, which torch has in one byte on a GPU: TRL's lora_dropout is 0.05, PEFT's 0."""
-    counted = (kept_bytes(3, "lora", targets, half=True) - kept_bytes(1, "lora", targets, half=True)) / 2
+    counted = (saved_bytes(3, "lora", targets, half=True) - saved_bytes(1, "lora", targets, half=True)) / 2
     columns = sum(1376 if target == "down_proj" else 512 for target in targets)
     shape = model_from_config({**SHAPE})
     train = TrainSpec(method="lora", sequence_length=ROW_TOKENS, lora_rank=8, lora_targets=targets)
