@@ -204,7 +204,7 @@ class _Findings:
                 at = self._named(host for address, host in self.facts.addresses if address == match[1])
                 pairs.add(frozenset((*self._named([row.host]), at[0] if len(at) == 1 else match[1])))
         if len(pairs) == 1:
-            return " and ".join(sorted(*pairs)), ""
+            return f"connection of {' and '.join(sorted(*pairs))}", ""
         common = frozenset.intersection(*pairs) if pairs else ()
         return next(((f"{host} is an end of all connections that failed", host) for host in common), ("", ""))
 
@@ -418,8 +418,8 @@ class _Findings:
             code = "ib_without_gdrdma" if is_ib else _code_without_gdrdma(self.inter, carried, self.facts.provider)
             self.add(code, _part(self.evidence, []), self._channel_proof(), hosts=self._hosts_without_gdrdma())
             self.problems.pop("gdr_refused_by_plugin", None)
-        if lines := self.variable_proof("NCCL_NET_GDR_LEVEL=LOC", "NCCL_NET_GDR_LEVEL=0", "NCCL_IB_CUDA_SUPPORT=0"):
-            self.add("gdr_disabled_by_env", "", lines)
+        if self.variable_proof(*CODES["gdr_disabled_by_env"].variables):
+            self.add("gdr_disabled_by_env")
         elif is_ib and {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}:
             self.add("peermem_missing")
 
@@ -454,16 +454,12 @@ class _Findings:
         """Find variables that cause or hide a problem."""
         env = self.evidence.environment
         if self.inter == "Socket":
-            severity = self._if_several()[1]
-            if self.variable_proof("NCCL_IB_DISABLE"):
-                self.add("ib_disabled_by_env", severity=severity)
-            if lines := self.variable_proof("NCCL_NET=Socket"):
-                self.add("socket_forced_by_env", "", lines, severity=severity)
+            for code in ("ib_disabled_by_env", "socket_forced_by_env"):
+                if self.variable_proof(*CODES[code].variables):
+                    self.add(code, severity=self._if_several()[1])
         set_by_plugin = WORDS_OF["set_by_ofi"] if "Libfabric" in self.inter else ()
-        tuned = [
-            name for name in env if name in WORDS_OF["tuning"] and name not in set_by_plugin
-            and not (env[name] == "0" and name in _OFF_BY_DEFAULT)
-        ]  # fmt: skip
+        names = (name for name in env if name in WORDS_OF["tuning"] and name not in set_by_plugin)
+        tuned = [name for name in names if self.variable_proof(name)]
         if tuned:
             detail = ", ".join(f"{name}={env[name]}" for name in tuned[:12])
             self.add("hand_tuned_env", detail, self.variable_proof(*tuned), len(tuned))
