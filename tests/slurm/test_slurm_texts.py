@@ -367,8 +367,8 @@ UNREACHED = [  # nodes that join, whether node 2 leaves a note, state of each no
 
 @each_row(("joins", "is_noted", "states", "words"), UNREACHED)
 def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted, states, words, tmp_path):
-    """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost, unless it says
-    as well as in the journal, that it cannot resolve the name of node 0."""
+    """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost, unless its note
+    next to the journal says that it cannot resolve the name of node 0."""
     from torch.distributed import HashStore
 
     store = HashStore()
