@@ -21,7 +21,7 @@ from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.base import EXIT_CLOSED_PIPE, units
-from agent.base.output import unwritable, write_atomic
+from agent.base.output import why_unwritable, write_atomic
 from agent.cli.bench import _bench_exit
 from agent.cluster.client import connect
 from agent.terminal import measured
@@ -83,7 +83,7 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
         (Path("/proc/nothing/x"), True, "cannot be written to"),
     ]  # fmt: skip
     wrong = [(path, why) for path, folder, part in rows
-             if (part not in (why := unwritable(path, folder=folder))) or (not part and why)]  # fmt: skip
+             if (part not in (why := why_unwritable(path, folder=folder))) or (not part and why)]  # fmt: skip
     assert not wrong or (os.geteuid() == 0 and [path for path, _ in wrong] == [Path("/proc/nothing/x")])
     write_atomic(Path("/dev/null"), "x")
     assert Path("/dev/null").is_char_device(), "a device is written to and never replaced"
