@@ -161,9 +161,8 @@ class _Findings:
         """Return the action, and the message if the case has one, for what the log shows (lines, ports, versions)."""
         facts = self.facts
         seen = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
-        seen += [*facts.counts, *(f"NCCL {version}" for version in facts.versions)]
-        seen += [f"provider {name}" for name in facts.providers]
-        text = "\n".join((*seen, *(f"GPUDirect RDMA {word}" for _, word in facts.gdr_words)))
+        named = {"NCCL": facts.versions, "provider": facts.providers, "GPUDirect RDMA": (w for _, w in facts.gdr_words)}
+        text = "\n".join((*seen, *facts.counts, *(f"{kind} {name}" for kind, names in named.items() for name in names)))
         case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
         return {"action": meaning.action} | {name: text for name, text in case.items() if name != "seen"}
 
@@ -172,8 +171,8 @@ class _Findings:
         provider = self.facts.provider or "efa"
         other = CODES[code].other_provider
         if provider.startswith("efa") or not other:
-            detail, host = self._ends(code) if code in _AT_EITHER_END else ("", "")
-            self.add(code, detail, hosts=(host,) * bool(host))
+            hosts = self._common_end(code) if code in _AT_EITHER_END else ()
+            self.add(code, "all connections that failed have an end there" * bool(hosts), hosts=hosts)
             return
         if other == "libfabric_request_failed" and provider == "cxi":
             other = "slingshot_request_failed"
@@ -196,17 +195,14 @@ class _Findings:
         short = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
         return tuple(name for name in names if name not in short)
 
-    def _ends(self, code: str) -> tuple[str, str]:
-        """Return the two ends of the connection that failed, in words; of several, the host that is an end of all."""
+    def _common_end(self, code: str) -> Collection[str]:
+        """Return the host, or the address, that is an end of all connections that failed, if they are several."""
         pairs = set()
         for row in self.ledger.code_lines[code]:
             if match := _PEER.search(row.text):
                 at = self._named(host for address, host in self.facts.addresses if address == match[1])
                 pairs.add(frozenset((*self._named([row.host]), at[0] if len(at) == 1 else match[1])))
-        if len(pairs) == 1:
-            return f"connection of {' and '.join(sorted(*pairs))}", ""
-        common = frozenset.intersection(*pairs) if pairs else ()
-        return next(((f"{host} is an end of all connections that failed", host) for host in common), ("", ""))
+        return frozenset.intersection(*pairs) if len(pairs) > 1 else ()
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
@@ -235,11 +231,9 @@ class _Findings:
 
     def _hosts_without_gdrdma(self) -> tuple[str, ...]:
         """Return the hosts with channels over RDMA of which none has GPUDirect RDMA."""
-        rows: dict[str, ChannelCount] = {}
-        for (host, network), count in self.ledger.count_wires("host", "network").items():
-            if network != "Socket":
-                rows[host] = rows.get(host, ChannelCount()) + count
-        return tuple(host for host, count in rows.items() if host and not count.gdrdma)
+        wires = self.ledger.count_wires("host", "network")
+        have = {host for (host, _), count in wires.items() if count.gdrdma}
+        return tuple({host: 0 for host, network in wires if host and network != "Socket" and host not in have})
 
     def _hosts_over(self, network: str) -> tuple[str, ...]:
         """Return the hosts with channels over this network; without such channels, those that chose it."""
