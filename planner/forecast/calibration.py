@@ -202,9 +202,8 @@ def base_sigma(job: Job, *, calibrated: bool) -> float:
         return SIGMAS["assumed"]
     if job.rates.device == "CPU":
         return SIGMAS["calibrated_cpu"]
-    table = widths()
-    sigma = table.kinds[kind_of(job)]
-    return min(table.calibrated, sigma) if calibrated else sigma
+    sigma = widths().kinds[kind_of(job)]
+    return min(widths().calibrated, sigma) if calibrated else sigma
 
 
 def interval(mid: float, sigma: float, above: float | None = None) -> Interval:
