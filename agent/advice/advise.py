@@ -311,11 +311,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     from agent.checks.findings import group_findings
 
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
-    groups = [
-        group
-        for group in group_findings(checks)
-        if {check.code for check in group.checks if check.status == "fail"} - counted
-    ]
+    groups = [group for group in group_findings(checks) if group.status == "fail" and set(group.codes) - counted]
     ends, left_out = "this fault ends the job", "the forecast does not count this fault"
     rows = tuple(
         f"{ends if ENDS & set(group.codes) else left_out}: {_describe_fault(group)}" for group in groups[:_MOST_FAULTS]

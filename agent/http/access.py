@@ -152,11 +152,9 @@ class Tokens:
             why = f"HTTP {error.status}" if error.status else "it cannot be reached"
             raise ProblemError(503, f"the API server could not check the token: {why}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
-        return (
-            name
-            if allowed
-            else ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
-        )
+        if not allowed:
+            return ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
+        return name
 
 
 class Guard:

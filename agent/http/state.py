@@ -161,7 +161,6 @@ class Publisher:
         self._last: NodeRecord | None = None
         self._due = 0.0
         self._exists = False
-        self.writes = 0
         # the interval is the maximum time between writes of an unchanged record
         self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
 
@@ -225,7 +224,6 @@ class Publisher:
             if error.status == 404:
                 self._exists = False  # it was deleted: create it again at the next attempt
             raise
-        self.writes += 1
         self.tally["publish_success_timestamp_seconds",] = time.time()
         self._last = record
         # with jitter, so that thousands of agents that started together do not keep writing at the same time
