@@ -23,7 +23,7 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from contracts.yaml_text import load_all
 from probes.api import Absent, Snapshot, finding
-from probes.gpu.compare import visible_gpus
+from probes.gpu.compare import count_visible_gpus
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
@@ -181,7 +181,7 @@ def _gpu_count(snapshot: Snapshot) -> int | None:
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_error:
         return 0 if _absent(snapshot, "gpu") else None
-    count, (visible, _) = len(_answering(snapshot)), visible_gpus(facts)
+    count, (visible, _) = len(_answering(snapshot)), count_visible_gpus(facts)
     return count if visible is None else min(count, visible)
 
 

@@ -40,7 +40,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
-from probes.limits.probe import LimitsFacts, size as limit_words
+from probes.limits.probe import LimitsFacts, format_size as limit_words
 from probes.pci.facts import PciDevice, is_network
 from probes.rdma.facts import Gid, RdmaFacts
 from probes.registry import ALL

@@ -34,7 +34,7 @@ from planner.nccl_env.situation import situation
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-from probes.rdma.probe import nccl_gid_index
+from probes.rdma.probe import find_nccl_gid_index
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
@@ -313,7 +313,7 @@ HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 def select_ports(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
     """Return the ACTIVE ports of this host in order, or those in `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
     every = [(device, port) for device, port in _list_ports(snapshot) if port.state == "ACTIVE"]
-    found = [Port(device=d.name, port=p.port, gid_index=nccl_gid_index(p)) for d, p in every]
+    found = [Port(device=d.name, port=p.port, gid_index=find_nccl_gid_index(p)) for d, p in every]
     for name in wanted:
         if not any(name in (port.device, str(port)) for port in found):
             have = ", ".join(map(str, found)) or "none"

@@ -31,7 +31,7 @@ from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
-from probes.api import Snapshot, host_name
+from probes.api import Snapshot, read_host_name
 from probes.registry import ALL
 from topology.graph import NodeTopology
 from topology.paths import Due
@@ -304,12 +304,12 @@ def _blocking(report: Report) -> list[Finding]:
 
 def _slurm_node(check: Finding) -> str:
     """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
-    return slurm_name(check.node or host_name())
+    return slurm_name(check.node or read_host_name())
 
 
 def format_slurm_hosts(report: Report) -> str:
     """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
-    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [host_name()]
+    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [read_host_name()]
     names = {_slurm_node(check) for check in _blocking(report) if check.node or of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 

@@ -22,7 +22,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.limits.probe import LimitsFacts, size as limit_words
+from probes.limits.probe import LimitsFacts, format_size as limit_words
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
