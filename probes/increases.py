@@ -135,7 +135,7 @@ def find_risen(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     return tuple(found.values())
 
 
-class Past:
+class EarlierScans:
     """Earlier scans for comparison: the last one, and one that is about a minute old."""
 
     def __init__(self) -> None:

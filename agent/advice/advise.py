@@ -32,7 +32,7 @@ from topology.cluster import join
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
-    from agent.checks.findings import Group
+    from agent.checks.findings import FindingGroup
     from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
@@ -321,7 +321,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
 
 
-def _describe_fault(group: Group) -> str:
+def _describe_fault(group: FindingGroup) -> str:
     on = group.place if len(group.subjects) == 1 else group.places
     return f"{group.id}{on and ' '}{on}: {group.message}"
 

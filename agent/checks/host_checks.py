@@ -33,7 +33,7 @@ from topology.build import build
 from topology.graph import NodeTopology, Pairs, rank
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expected
+    from agent.checks.expect import NodeExpectation
 
 EXPECT_CODES = ("expect.node.unmet",)
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes that apply to every host
@@ -134,7 +134,7 @@ def is_gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
 
 def check_hosts(
     snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
-    expected: Sequence[Expected] | str = (),
+    expected: Sequence[NodeExpectation] | str = (),
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Run all checks of these hosts, without secrets; `earlier` scans of the same hosts show which counters rise.
 

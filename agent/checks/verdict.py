@@ -26,7 +26,7 @@ from topology.cluster import join
 from topology.graph import NodeTopology
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expected
+    from agent.checks.expect import NodeExpectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
     from collectives.search.plan import SearchResult
@@ -178,7 +178,7 @@ class View:
 
 def build_view(
     snapshots: Sequence[Snapshot], *, runs: tuple[RunRecord, ...] = (), earlier: Sequence[Snapshot] = (),
-    expected: Sequence[Expected] | str = (), search: SearchResult | None = None,
+    expected: Sequence[NodeExpectation] | str = (), search: SearchResult | None = None,
 ) -> View:  # fmt: skip
     """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.
 

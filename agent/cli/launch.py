@@ -28,7 +28,7 @@ from agent.base.units import count
 from contracts import plain
 
 if TYPE_CHECKING:
-    from agent.jobs.launch import Launched
+    from agent.jobs.launch import FinishedJob
     from contracts.finding import Finding
     from contracts.job_config import JobPlan
     from contracts.layout import Layout
@@ -269,7 +269,7 @@ def _launch_locally(
 
 def _run_here(
     found: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
-    train: Callable[[Callable[[str], None]], Launched],
+    train: Callable[[Callable[[str], None]], FinishedJob],
 ) -> RunRecord:  # fmt: skip
     """Check this host, run the job on it, and return its stored record.
 

@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import Any
 
 from agent.base import units, version
-from agent.checks.expect import Expected, check_expectations
+from agent.checks.expect import NodeExpectation, check_expectations
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import why_no_gpu_read, why_no_hca_read
 from agent.checks.measured import CLUSTER_CODES, make_finding
@@ -436,7 +436,7 @@ def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> 
 
 
 def check_nodes(
-    names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
+    names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[NodeExpectation] = ()
 ) -> tuple[Finding, ...]:
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now

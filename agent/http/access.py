@@ -61,7 +61,7 @@ def make_problem(
     return JSONResponse(without_secrets(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
 
 
-class Tokens:
+class TokenChecker:
     """Checks bearer tokens; raises ProblemError 401, 403 or 503."""
 
     def __init__(
@@ -157,13 +157,13 @@ class Tokens:
         return name
 
 
-class Guard:
+class TokenMiddleware:
     """ASGI middleware that checks the token before the body is read.
 
     Reads need a token if `tokens` requires it; every other method needs one, also on a path that does not exist.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenChecker) -> None:
         self._app, self._tokens = app, tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -37,7 +37,7 @@ from topology.graph import NodeTopology
 from topology.paths import Due
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expected
+    from agent.checks.expect import NodeExpectation
     from agent.cluster.nodes import NodeRecord
 
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
@@ -101,7 +101,7 @@ class _Stages:
     progress: Progress
     found: tuple[Snapshot, ...]
     before: measured.Baseline
-    expected: Sequence[Expected]
+    expected: Sequence[NodeExpectation]
     stop: threading.Event
     notes: list[str] = field(default_factory=list)
 
@@ -264,7 +264,7 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     )  # fmt: skip
 
 
-def require_expectations(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
+def require_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
     """Return the expectations. Raises GateError."""
     if not words and path is None:
         return ()
@@ -276,7 +276,7 @@ def require_expectations(words: Sequence[str], path: Path | None) -> tuple[Expec
     return found
 
 
-def due_of(expected: Sequence[Expected]) -> Due | None:
+def due_of(expected: Sequence[NodeExpectation]) -> Due | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
     first = {one.key: one.value for one in reversed(expected)}
     wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None

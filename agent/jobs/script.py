@@ -26,7 +26,7 @@ from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs.benchmark import count_default_ranks
-from agent.jobs.launch import Launched, build_environment, build_torchrun_command, run
+from agent.jobs.launch import FinishedJob, build_environment, build_torchrun_command, run
 from agent.jobs.script_rank import REPORT
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
@@ -132,7 +132,7 @@ def _read_text(name: str) -> str | None:
 
 def train(
     plan: ScriptPlan, folder: Path, timeout_seconds: float, on_line: Callable[[str], None] = lambda _line: None
-) -> Launched:
+) -> FinishedJob:
     """Run it to its end; its record is run.json in `folder`."""
     (folder / "nccl").mkdir(parents=True, exist_ok=True)
     path = folder / "run.json"

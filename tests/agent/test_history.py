@@ -11,7 +11,7 @@ from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes,
 from rigs.tables import each_row, rows_of
 
 from agent.checks import history
-from agent.checks.expect import Expected, parse
+from agent.checks.expect import NodeExpectation, parse
 from agent.checks.history import History
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import View, build_view
@@ -21,7 +21,7 @@ from contracts.finding import Status
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.hostinfo.probe import HostinfoFacts
-from probes.increases import Past, find_risen, find_rising
+from probes.increases import EarlierScans, find_risen, find_rising
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
 rows = rows_of(__file__)
@@ -62,7 +62,7 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     """Withdrawn as a whole, or one of several of which another cannot be read; also in the agent that starts next."""
     blind = with_outcomes(tray, rdma=Absent(why="not read"))
     both, one = parse(["gpus=72,hcas=1"]), parse(["hcas=1"])
-    rows: list[tuple[str, Snapshot, tuple[Expected, ...] | str, bool]] = [
+    rows: list[tuple[str, Snapshot, tuple[NodeExpectation, ...] | str, bool]] = [
         ("withdrawn", tray, (), False),
         ("one of two withdrawn, the other unknown", blind, one, False),
         ("met", tray, parse(["gpus=1,hcas=1"]), False),
@@ -256,7 +256,7 @@ def test_what_rises_on_a_gpu(before: dict, after: dict, expected: list[str] | No
 @each_row(("each", "expected"), [(2, 0), (3, 1), (9, 1)])
 def test_replays_that_rise_slowly_add_up_over_several_scans(each: int, expected: int) -> None:
     """Every 15 s a few, never more than eight in one interval: eight a minute is the limit all the same."""
-    past, found = Past(), ()
+    past, found = EarlierScans(), ()
     for scan in range(8):
         now = gpus(gpu={"pcie_replays": 100 + each * scan}, at=15.0 * scan)
         found = find_risen(past.snapshots, now)
@@ -266,7 +266,7 @@ def test_replays_that_rise_slowly_add_up_over_several_scans(each: int, expected:
 
 def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
     """Not in the one scan only that saw it first: for a minute, and then no more."""
-    past, told = Past(), []
+    past, told = EarlierScans(), []
     for scan in range(12):
         now = gpus(gpu={"pcie_replays": 100 if scan < 3 else 150, "xids": () if scan < 3 else (79,)}, at=15.0 * scan)
         told.append({f.code for f in find_risen(past.snapshots, now)})
@@ -278,7 +278,7 @@ def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
 @each_row("interval", [1.0, 15.0, 60.0, 300.0])
 def test_few_scans_are_stored_however_often_one_is_made(interval: float) -> None:
     """And the oldest is at least a minute old once there is one."""
-    past = Past()
+    past = EarlierScans()
     for scan in range(200):
         past.add((gpus(gpu={}, at=interval * scan),))
     stored = past.snapshots
@@ -289,7 +289,7 @@ def test_few_scans_are_stored_however_often_one_is_made(interval: float) -> None
 
 def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
     """It fell against the scan of a minute ago, and rose since the last one."""
-    past = Past()
+    past = EarlierScans()
     for at, replays in ((0.0, 900), (30.0, 0), (60.0, 0)):
         past.add((gpus(gpu={"pcie_replays": replays}, at=at),))
     found = find_risen(past.snapshots, gpus(gpu={"pcie_replays": 50}, at=75.0))

@@ -18,7 +18,7 @@ from agent.checks.measured import Baseline
 from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
 from agent.http.server import read_record
-from agent.jobs.launch import Launched, finish_record
+from agent.jobs.launch import FinishedJob, finish_record
 from agent.jobs.preflight import list_blocking_failures
 from contracts import run_record
 from contracts.job_config import dump_plan, read_config, read_plan
@@ -63,9 +63,9 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
     assert list_blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
 
 
-def launched(folder: Path, code: int, log: str = "") -> Launched:
+def launched(folder: Path, code: int, log: str = "") -> FinishedJob:
     """A job that has ended with this code and these last lines."""
-    return Launched(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
+    return FinishedJob(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
 
 
 @each_row(("written", "expected"), rows("failed_job"))
