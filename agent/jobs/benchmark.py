@@ -15,6 +15,7 @@ import click
 
 from agent.advice.advise import Request
 from agent.base import units
+from agent.base.options import read_snapshots
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
 from agent.checks import measured
@@ -35,6 +36,7 @@ from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from probes.rdma.probe import find_nccl_gid_index
+from probes.registry import ALL
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
@@ -251,9 +253,6 @@ def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
 
 def build_spec(options: Mapping[str, Any]) -> BenchSpec:
     """Return the benchmark that the command line describes, on this host."""
-    from agent.base.options import read_snapshots
-    from probes.registry import ALL
-
     found = read_snapshots((), ALL)
     ranks = options["ranks"] or count_default_ranks(found)
     budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)

@@ -119,7 +119,8 @@ class _Stages:
             why = self.notes[-1] if self.notes else "not requested; add --measure"
             extra += make_unmeasured(measured.BENCH_CODES, why)
         self.progress.step("recommend: environment and layout")
-        advice = self._recommend(request, result, calibration)
+        verified = tuple(m for m in result.measurements if m.verified) if result else ()
+        advice = with_fsdp(advise(request, found, measured=verified, calibrated=calibration))
         record, of_run = self._run(view, advice, result)
         stopped = "" if record is not None else self._stopped_by(result)
         if stopped:
@@ -189,12 +190,6 @@ class _Stages:
         # --nodes of this verb names nodes of a cluster; a job of this verb runs on this host
         request = build_request({**options, "nodes": 1 if options["train"] else None})
         return build_job_request(request, options["config"], options["overrides"]) if options["train"] else request
-
-    def _recommend(
-        self, request: Request, result: BenchResult | None, calibration: Calibration | None
-    ) -> Recommendation:
-        verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        return with_fsdp(advise(request, self.found, measured=verified, calibrated=calibration))
 
     def _run(
         self, view: View, advice: Recommendation, result: BenchResult | None
