@@ -138,7 +138,7 @@ def check_expectations(
     """
     made, mild = [], set()
     for one in expected:
-        without = None, f"the record of {node} holds no graph of this release"
+        without = None, f"the record of {node} has no topology of this release"
         met, have = KEYS[one.key].judge(*seen, one) if seen else without
         made.append(_check(node, one, met, have, seen[0].outcomes if seen else {}))
         if met and one.key in _SETTLES and have.startswith(f"{one.value} "):

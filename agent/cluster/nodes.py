@@ -385,7 +385,7 @@ class Fleet:
         """
         if (found := _snapshot_of(record.facts)) is not None:
             return replace(found, hostname=record.name)
-        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
+        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) has no facts of this release"
         # GPUs are in the graph
         outcomes: dict[str, Any] = {each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"}
         return Snapshot(hostname=record.name, taken_at_seconds=0.0, outcomes=outcomes)

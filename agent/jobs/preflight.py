@@ -267,7 +267,7 @@ def require_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeE
 
     found = read_expectations(words, path)
     if not found:  # an agent's ConfigMap may be empty, a gate may not
-        raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: states nothing that a node must have")
+        raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: contains no expectation")
     return found
 
 

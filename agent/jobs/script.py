@@ -241,7 +241,7 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
         raise InputError(f"{error}{_RENDERED if template else ''}") from None
     except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
         # a user's manifest can have any YAML type in place of the type of the API
-        raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
+        raise InputError(f"the manifest does not have the structure of its kind: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
     return made, list(dict.fromkeys([*notes, *of_wrap]))
 
