@@ -216,7 +216,7 @@ class Scanner:
         """Run a scan, and record all answers of the host (see probes.wire)."""
         answers: dict[str, dict[str, Json]] = {}
         snapshot = self.scan(answers)
-        return snapshot, archive({"hostname": snapshot.hostname, "time": snapshot.taken_at_seconds}, answers, "")
+        return snapshot, pack_archive({"hostname": snapshot.hostname, "time": snapshot.taken_at_seconds}, answers, "")
 
     @property
     def child_pid(self) -> int | None:
@@ -306,7 +306,7 @@ def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
             into[key] = answer
 
 
-def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
+def pack_archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
     """Return the content of a recording file."""
     return {
         "schema_version": SCHEMA_VERSION,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.base import units
-from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, why_no_gpu_read, why_no_hca_read
+from agent.checks.host_checks import EXPECT_CODES, is_gdrdma_possible, why_no_gpu_read, why_no_hca_read
 from agent.checks.verdict import GateError
 from contracts import bounded
 from contracts.finding import Finding, Status
@@ -115,7 +115,7 @@ def _read_one(key: str, value: object, where: str) -> Expected:
     return Expected(key, text, KEYS[key].value(read["value"]), read.groupdict().get("device") or "")
 
 
-def expectation(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
+def read_expectations(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
     """Merge the expectations of the file and the command line, which wins. Raises GateError."""
     typed = parse(words)
     from_file = read_file(path) if path is not None else ()
@@ -274,7 +274,7 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: Expected) -> Jud
     pci, rdma = snapshot.facts(PciFacts), snapshot.facts(RdmaFacts)
     if pci is None or (rdma is None and not _absent(snapshot, "rdma")):
         return None, "the PCI bus or the RDMA devices are unknown"
-    if not gdrdma_possible((snapshot,)):
+    if not is_gdrdma_possible((snapshot,)):
         if rdma is None:
             return False, "there is no RDMA device"
         if pci.peermem_loaded is False and pci.dmabuf_possible is False:

@@ -119,7 +119,7 @@ def _outcome(snapshot: Snapshot, name: str) -> str:
     return f"the {name} probe {f'failed: {outcome.error}' if isinstance(outcome, Failed) else 'did not run'}"
 
 
-def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
+def is_gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
     """Return whether hardware and kernel modules support GPUDirect RDMA on every host."""
     for snapshot in snapshots:
         rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
@@ -132,7 +132,7 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
 # All checks that need only one scan.
 
 
-def checks_of_hosts(
+def check_hosts(
     snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
     expected: Sequence[Expected] | str = (),
 ) -> tuple[Finding, ...]:  # fmt: skip
@@ -143,7 +143,7 @@ def checks_of_hosts(
     checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
-        found = add_rising_counters(node_checks(snapshot, node), past, snapshot)
+        found = add_rising_counters(check_node(snapshot, node), past, snapshot)
         if isinstance(expected, str):
             unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
                              required=True)  # fmt: skip
@@ -156,9 +156,9 @@ def checks_of_hosts(
     return without_secrets(checks)
 
 
-def checks_of_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
+def check_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
     """Run all checks of these hosts."""
-    return checks_of_hosts(snapshots, [build(snapshot) for snapshot in snapshots])
+    return check_hosts(snapshots, [build(snapshot) for snapshot in snapshots])
 
 
 def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -172,7 +172,7 @@ def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     )  # fmt: skip
 
 
-def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
+def check_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
     """Return a result for every code of every probe on one host.
 
     A check passes only if its probe answered, could evaluate the code and raised no finding. If a probe is absent or
@@ -187,14 +187,14 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
             judged = [code for code in probe.codes if code not in unjudged]
             checks.extend(with_passes(snapshot.hostname, found, judged))
             for code, why in unjudged.items():
-                checks.extend(unmeasured((code,), why, snapshot.hostname))
+                checks.extend(make_unmeasured((code,), why, snapshot.hostname))
         else:
-            checks.extend(unmeasured(probe.codes, _outcome(snapshot, probe.name), snapshot.hostname))
+            checks.extend(make_unmeasured(probe.codes, _outcome(snapshot, probe.name), snapshot.hostname))
     checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
     return tuple(checks)
 
 
-def unmeasured(codes: Iterable[str], why: str, node: str = "") -> tuple[Finding, ...]:
+def make_unmeasured(codes: Iterable[str], why: str, node: str = "") -> tuple[Finding, ...]:
     """Return these checks as not measured: unknown, never a pass."""
     return tuple(Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code in codes)
 
@@ -207,19 +207,19 @@ def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) ->
     return (*found, *passed)
 
 
-def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
+def check_node(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """Run all checks of a node that need only a scan: of the probes, the topology and the NCCL environment."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
     snapshot = with_topology(snapshot, node)
     of_probes = (
         _lower_socket_finding(snapshot, _add_gpu_name(check, names))
-        for check in mark_required(snapshot, checks_of_snapshot(snapshot))
+        for check in mark_required(snapshot, check_snapshot(snapshot))
     )
-    found = (*of_probes, *environment_checks(snapshot, node))
+    found = (*of_probes, *check_environment(snapshot, node))
     if not node.gpus:
         unread = why_no_gpu_read(snapshot)
         why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
-        return (*found, *unmeasured(topology_check.CODES, why, snapshot.hostname))
+        return (*found, *make_unmeasured(topology_check.CODES, why, snapshot.hostname))
     host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
     of_topology = topology_check.check(
         node,
@@ -317,12 +317,12 @@ def add_rising_counters(checks: Sequence[Finding], past: Sequence[Snapshot], now
     return (*(check for check in checks if check.status != "pass" or check.code not in raised), *risen)
 
 
-def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
+def check_environment(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """Check the NCCL variables that a job would get on this host against the hardware."""
     host = snapshot.facts(HostinfoFacts)
     if host is None or host.nccl_environment is None:
         why = "the environment of this host was not read"
-        return unmeasured(ENVIRONMENT_CODES, why, snapshot.hostname)
+        return make_unmeasured(ENVIRONMENT_CODES, why, snapshot.hostname)
     findings: list[Finding] = []
     for source, environment in {"process": host.nccl_environment, "nccl.conf": host.nccl_conf}.items():
         if environment:

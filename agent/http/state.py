@@ -73,7 +73,7 @@ class State:
     def refresh(self) -> View:
         """Scan now; concurrent callers scan one after another, never two at once."""
         with self._scanning:
-            bench, bench_at = result_store.last_benchmark(self.folder) if self.folder else (None, None)
+            bench, bench_at = result_store.read_last_benchmark(self.folder) if self.folder else (None, None)
             scanned = build_view(
                 self._scan(), runs=self._runs(), earlier=self._past.snapshots,
                 expected=self._read_expectation(), search=self._last_search(),
@@ -215,7 +215,7 @@ class Publisher:
         self.tally["publish_attempts_total",] += 1
         whole, status = to_resource(record)
         if not self._exists:
-            if owner := owner_of(self._client.token(), record.name):
+            if owner := read_owner(self._client.token(), record.name):
                 whole["metadata"] = {**whole["metadata"], "ownerReferences": [owner]}  # `status` shares the old one
             self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
             self._exists = True
@@ -232,7 +232,7 @@ class Publisher:
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
 
 
-def owner_of(token: str, node: str) -> dict[str, Any] | None:
+def read_owner(token: str, node: str) -> dict[str, Any] | None:
     """Return the Node as an owner reference, so that the object is deleted with it; None if the token has no Node.
 
     Since Kubernetes 1.30 a pod's own token contains its node's name and uid (bound service account tokens, claim

@@ -80,7 +80,7 @@ class Rig:
 
 
 @contextlib.contextmanager
-def hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
+def create_hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
     """Create two hosts, connected by networks of these rates in bytes per second, and remove all at the end.
 
     Once `stop` is set, the ranks end. NamespaceError gives the reason.

@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # loaded with checks; a topology read from a file has only fi
 
 def print_findings(out: Console, checks: Iterable[Finding], *, everything: bool = False) -> None:
     """Print findings worst first, equal ones of several subjects once; unknown checks by name, passes as a count."""
-    from agent.checks.findings import codes_of, grouped, is_problem
+    from agent.checks.findings import group_findings, is_problem, list_codes
 
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
-    groups = grouped(checks)
+    groups = group_findings(checks)
     named = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if everything or group.status == "info" or is_problem(group):
@@ -30,7 +30,7 @@ def print_findings(out: Console, checks: Iterable[Finding], *, everything: bool 
         else:
             quiet[group.status].append(group)
     print_unknown_checks(out, quiet["unknown"])
-    passed = len(codes_of(groups, "pass"))
+    passed = len(list_codes(groups, "pass"))
     if passed and quiet["pass"]:
         out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
 
@@ -40,9 +40,9 @@ def print_unknown_checks(out: Console, groups: Sequence[Group]) -> None:
     if groups:
         number = units.count(len({group.id for group in groups}), "check")
         out.print(f"{mark('unknown')} {number} could not run")
-    from agent.checks.findings import reasons
+    from agent.checks.findings import group_by_reason
 
-    for why, codes in reasons(groups).items():
+    for why, codes in group_by_reason(groups).items():
         print_indented(out, escape(why))
         print_indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 

@@ -16,7 +16,7 @@ from agent.checks.history import History
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import View, build_view
 from agent.http import pages
-from agent.metrics import exposition
+from agent.metrics import expose
 from contracts.finding import Status
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
@@ -96,17 +96,17 @@ def test_since_when_and_after_what(tray: Snapshot) -> None:
     assert "rdma.port.down" in raised(shown[-1]) and "rdma.port.down" not in raised(shown[2])
     began = history.clock(START + late)
     words = f"rdma.port.down on mlx5_2:1: since {began}, after driver 570.124.06 -> 580.65.06 ({began})"
-    assert words in html.unescape(pages.node_page(shown[-1], None, "no model", trouble=None))
-    body = exposition(shown[-1], "")[0].decode()
+    assert words in html.unescape(pages.render_node_page(shown[-1], None, "no model", trouble=None))
+    body = expose(shown[-1], "")[0].decode()
     shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)
     assert shown_at and float(shown_at[1]) == pytest.approx(START + late)
-    told = history.change_lines(shown[-1])
+    told = history.describe_changes(shown[-1])
     assert sum("raised rdma.port.down" in line for line in told) == 3
 
 
 def changes_of(view: View) -> dict[str, float]:
     """The samples of topoflight_change_timestamp_seconds by kind."""
-    found = re.findall(r'topoflight_change_timestamp_seconds{kind="(\w+)"} (\S+)', exposition(view, "")[0].decode())
+    found = re.findall(r'topoflight_change_timestamp_seconds{kind="(\w+)"} (\S+)', expose(view, "")[0].decode())
     return {kind: float(at) for kind, at in found}
 
 

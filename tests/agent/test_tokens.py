@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from agent.cluster.client import Client
-from agent.http.access import Tokens, grant
+from agent.http.access import Tokens, describe_grant
 from agent.http.server import MOST_BODY_BYTES, MOST_RECORD_BYTES
 
 USER = "system:serviceaccount:ci:gate"
@@ -121,12 +121,12 @@ def test_answers_are_remembered_for_seconds_only_and_no_api_server_is_no_entry(a
 def test_no_two_hints_make_an_object_of_one_name() -> None:
     """A second user, or a second path, would else end in AlreadyExists; so would the name that the docs use."""
     users, paths = ("system:serviceaccount:ci:gate", "ann@example"), ("/preflight", "/runs")
-    made = [grant(user, "post", path) for user in users for path in paths]
+    made = [describe_grant(user, "post", path) for user in users for path in paths]
     names = [re.findall(r"create clusterrole(?:binding)? (\S+)", text) for text in made]
     assert all(role == binding for role, binding in names)
     assert len({role for role, _ in names}) == len(made) and "topoflight-load" not in {role for role, _ in names}
     assert all(re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", role) for role, _ in names)
-    assert grant(users[0], "post", paths[0]) == made[0], "the same refusal says the same"
+    assert describe_grant(users[0], "post", paths[0]) == made[0], "the same refusal says the same"
 
 
 def asking(source: str, token: str) -> Request:

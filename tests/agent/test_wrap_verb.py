@@ -17,7 +17,7 @@ from rigs.forking import forking_environment
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
 
-from agent.jobs.script import monitored
+from agent.jobs.script import add_monitor
 
 H100 = str(path_of())
 FILE = Path(__file__).with_name("wrapped_job.yaml")
@@ -196,7 +196,7 @@ def test_a_script_ends_well_where_gloos_threads_get_no_cpu(tmp_path: Path) -> No
         variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                      "OMP_NUM_THREADS": "1", "TOPOFLIGHT_SCRIPT": f"{tmp_path}/sft.py"}  # fmt: skip
         words = [sys.executable, f"{tmp_path}/sft.py", "--config", f"{tmp_path}/config.yaml"]
-        environment = monitored({**os.environ, **variables}, tmp_path)
+        environment = add_monitor({**os.environ, **variables}, tmp_path)
         ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True))  # fmt: skip
     ended(ranks)

@@ -16,7 +16,7 @@ from rigs.tables import ROOT
 from probes.host import netlink
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, RecordingHost
-from probes.scanner import archive
+from probes.scanner import pack_archive
 
 
 def attribute(kind: int, value: bytes) -> bytes:
@@ -73,7 +73,7 @@ def test_the_kernel_answers_or_refuses_by_an_errno_that_a_recording_keeps() -> N
     for name in ("lo", "topoflight-none"):
         with pytest.raises(OSError) as live:
             recorder.port_link(name)
-        content = archive({"hostname": "h", "time": 1.0}, recorder.answers, "")
+        content = pack_archive({"hostname": "h", "time": 1.0}, recorder.answers, "")
         with pytest.raises(OSError) as recorded:
             RecordedHost(content).port_link(name)
         assert recorded.value.errno == live.value.errno
