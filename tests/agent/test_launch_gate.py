@@ -1,11 +1,13 @@
 """A job on this host: the gate before it, its plan, and the record of a job that failed or was killed."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rigs.command import topoflight
+from rigs.forking import forking_environment
 from rigs.recorded import path_of, snapshot, view
 from rigs.results import RUN
 from rigs.serving import Asked, answering
@@ -87,6 +89,7 @@ def test_a_failed_job_has_the_record_of_this_start(tmp_path, written, expected):
 def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; the agent reads this folder."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", forking_environment())
     words = ["--no-preflight", "--set", "learning_rate=1e29", "--set", "max_steps=5", "--set", "max_grad_norm=0"]
     done = topoflight("launch", "--output", tmp_path / "out", *words)
     assert done.exit_code == 3, done.output

@@ -13,6 +13,7 @@ import yaml
 from click.testing import Result
 from resident import free_port
 from rigs.command import topoflight
+from rigs.forking import forking_environment
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
 
@@ -130,7 +131,7 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
     """Over gloo, the command unchanged; NCCL's log would go where the claim is."""
     done, path = wrapped(tmp_path, "--apply")
     assert done.exit_code == 0, done.output
-    run_pods(tmp_path, path, Path(sys.executable).parent)
+    run_pods(tmp_path, path, Path(forking_environment()).parent)
     seen = json.loads((tmp_path / "shared" / "out" / "seen.json").read_text())
     assert seen["world"] == 2
     assert seen["env"]["NCCL_DEBUG_FILE"] == f"{tmp_path}/shared/nccl-sft.%h.%p.log"
