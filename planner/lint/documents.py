@@ -167,10 +167,7 @@ class _Walk:
         _compare_replicas(self.found)
 
     def _take_configs(self) -> None:
-        """Add the values of ConfigMaps, and of services that others extend, to the places that refer to them.
-
-        `env` and a later `envFrom` override them.
-        """
+        """Add the values of ConfigMaps and extended services to places; `env` and a later `envFrom` override them."""
         configs = {name: self._at(place) for place, name in self._configs.items()}
         for script, each, reference in self._references:
             config = configs.get(f"ConfigMap {reference.get('name')}", Script())

@@ -28,7 +28,6 @@ from planner.lint.programs import (
     parts_of,
     program_behind,
     removed_names,
-    starts_ranks,
 )
 from planner.lint.script import (
     JOB_SIZE,
@@ -600,7 +599,7 @@ class _Reader(Expander):
             if each.exported and not each.unset and pattern("own").match(name) and name not in command:
                 note = finding("env.name.unexported/mpirun", name, each.value.replace(OPEN, "..."))
                 self.script.findings += [] if note in self.script.findings else [note]
-        for name in removed_names(words, self.scope.variables):
+        for name in removed_names(command, self.scope.variables):
             del self.scope.variables[name]
         for part in parts_of(words):
             if isinstance(part, Assigned):
@@ -614,7 +613,7 @@ class _Reader(Expander):
                 if idle:  # it may be prose: `git commit -m "..."`
                     del self.script.unread[unread:]
         sure = not idle and is_launcher(program)
-        if sure and starts_ranks(word.text for word in program):
+        if sure and any(pattern("starts_ranks").fullmatch(word.text) for word in program):
             self.script.starts.append(line)
         if self._started == started and (sets or not idle):
             self._launch("launch", line, sure=sure)
@@ -661,7 +660,7 @@ class _Reader(Expander):
         if program == "eval":
             self._calls_any = True
             self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
-            if starts_ranks(text[:MOST_OPTIONS].split()):
+            if any(map(pattern("starts_ranks").fullmatch, text[:MOST_OPTIONS].split())):
                 self.script.starts.append(line)
             self._launch("command", line, sure=False)
 
