@@ -137,9 +137,6 @@ def apply_calibration(calibration: Calibration, job: Job) -> Job:
     return replace(job, rates=replace(rates, inputs=tuple(inputs) or rates.inputs))
 
 
-# The width of the interval depends on the kind of job. It was learned from published runs that were not used in the
-# fit. The numbers are in intervals.json, written by `python bench/forecast.py --write`.
-
 SIGMAS: Mapping[str, float] = read_table(__file__, "constants.toml")["sigmas"]  # for cases without published runs
 Z80 = 1.2816  # standard deviations from the middle to each end of an 80 % interval
 
@@ -150,7 +147,7 @@ LONG, MIXTURE, ADAPTERS, PLAIN = "long context", "mixture of experts", "adapters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Standard deviations of log(measured / forecast) by kind of job."""
+    """Standard deviations of log(measured / forecast) of published runs; written by `bench/forecast.py --write`."""
 
     kinds: dict[str, float]  # by kind of job, which decides the width of the step's interval
     calibrated: float  # after a step of the same stack was measured on the machine
@@ -170,8 +167,7 @@ def widths() -> Widths:
 def kind_of(job: Job) -> str:
     """Return the kind of a job: the first of three properties that it has, from the widest interval to the narrowest.
 
-    GPU and stack are not considered: forecasts without data for their GPU generation, or their stack, were as accurate
-    as those with it (docs/decisions/0091).
+    Forecasts without data for their GPU generation, or their stack, were as accurate as others (docs/decisions/0091).
     """
     marks = {
         LONG: job.train.sequence_length >= LONG_CONTEXT_TOKENS, MIXTURE: job.model.experts > 0,
