@@ -29,12 +29,14 @@ import linecache
 import os
 import random
 import re
+import signal
 import socket
 import struct
 import sys
 import termios
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,8 +189,7 @@ class RankMonitor(threading.Thread):
     def sample(self) -> None:
         """Record where the main thread is now."""
         stack = _stack(sys._current_frames().get(self.main))
-        own = [frame for frame in stack if _is_own(frame[0])]
-        self.where, self.own = (tuple(map(_shown, frames[:_SHOWN])) for frames in (stack, own))
+        self._set_place(stack)
         if self.asked:
             self.answer = _answer_of(self.asked, self.answer)
             return
@@ -214,6 +215,10 @@ class RankMonitor(threading.Thread):
             self.unsent[address] += waits
             self.resent[address] += again
             self.held[address] += waits or again
+
+    def _set_place(self, stack: list[Frame]) -> None:
+        own = [frame for frame in stack if _is_own(frame[0])]
+        self.where, self.own = (tuple(map(_shown, frames[:_SHOWN])) for frames in (stack, own))
 
     def _waits(self, stack: list[Frame], in_call: str) -> bool:
         """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run.
@@ -256,6 +261,9 @@ class RankMonitor(threading.Thread):
             self.marks.append({"at": now, **so_far})
             if len(self.marks) > MOST_MARKS:
                 del self.marks[1::2]
+            error, stack = _error() if ended else (None, [])
+            if stack:
+                self._set_place(stack)
             before, self.effort = self.effort, self._effort()
             seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
             least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
@@ -266,7 +274,7 @@ class RankMonitor(threading.Thread):
                 "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
                 "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
                 **so_far, "marks": self.marks, "groups": _groups(), "resent": dict(self.resent),
-                "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
+                "held": dict(self.held), "ended": ended, "error": error, "ends": _ends(),
             }  # fmt: skip
             self._replace(self.file, json.dumps(state).encode())
 
@@ -298,12 +306,21 @@ class RankMonitor(threading.Thread):
         return False
 
     def end(self) -> None:
-        """The process is done: the recorder's calls, the last state, and the error that ended it, if one did."""
+        """The process is done: the recorder's calls, the last state, and the error that ended it, if one did.
+
+        A launcher ends the other ranks of a failure with SIGTERM. This process ends by itself, once both are written.
+        """
         if self.over.is_set() or os.getpid() != self.pid:
             return
         self.over.set()
-        self.write(ended=True)  # first, as a launcher that ends the ranks may leave no time for more
+        handler = signal.getsignal(signal.SIGTERM)  # None: not of Python, and stays
+        is_ours = handler is not None and threading.current_thread() is threading.main_thread()
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.write(ended=True)
         self.dump()
+        if is_ours:
+            signal.signal(signal.SIGTERM, handler)
         self.join(timeout=2 * INTERVAL_SECONDS)
 
     def _replace(self, name: str, text: bytes) -> None:
@@ -548,10 +565,13 @@ def _address(fd: int, function: Any) -> tuple[Any, int] | None:
     return getattr(address, "ipv4_mapped", None) or address, int.from_bytes(bytes(name[2:4]), "big")
 
 
-def _error() -> str | None:
-    """The exception that nobody caught, with its whole message."""
+def _error() -> tuple[str | None, list[Frame]]:
+    """The exception that nobody caught, with its whole message, and its stack."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    return None if error is None else f"{type(error).__name__}: {str(error)[:MOST_ERROR]}"
+    if error is None:
+        return None, []
+    stack = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in traceback.walk_tb(error.__traceback__)]
+    return f"{type(error).__name__}: {str(error)[:MOST_ERROR]}", stack[::-1]
 
 
 def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:

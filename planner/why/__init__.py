@@ -71,9 +71,7 @@ def judge(facts: RunFacts) -> Verdict:
 def _nothing(facts: RunFacts) -> Verdict:
     """Return the verdict if no fault was found, with the open questions."""
     if facts.full:
-        hint = Unknown(what="what the ranks do now", command=f"free space (df -h {facts.full}), then ask again")
-        line = f"unknown: the file system of {facts.full} is full, so the ranks cannot write their state"
-        return Verdict(state="unknown", line=line, unknown=(hint,))
+        return Verdict(state="unknown", line="").left_open("full", folder=facts.full)
     line = "no fault found: no rank is missing, late or dead, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"

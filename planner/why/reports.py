@@ -23,7 +23,6 @@ from planner.why.facts import (
     TIMED_OUT,
     Activity,
     RunFacts,
-    Unknown,
     Verdict,
     are_alike,
     headline,
@@ -43,7 +42,7 @@ def by_clash(facts: RunFacts) -> Verdict | None:
     """Use calls that torch itself compared before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     rows = facts.log.clash
     if len({signature(call) for call in rows.values()}) >= 2:
-        cause = mismatch(rows, size=facts.world or len(rows))
+        cause = mismatch(rows, size=facts.world or len(rows), lines={})
         return facts.verdict("failed", cause)
     if len({call.number for call in rows.values()}) < 2:
         return None
@@ -334,10 +333,8 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
     outside = sorted(set(facts.stacks) - inside)
     who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
     rest = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
-    line = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in rest)])
-    hint = Unknown(what="whether the ranks move: one stack does not show it", command="take the stacks once more "
-                   "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
-    return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
+    seen = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in rest)])
+    return Verdict(state="unknown", line="").left_open("stacks", seen=seen)
 
 
 def by_end(facts: RunFacts) -> Verdict | None:

@@ -372,6 +372,12 @@ def of_calls() -> Iterator[Row]:
     yield ("a GPU that has not come to the call is behind, though it is enqueued",
            RunFacts(traces=begun, world=4, now=NOW), "stuck", (3,), BEHIND, ())  # fmt: skip
     yield "another call", odd(call(5, "broadcast", done=False)), "stuck", (1,), "call.other", ()
+    lines = {r: RankState(rank=r, written=NOW + 20, phase="collective", calls=5, own=(f"train.py:{r} step",))
+             for r in range(4)}  # fmt: skip
+    lines[2] = replace(lines[2], ended=True, error="RuntimeError: Read error", where=("loss.py:7 loss",))
+    yield ("the lines of calls that differ", replace(odd(call(5, "broadcast", done=False)), states=lines), "failed",
+           (1,), "call.other", ("rank 1: broadcast of [8], number 5 of group 0, from train.py:1 step",
+                                "rank 2: all_reduce of [8], number 5 of group 0\nrank 3"))  # fmt: skip
     yield "another size", odd(call(5, done=False, size=4)), "stuck", (1,), "call.size", ()
     before = [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")]
     swapped = {r: [*before, call(5, "all_gather" if r == 1 else "all_reduce", done=False)] for r in range(3)}
