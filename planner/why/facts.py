@@ -334,11 +334,12 @@ class RunFacts:
         now, state = self.activity(rank), self.states.get(rank)
         if state is None or now.kind not in ("data", "workers", "compute", "idle", "io") or not begun:
             return now
-        old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
+        until = state.written + self.ages.get(rank, 0.0)  # a file may be older than those of the ranks that wait
+        old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=until))
         looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
         # a call that holds the GIL prevents looks
-        if sum(looks.values()) * LOOK_SECONDS < (state.written - old.at) / 2:
-            words = f"{DOING[now.kind]} now, and for most of the time since then its monitor could not run"
+        if sum(looks.values()) * LOOK_SECONDS < (until - old.at) / 2:
+            words = f"{DOING[now.kind]} by its last sample, and for most of the wait its monitor could not run"
             return Activity(now.kind, words, self.limit)
         total = sum(n for one, n in looks.items() if one != "collective")
         long = {one: n for one, n in looks.items() if one in LONG_PHASES}

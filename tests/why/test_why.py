@@ -330,6 +330,10 @@ def of_calls() -> Iterator[Row]:
     yield "a short wait is none", waiting(phase="compute", for_seconds=1.5), "fine", (), "", ()
     seen = waiting(phase="compute", cpu_share=0.0)
     early = [replace(one, created=one.created - 40 if one.number <= 3 else one.created) for one in seen.traces[0].calls]
+    old = waiting(for_seconds=27.0, phase="compute", own=STEP, usual=STEP, samples={"compute": 110},
+                  marks=(Mark(at=NOW - 37, samples={"compute": 100}),))  # fmt: skip
+    old = replace(old, states=old.states | {2: replace(old.states[2], written=NOW - 26.9)}, ages={2: 26.9})
+    yield "it wrote when the wait began, and pickles since then", old, "fine", (), "", ("its monitor could not run",)
     started = {0: replace(seen.traces[0], calls=tuple(early))}
     yield ("the first calls waited for a rank that started late", replace(seen, traces=seen.traces | started),
            "stuck", (2,), "rank.idle", ())  # fmt: skip
