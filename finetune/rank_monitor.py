@@ -9,8 +9,7 @@ when `topoflight why --watch` requests it.
 This file also runs in Python environments that have nothing of Topoflight (autostart/sitecustomize.py), so it needs the
 standard library alone. What it writes, collectives/traces/rank_files.py reads.
 
-    from finetune import rank_monitor
-    rank_monitor.start(Path("run"))        # after init_process_group
+    torch.distributed.init_process_group = rank_monitor.starting(torch.distributed.init_process_group, Path("run"))
 """
 
 from __future__ import annotations
@@ -342,13 +341,6 @@ def prepare() -> None:
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 
-def start(folder: Path) -> RankMonitor:
-    """Start the monitor, in a rank that has joined its process group."""
-    import torch.distributed as dist
-
-    return _watch(RankMonitor(folder, dist.get_rank(), dist.get_world_size()))
-
-
 def starting(function: Any, folder: Path) -> Any:
     """init_process_group with the monitor, once, in a run of more than one rank.
 
@@ -373,7 +365,7 @@ def starting(function: Any, folder: Path) -> Any:
             if monitor is not None:
                 monitor.asked = ""
             elif dist.get_world_size() > 1:
-                monitor = start(folder)
+                monitor = _watch(RankMonitor(folder, dist.get_rank(), dist.get_world_size()))
         return result
 
     return init_process_group

@@ -26,9 +26,7 @@ _REPORTS = (
     reports.by_rendezvous,
     reports.by_cut_message,
     reports.by_torchrun,
-    reports.by_hang,
-    reports.by_peer,
-    reports.by_timeouts,
+    reports.by_other_lines,
     find_late_rank,
     find_lower_pace,
 )
@@ -62,9 +60,7 @@ def judge(facts: RunFacts) -> Verdict:
         verdict = replace(sizes, waiting=verdict.waiting) if odd is None else facts.verdict(
             "failed", odd, waiting=verdict.waiting)  # fmt: skip
     if verdict is None or verdict.state == "fine":
-        verdict = (
-            reports.by_end(facts) or reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
-        )
+        verdict = reports.by_end(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
     return replace(verdict, sources=_sources(facts))
 
 
