@@ -6,7 +6,7 @@ import pytest
 from nccl_env_hosts import host
 from rigs.tables import each_row, rows_of
 
-from agent.checks.host_checks import environment_checks
+from agent.checks.host_checks import check_environment
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError, NamedEnvironment
 from planner.lint.sources import guess_kind, read_text
@@ -49,7 +49,7 @@ def test_what_a_scan_saw() -> None:
     """The process and nccl.conf of a recorded host, where it had any."""
     for more, wrong in rows("scanned")():
         machine = host("a", **more)
-        found = environment_checks(machine, build(machine))
+        found = check_environment(machine, build(machine))
         assert sorted(each.subject for each in found if each.status == "warn") == wrong
 
 
