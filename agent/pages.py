@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 from agent.base import units
 from agent.base.lines import GLYPHS
 from agent.checks.findings import (
-    Group,
+    FindingGroup,
     UnknownCodeError,
     find_entry,
     group_by_reason,
@@ -68,7 +68,7 @@ def inline(text: str) -> Markup:
     return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", safe))  # noqa: S704 - escaped above
 
 
-def render_headline(group: Group) -> Markup:
+def render_headline(group: FindingGroup) -> Markup:
     """Return the device and the fault: "GPU5: the driver cannot reach this GPU"."""
     message = group.message if group.alike else group.message.split(";")[0]
     first = group.checks[0].subject
@@ -187,12 +187,12 @@ def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class NodeRow:
     """One node in a table."""
 
     record: NodeRecord
     word: str  # status word of its verdict
-    groups: tuple[Group, ...]  # failures, warnings and required checks that could not run, worst first
+    groups: tuple[FindingGroup, ...]  # failures, warnings and required checks that could not run, worst first
     version: str
     age: float | None  # seconds since its scan; None: never scanned
     since: float  # Unix seconds of the start of its oldest finding; 0 if unknown
@@ -214,7 +214,7 @@ class Row:
         return word == self.word if word in ORDER else word in " ".join((self.name, *self.shown())).lower()
 
 
-def make_rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
+def make_rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[NodeRow, ...]:
     """Return every node, failed ones first. A node that stopped reporting is unknown, whatever its last verdict was."""
     mine: dict[str, list[Finding]] = defaultdict(list)
     for check in checks:
@@ -225,9 +225,9 @@ def make_rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: flo
     return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, sort_key(row.name))))
 
 
-def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> Row:
+def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> NodeRow:
     agent = f", agent {record.agent_version or 'unknown'}" if agents else ""
-    return Row(
+    return NodeRow(
         record=record, word="unknown" if record.silent(now) else record.verdict, groups=tuple(group_findings(checks)),
         version=f"driver {record.driver or 'unknown'}{agent}",
         age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
@@ -235,9 +235,9 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
     )  # fmt: skip
 
 
-def group_rows(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
+def group_rows(rows: Iterable[NodeRow]) -> tuple[tuple[NodeRow, ...], ...]:
     """Return the lines of a table, in row order: one per failed node, and one per group of equal nodes."""
-    found: dict[tuple[str, ...], list[Row]] = {}
+    found: dict[tuple[str, ...], list[NodeRow]] = {}
     for row in rows:
         found.setdefault((row.name,) if row.word == "fail" else row.shown(), []).append(row)
     return tuple(map(tuple, found.values()))

@@ -46,7 +46,7 @@ from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import KINDS, read_text
 from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import RecordedHost, load
-from probes.interfaces.read import annotation, parse_network_status
+from probes.interfaces.read import find_annotation, parse_network_status
 from probes.pci.read import parse_config
 from probes.registry import ALL, BY_NAME
 from probes.wire import RecordingError, outcome_from_json, outcome_to_json
@@ -350,8 +350,8 @@ def outcome(data: bytes) -> object:
 def network_status(data: bytes) -> object:
     """The network-status annotation, by itself and in a file of annotations."""
     text = _text(_json(lambda: document_of("network_status"), data))
-    found = annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
-    annotation(text)
+    found = find_annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
+    find_annotation(text)
     return parse_network_status(found or text)
 
 

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from probes.api import Failed, Outcome, Snapshot, Source, host_name
+from probes.api import Failed, Outcome, Snapshot, Source, read_host_name
 from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, OutcomeError, RecordingError, from_json, outcome_from_json
 
 Probes = Sequence[Source[Any]]
@@ -210,7 +210,7 @@ class Scanner:
         with self._lock:
             began, self._start_error, self._begin = time.time(), None, True
             outcomes = {probe.name: self._run_probe(probe, answers) for probe in self._probes}
-            return Snapshot(hostname=host_name(), taken_at_seconds=began, outcomes=outcomes)
+            return Snapshot(hostname=read_host_name(), taken_at_seconds=began, outcomes=outcomes)
 
     def capture(self) -> tuple[Snapshot, dict[str, Json]]:
         """Run a scan, and record all answers of the host (see probes.wire)."""

@@ -32,7 +32,7 @@ from topology.cluster import join
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
-    from agent.checks.findings import Group
+    from agent.checks.findings import FindingGroup
     from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
@@ -311,11 +311,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     from agent.checks.findings import group_findings
 
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
-    groups = [
-        group
-        for group in group_findings(checks)
-        if {check.code for check in group.checks if check.status == "fail"} - counted
-    ]
+    groups = [group for group in group_findings(checks) if group.status == "fail" and set(group.codes) - counted]
     ends, left_out = "this fault ends the job", "the forecast does not count this fault"
     rows = tuple(
         f"{ends if ENDS & set(group.codes) else left_out}: {_describe_fault(group)}" for group in groups[:_MOST_FAULTS]
@@ -325,7 +321,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
 
 
-def _describe_fault(group: Group) -> str:
+def _describe_fault(group: FindingGroup) -> str:
     on = group.place if len(group.subjects) == 1 else group.places
     return f"{group.id}{on and ' '}{on}: {group.message}"
 

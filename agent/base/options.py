@@ -271,7 +271,8 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            members = (found.get(key) or _table("shared").get(key) or _question()[key]) | row
+            known = found.get(key) or _table("shared").get(key)
+            members = (known or tables.read_table(tables.__file__, "question.toml")[key]) | row  # few verbs need it
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row
@@ -305,11 +306,6 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
 
 def _table(name: str) -> dict[str, Any]:
     return tables.read_table(__file__, f"verbs/{name}.toml")
-
-
-def _question() -> dict[str, Any]:
-    """Return the table that contracts.question reads; half of the verbs need none of its options."""
-    return tables.read_table(tables.__file__, "question.toml")
 
 
 def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:

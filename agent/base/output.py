@@ -55,7 +55,7 @@ def why_unwritable(path: Path, *, folder: bool = False) -> str:
     while folder and not os.path.exists(place) and place != place.parent:
         place = place.parent
     if not os.path.isdir(place):
-        return f"{place} is no folder" if os.path.exists(place) else f"the folder {place} does not exist"
+        return f"{place} is not a folder" if os.path.exists(place) else f"the folder {place} does not exist"
     if not os.access(place, os.W_OK | os.X_OK):
         return f"the folder {place} cannot be written to"
     disk = os.statvfs(place)

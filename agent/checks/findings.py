@@ -27,7 +27,7 @@ def sort_worst_first(checks: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FindingGroup:
     """One finding on several subjects, or several checks that one reason prevented: read and fixed as one."""
 
     id: str  # of the first finding; `codes` has all
@@ -92,12 +92,12 @@ class Group:
         return len({check.message for check in self.checks}) == 1
 
 
-def is_problem(found: Finding | Group) -> bool:
+def is_problem(found: Finding | FindingGroup) -> bool:
     """Return whether it needs attention: a failure, a warning, or a required check that could not run."""
     return found.status in ("fail", "warn") or (found.required and found.status == "unknown")
 
 
-def group_findings(checks: Iterable[Finding]) -> tuple[Group, ...]:
+def group_findings(checks: Iterable[Finding]) -> tuple[FindingGroup, ...]:
     """Group findings with the same code, status and remedy (ignoring the GPU number), worst first; also pass and info.
 
     If one reason prevented many required checks, they form one group. A finding that another one of the same device
@@ -113,7 +113,9 @@ def group_findings(checks: Iterable[Finding]) -> tuple[Group, ...]:
         unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
         found.setdefault(unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
     return tuple(
-        Group(id=one[0].code, status=one[0].status, message=one[0].message, remedy=_remedies(one), checks=tuple(one))
+        FindingGroup(
+            id=one[0].code, status=one[0].status, message=one[0].message, remedy=_remedies(one), checks=tuple(one)
+        )
         for one in found.values()
     )
 
@@ -133,7 +135,7 @@ def _remedies(checks: Sequence[Finding]) -> str:
     )
 
 
-def list_codes(groups: Iterable[Group], status: Literal["unknown", "pass"]) -> tuple[str, ...]:
+def list_codes(groups: Iterable[FindingGroup], status: Literal["unknown", "pass"]) -> tuple[str, ...]:
     """Return the codes whose worst result is `status`; a check can pass on one device and fail on another."""
     groups = tuple(groups)
     is_worse = ORDER[: ORDER.index(Status(status))]
@@ -142,7 +144,7 @@ def list_codes(groups: Iterable[Group], status: Literal["unknown", "pass"]) -> t
     return tuple(code for code in found if code not in worse)
 
 
-def group_by_reason(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
+def group_by_reason(unknown: Iterable[FindingGroup]) -> dict[str, tuple[str, ...]]:
     """Group checks that were not measured by the reason."""
     found: dict[str, dict[str, None]] = {}
     for group in unknown:

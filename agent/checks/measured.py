@@ -388,7 +388,7 @@ def find_missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> t
     found = []
     for node, facts in now.items():
         before = baseline.buses.get(alias.get(node, node))
-        for key, words, listed in (("gpus", "GPU", pci_probe.gpus), ("hcas", "HCA", pci_probe.hcas)):
+        for key, words, listed in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
             earlier = {device.bus_id for device in listed(before)} if before else set()
             have = {device.bus_id for device in listed(facts)}
             if len(have) < len(earlier):

@@ -18,7 +18,7 @@ from agent.checks.host_checks import check_hosts
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.gpu.health import FREE_MEMORY, is_full, subject_of
+from probes.gpu.health import FREE_MEMORY, is_full, name_subject
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from topology.build import build
@@ -26,7 +26,7 @@ from topology.cluster import join
 from topology.graph import NodeTopology
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expected
+    from agent.checks.expect import NodeExpectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
     from collectives.search.plan import SearchResult
@@ -178,7 +178,7 @@ class View:
 
 def build_view(
     snapshots: Sequence[Snapshot], *, runs: tuple[RunRecord, ...] = (), earlier: Sequence[Snapshot] = (),
-    expected: Sequence[Expected] | str = (), search: SearchResult | None = None,
+    expected: Sequence[NodeExpectation] | str = (), search: SearchResult | None = None,
 ) -> View:  # fmt: skip
     """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.
 
@@ -204,7 +204,7 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
 def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
     """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
     facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
-    full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
+    full = {(node, name_subject(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
     return tuple(
         replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
         if check.code == "gpu.memory.in_use" and (check.node, check.subject) in full

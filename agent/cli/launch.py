@@ -28,7 +28,7 @@ from agent.base.units import count
 from contracts import plain
 
 if TYPE_CHECKING:
-    from agent.jobs.launch import Launched
+    from agent.jobs.launch import FinishedJob
     from contracts.finding import Finding
     from contracts.job_config import JobPlan
     from contracts.layout import Layout
@@ -97,6 +97,7 @@ def _launch_on_cluster(
     from agent.advice.advise import adapt_to_pods
     from agent.advice.job_settings import describe_grace
     from agent.jobs import cluster_job
+    from planner.kubernetes import networks
     from planner.kubernetes.manifests import SAVE_SECONDS, render as render_documents
 
     cluster_job.refuse_untrainable(advice, options)
@@ -110,7 +111,8 @@ def _launch_on_cluster(
     made = cluster_job.build_documents(spec, options["api"], plan)
     documents = (*cluster_job.build_claim(options), *made)
     if options["with_network"]:
-        documents = (*cluster_job.build_network(found, spec.namespace, options["host_mofed"]), *documents)
+        network = networks.from_snapshots(found, namespace=spec.namespace, host_mofed=options["host_mofed"])
+        documents = (*networks.network(network), *documents)
     of_network = cluster_job.list_network_warnings(found, options["host_mofed"]) if options["with_network"] else ()
     notice = describe_grace(advice, "the pods", spec.save_seconds, SAVE_SECONDS, options["storage_rate"])
     for line in filter(None, (*plan.notes, *left_out, notice)):
@@ -269,7 +271,7 @@ def _launch_locally(
 
 def _run_here(
     found: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
-    train: Callable[[Callable[[str], None]], Launched],
+    train: Callable[[Callable[[str], None]], FinishedJob],
 ) -> RunRecord:  # fmt: skip
     """Check this host, run the job on it, and return its stored record.
 

@@ -74,7 +74,7 @@ def read_process_environment(pid: str) -> str:
         raise InputError(f"process {pid}: {error.strerror}") from None
 
 
-class Linted(NamedTuple):
+class LintResult(NamedTuple):
     """What was read from a text, and the findings in it."""
 
     read: str  # text: how many variables, in which format
@@ -93,7 +93,7 @@ class Linted(NamedTuple):
 
 def lint_text(
     text: str, kind: str, *, nccl_version: str | None, machine: ProbedMachine | None, name: str = ""
-) -> Linted:
+) -> LintResult:
     """Check every environment in `text`; `name` is the file name.
 
     Raises InputError if the text cannot be read or contains no variable: an environment that was not found was not
@@ -110,7 +110,7 @@ def lint_text(
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
         raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
     checks = tuple(_checks(reading, found_version, machine))
-    return Linted(
+    return LintResult(
         read=str(without_secrets(_read_in_words(reading))), checks=checks, unread=_unread_in_words(reading),
         unreached=len(reading.unreached), names=len(reading.names()),
     )  # fmt: skip

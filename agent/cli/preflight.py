@@ -74,12 +74,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
         print_report(plain_console(table), report, verbose=verbose, everything=everything)
         text = table.getvalue()
     else:
-        texts = {
-            "junit": render_junit,
-            "github": render_github,
-            "slurm": format_slurm_hosts,
-            "reason": format_slurm_reasons,
-        }
+        texts = {"junit": render_junit, "github": render_github, "reason": format_slurm_reasons,
+                 "slurm": format_slurm_hosts}  # fmt: skip
         text = texts.get(form, lambda whole: render(whole, form))(report)
     if path is None:
         print_text(text, nl=False)

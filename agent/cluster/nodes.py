@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import Any
 
 from agent.base import units, version
-from agent.checks.expect import Expected, check_expectations
+from agent.checks.expect import NodeExpectation, check_expectations
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import why_no_gpu_read, why_no_hca_read
 from agent.checks.measured import CLUSTER_CODES, make_finding
@@ -40,7 +40,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
-from probes.limits.probe import LimitsFacts, size as limit_words
+from probes.limits.probe import LimitsFacts, format_size as limit_words
 from probes.pci.facts import PciDevice, is_network
 from probes.rdma.facts import Gid, RdmaFacts
 from probes.registry import ALL
@@ -385,7 +385,7 @@ class Fleet:
         """
         if (found := _snapshot_of(record.facts)) is not None:
             return replace(found, hostname=record.name)
-        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
+        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) has no facts of this release"
         # GPUs are in the graph
         outcomes: dict[str, Any] = {each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"}
         return Snapshot(hostname=record.name, taken_at_seconds=0.0, outcomes=outcomes)
@@ -436,7 +436,7 @@ def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> 
 
 
 def check_nodes(
-    names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
+    names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[NodeExpectation] = ()
 ) -> tuple[Finding, ...]:
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now

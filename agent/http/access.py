@@ -61,7 +61,7 @@ def make_problem(
     return JSONResponse(without_secrets(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
 
 
-class Tokens:
+class TokenChecker:
     """Checks bearer tokens; raises ProblemError 401, 403 or 503."""
 
     def __init__(
@@ -152,20 +152,18 @@ class Tokens:
             why = f"HTTP {error.status}" if error.status else "it cannot be reached"
             raise ProblemError(503, f"the API server could not check the token: {why}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
-        return (
-            name
-            if allowed
-            else ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
-        )
+        if not allowed:
+            return ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
+        return name
 
 
-class Guard:
+class TokenMiddleware:
     """ASGI middleware that checks the token before the body is read.
 
     Reads need a token if `tokens` requires it; every other method needs one, also on a path that does not exist.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenChecker) -> None:
         self._app, self._tokens = app, tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

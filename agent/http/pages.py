@@ -14,7 +14,7 @@ from markupsafe import Markup
 from agent.advice.advise import EXPORTS, WHAT_IF_FIELDS
 from agent.base import units, version
 from agent.checks import history
-from agent.checks.findings import Group, find_point, group_findings, is_problem
+from agent.checks.findings import FindingGroup, find_point, group_findings, is_problem
 from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, parse_time
@@ -123,7 +123,7 @@ def collect_fleet_values(fleet: Fleet, now: float, search: str = "", page: int =
     )  # fmt: skip
 
 
-def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[Group, str]]:
+def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[FindingGroup, str]]:
     """Return each finding over all nodes, with the earliest start time."""
     since = {
         (record.name, each.get("code"), each.get("subject")): parse_time(each.get("since"))

@@ -158,11 +158,11 @@ def _make_state_folder(folder: Path) -> None:
 
 def build_application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
     """Connect endpoints and publisher to one state; `client` is needed to publish and to review tokens."""
-    from agent.http.access import Tokens
+    from agent.http.access import TokenChecker
     from agent.http.server import create
     from agent.http.state import Publisher
 
-    tokens = Tokens(
+    tokens = TokenChecker(
         client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
         audience=options["audience"], reads_open=options["reads"] == "open",
     )  # fmt: skip

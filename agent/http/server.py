@@ -33,7 +33,7 @@ from agent.base.options import RequestError
 from agent.checks.findings import sort_worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, Verdict, View, judge, select
-from agent.http.access import PROBLEM_TYPE, Guard, Tokens, make_problem
+from agent.http.access import PROBLEM_TYPE, TokenChecker, TokenMiddleware, make_problem
 from agent.http.state import Publisher, State
 from agent.http.worker import Answer, ProblemError, Worker, make_document, make_page
 from collectives.bench.results import BenchResult
@@ -133,7 +133,7 @@ def text_responses(*media_types: str) -> Responses:
     return {200: {"content": dict.fromkeys(media_types, _TEXT)}}
 
 
-class Rendered:
+class ResponseCache:
     """Responses that depend only on one view and the request: rendered once, and discarded with the view.
 
     Only the event loop reads and stores responses; a thread renders them, one at a time.
@@ -285,14 +285,15 @@ _FORM[400]["content"]["text/html"] = _TEXT  # the form again, with the error
 
 
 def create(
-    state: State, *, tokens: Tokens | None = None, publisher: Publisher | None = None, worker: Worker | None = None
-) -> FastAPI:
+    state: State, *, tokens: TokenChecker | None = None, publisher: Publisher | None = None,
+    worker: Worker | None = None,
+) -> FastAPI:  # fmt: skip
     """Create the application for one state; it starts and stops scanning and publishing.
 
     Without `tokens`, endpoints that need a token are closed; without `publisher`, the pages of the cluster show only
     this node. `worker` answers expensive questions (by default a new one).
     """
-    tokens, worker = tokens or Tokens(), worker or Worker()
+    tokens, worker = tokens or TokenChecker(), worker or Worker()
     source = "kubernetes" if publisher is not None else "hosts"
 
     @contextlib.asynccontextmanager
@@ -314,8 +315,8 @@ def create(
     )  # fmt: skip
     convert_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
-    app.add_middleware(Guard, tokens=tokens)
-    rendered = Rendered()
+    app.add_middleware(TokenMiddleware, tokens=tokens)
+    rendered = ResponseCache()
     _health(app, state, rendered, {} if publisher is None else publisher.tally)
     _pages(app, state, source, worker, rendered)
     _facts(app, state, rendered)
@@ -325,7 +326,7 @@ def create(
     return app
 
 
-def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple[str, ...], float]) -> None:
+def _health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapping[tuple[str, ...], float]) -> None:
     @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
              responses=problem_responses(common=(400,)))  # fmt: skip
     async def healthz() -> str:
@@ -361,7 +362,7 @@ def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple
         return await rendered.render(view, ("/metrics", choose_encoder(accept)[1]), expose)
 
 
-def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
+def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: ResponseCache) -> None:
     """Add endpoints for people: the page, the what-if form and the list of endpoints.
 
     Every page works without scripts and loads nothing from other hosts (Content Security Policy level 3). The code that
@@ -402,7 +403,7 @@ def _recommended(view: View) -> tuple[Recommendation | None, str]:
         return None, str(error)
 
 
-def _facts(app: FastAPI, state: State, rendered: Rendered) -> None:
+def _facts(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     """Add the endpoints that return one part of the newest view."""
 
     def add(name: str, about: str, make: Callable[[View], Any], model: Any = None, *more: int) -> None:
@@ -449,7 +450,7 @@ def _runs(app: FastAPI, state: State) -> None:
         return JSONResponse({"created": is_new}, 201 if is_new else 200, headers)
 
 
-def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
+def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: ResponseCache) -> None:
     """Add the documents that the worker process computes."""
 
     @app.get("/nodes", tags=["facts"], responses=problem_responses())
@@ -469,7 +470,7 @@ def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: 
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 
 
-def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
+def _gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     def judged(checks: Iterable[Finding], options: GateOptions) -> Gate:
         """Return the gate's result for these checks. Raises ProblemError 400 for a check that does not exist."""
         try:

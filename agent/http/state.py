@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import result_store
-from agent.checks.expect import Expected
+from agent.checks.expect import NodeExpectation
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, View, build_view
@@ -26,7 +26,7 @@ from collectives.search.plan import SearchResult
 from contracts import bounded, plain
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
-from probes.increases import Past
+from probes.increases import EarlierScans
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class State:
 
     def __init__(
         self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None,
-        expected: Callable[[], Sequence[Expected]] = tuple, history: History | None = None,
+        expected: Callable[[], Sequence[NodeExpectation]] = tuple, history: History | None = None,
     ) -> None:  # fmt: skip
         self._scan, self._expected = scan, expected
         self.interval_seconds, self.folder, self.history = interval_seconds, folder, history
         self.view: View | None = None  # None until the first scan is done
         self.error: str | None = None  # why the last scan failed as a whole; None if it succeeded
-        self._past = Past()
+        self._past = EarlierScans()
         self._stop = threading.Event()
         self._scanning = threading.Lock()
         self._handing = threading.Lock()  # held while the published view is replaced
@@ -87,7 +87,7 @@ class State:
             self.error = None
             return view
 
-    def _read_expectation(self) -> Sequence[Expected] | str:
+    def _read_expectation(self) -> Sequence[NodeExpectation] | str:
         """Read the expectations for each scan, because a ConfigMap may have changed; return a text if that fails."""
         try:
             return self._expected()
@@ -161,7 +161,6 @@ class Publisher:
         self._last: NodeRecord | None = None
         self._due = 0.0
         self._exists = False
-        self.writes = 0
         # the interval is the maximum time between writes of an unchanged record
         self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
 
@@ -225,7 +224,6 @@ class Publisher:
             if error.status == 404:
                 self._exists = False  # it was deleted: create it again at the next attempt
             raise
-        self.writes += 1
         self.tally["publish_success_timestamp_seconds",] = time.time()
         self._last = record
         # with jitter, so that thousands of agents that started together do not keep writing at the same time

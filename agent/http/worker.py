@@ -228,7 +228,7 @@ class Worker:
 # is logged and answered with 500.
 
 
-class Known:
+class WorkerData:
     """The data that the answers are made from: the agent's last scan, and the records of the cluster."""
 
     view: View  # sent with every question that needs it
@@ -264,7 +264,7 @@ class Known:
         self._listed_at = time.monotonic()
 
 
-def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
+def recommendations(known: WorkerData, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
     """Return environment and layout of this node, as JSON or as an export."""
     wanted = advise.Request.of(**dict(options), allow_files=False)
     advice = advise.advise_view(known.view, wanted)
@@ -273,7 +273,7 @@ def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form:
     return make_document(advice)
 
 
-def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
+def what_if(known: WorkerData, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
     from agent.http import pages
 
@@ -287,7 +287,7 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
         return make_page(pages.render_what_if_page(view, form, None, str(error)), 400)
 
 
-def nodes(known: Known, *, source: str, interval: float) -> Answer:
+def nodes(known: WorkerData, *, source: str, interval: float) -> Answer:
     """Return every node as a row, and the number of nodes per verdict; `list_error` is why the rows may be outdated."""
     now = time.time()
     rows = [make_row(record, now) for record in known.fleet(source, interval).records()]
@@ -296,7 +296,9 @@ def nodes(known: Known, *, source: str, interval: float) -> Answer:
     return make_document({"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more})
 
 
-def cluster_page(known: Known, *, source: str, interval: float, node: str | None, search: str, page: int) -> Answer:
+def cluster_page(
+    known: WorkerData, *, source: str, interval: float, node: str | None, search: str, page: int
+) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
     from agent.http import pages
 
@@ -326,7 +328,7 @@ def read_form(form: Mapping[str, str]) -> advise.Request:
         raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
 
 
-def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
+def answer(known: WorkerData, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
     """Answer one question; every exception becomes a ProblemError."""
     try:
         return QUESTIONS[name](known, **payload)
@@ -356,7 +358,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # without memory, the kernel kills this and not the agent
     log_to_stderr()
-    pipe, known = Connection(int(sys.argv[1])), Known()
+    pipe, known = Connection(int(sys.argv[1])), WorkerData()
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):
         while pipe.poll(float(sys.argv[2])):  # longest idle time in seconds

@@ -15,6 +15,7 @@ import click
 
 from agent.advice.advise import Request
 from agent.base import units
+from agent.base.options import read_snapshots
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
 from agent.checks import measured
@@ -34,7 +35,8 @@ from planner.nccl_env.situation import situation
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-from probes.rdma.probe import nccl_gid_index
+from probes.rdma.probe import find_nccl_gid_index
+from probes.registry import ALL
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
@@ -251,9 +253,6 @@ def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
 
 def build_spec(options: Mapping[str, Any]) -> BenchSpec:
     """Return the benchmark that the command line describes, on this host."""
-    from agent.base.options import read_snapshots
-    from probes.registry import ALL
-
     found = read_snapshots((), ALL)
     ranks = options["ranks"] or count_default_ranks(found)
     budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
@@ -313,7 +312,7 @@ HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 def select_ports(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
     """Return the ACTIVE ports of this host in order, or those in `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
     every = [(device, port) for device, port in _list_ports(snapshot) if port.state == "ACTIVE"]
-    found = [Port(device=d.name, port=p.port, gid_index=nccl_gid_index(p)) for d, p in every]
+    found = [Port(device=d.name, port=p.port, gid_index=find_nccl_gid_index(p)) for d, p in every]
     for name in wanted:
         if not any(name in (port.device, str(port)) for port in found):
             have = ", ".join(map(str, found)) or "none"

@@ -113,11 +113,6 @@ def build_documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, .
     return config_map + manifests.APIS[api](spec)
 
 
-def build_network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None = None) -> tuple[Document, ...]:
-    """Return the network resources for the scanned interfaces; `host_mofed` None: as the nodes show it."""
-    return networks.network(networks.from_snapshots(found, namespace=namespace, host_mofed=host_mofed))
-
-
 def add_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
     """Adapt the recommendation to the networks that --network prints with the job, if there are several.
 
@@ -224,7 +219,7 @@ def create(client: Client, made: Sequence[Document]) -> Iterator[str]:
 
 
 def object_name(document: Document) -> str:
-    """ "job/sft"."""
+    """Return kind and name as kubectl writes them: "job/sft"."""
     return f"{document['kind'].lower()}/{document['metadata']['name']}"
 
 

@@ -31,7 +31,7 @@ _AGAIN = "run the same command again to resume from the last checkpoint, if one 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class FinishedJob:
     """A job that has ended."""
 
     exit_code: int  # of the job (docs/reference/finetune-job.md) if it could write it, else of torchrun
@@ -82,7 +82,7 @@ def build_torchrun_command(job: Sequence[str], ranks: int, python: str = sys.exe
 def train(
     plan: JobPlan, output: Path, *, timeout_seconds: float, grace_seconds: int,
     on_line: Callable[[str], None] = lambda _line: None, stop: threading.Event | None = None,
-) -> Launched:  # fmt: skip
+) -> FinishedJob:  # fmt: skip
     """Run the job of a plan to its end on this host; plan.json, job.log and run.json are in `output`.
 
     `stop` is set when SIGTERM arrives, and may already be set: the job then gets SIGTERM too.
@@ -98,7 +98,7 @@ def train(
     return replace(ended, record=finish_record(output / "run.json", ended, began))
 
 
-def finish_record(path: Path, ended: Launched, began: float) -> run_record.RunRecord | None:
+def finish_record(path: Path, ended: FinishedJob, began: float) -> run_record.RunRecord | None:
     """The job's record of this start, with its end from the exit code if the job could not write it (SIGKILL)."""
     code, reason = ended.exit_code, ended.ending
     record, is_ended = run_record.end(path, status="failed", exit_code=code, reason=reason, began=began)
@@ -124,7 +124,7 @@ def run(
     stop: threading.Event | None = None,
     *,
     grace_seconds: int = GRACE_SECONDS,
-) -> Launched:
+) -> FinishedJob:
     """Run a command, write its output to a log and pass each line to `on_line`; always end its whole process tree."""
     started = time.monotonic()
     log = output / "job.log"
@@ -144,7 +144,7 @@ def run(
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         tail = stream.read(_TAIL_BYTES).decode(errors="replace")
-    return Launched(
+    return FinishedJob(
         exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
         last_lines=tuple(redact(line.rstrip()) for line in tail.splitlines()[-12:]),
         raised=run_record.raised(tail) if code else "", cut_short=cut_short, killed=bool(killed),

@@ -36,7 +36,7 @@ from agent.base.output import Progress, print_text, render_template, write_atomi
 from agent.base.result_store import store_run
 from agent.cluster.client import Client, connect
 from agent.jobs import benchmark, cluster_job
-from agent.jobs.namespaces import HOSTS, NamespaceError, Rig, create_hosts, why_unavailable
+from agent.jobs.namespaces import HOSTS, NamespaceError, NamespaceHosts, create_hosts, why_unavailable
 from collectives.bench import processes, watch
 from collectives.bench.plan import BenchSpec, Case, write as write_plan
 from collectives.bench.results import BenchResult, Measurement
@@ -188,7 +188,7 @@ def add_cost(found: NetworkBars) -> NetworkBars:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Local:
+class _LocalComparison:
     """One comparison over namespaces of this host."""
 
     request: Request
@@ -196,7 +196,7 @@ class _Local:
     folder: Path
     layout: Layout | None = None  # of the first network; the others run the same layout
 
-    def bar(self, rig: Rig, network: Network, result: BenchResult, timed: Calibration) -> NetworkBar:
+    def bar(self, hosts: NamespaceHosts, network: Network, result: BenchResult, timed: Calibration) -> NetworkBar:
         """Forecast and run the job over one network."""
         bar = NetworkBar(network=network.name, description=f"shaped to {units.bits(network.bytes_per_second)}")
         measured = tuple(m for m in result.measurements if m.verified)
@@ -210,7 +210,7 @@ class _Local:
         made = build_job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
         environment = {"GLOO_SOCKET_IFNAME": network.name}
         write_atomic(output / "plan.json", dump_plan(replace(made, environment=environment)))
-        codes = rig.run(
+        codes = hosts.run(
             network.name, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
             seconds=self.options["timeout"],
         )  # fmt: skip
@@ -236,18 +236,18 @@ class _Local:
         return replace(advice, settings=(), chosen=forecast_layout(planned, self.layout))
 
 
-def measure(rig: Rig, network: str) -> BenchResult:
+def measure(hosts: NamespaceHosts, network: str) -> BenchResult:
     """Measure all-gathers and reduce-scatters of two ranks over one network."""
     spec = BenchSpec(
         cases=tuple(Case(op=op, bytes=BENCH_BYTES) for op in ("all_gather", "reduce_scatter")), backend="gloo",
-        ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=f"{rig.address(network, 0)}:29511",
+        ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=f"{hosts.address(network, 0)}:29511",
         budget_seconds=BENCH_SECONDS, warmup=1, min_iterations=3, max_iterations=20,
     )  # fmt: skip
     started, clock = time.time(), time.monotonic()
     with processes.run_folder() as folder:
         write_plan(spec, folder / "plan.json")
         seen = watch.Watch(spec, folder, lambda _event: None)
-        codes = rig.run(
+        codes = hosts.run(
             network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=spec.limit_seconds
         )
         seen.read_events()
@@ -281,24 +281,24 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
         raise NamespaceError(why)
     found = read_snapshots((), ALL)
     place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    job = _Local(request=request, options=options, folder=place.absolute())
+    job = _LocalComparison(request=request, options=options, folder=place.absolute())
     job.folder.mkdir(parents=True, exist_ok=True)
     progress.step("networks: load torch")
     with (
         benchmark.stop_on_signals(signal.SIGTERM) as (stop, _),
         processes.lock_host(),
-        create_hosts({one.name: one.bytes_per_second for one in over}, stop) as rig,
+        create_hosts({one.name: one.bytes_per_second for one in over}, stop) as hosts,
     ):
         results = []
         for network in over:
             progress.step(f"networks: measure {network.name}, {network.rate}: all-gather and reduce-scatter")
-            results.append(measure(rig, network.name))
+            results.append(measure(hosts, network.name))
         progress.step("networks: measure GEMMs and a layer")
         timed = benchmark.calibrate_host(request, HOSTS, threads=1, stop=stop)  # as many threads as a rank has
         bars = []
         for network, result in zip(over, results, strict=True):
             progress.step(f"networks: run over {network.name}, {network.rate}")
-            bars.append(job.bar(rig, network, result, timed))
+            bars.append(job.bar(hosts, network, result, timed))
     devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
     why = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
     rdma = NetworkBar(network="RDMA", status="not available", why=why if devices else "no RDMA device on this host")

@@ -31,13 +31,13 @@ from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
-from probes.api import Snapshot, host_name
+from probes.api import Snapshot, read_host_name
 from probes.registry import ALL
 from topology.graph import NodeTopology
 from topology.paths import Due
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expected
+    from agent.checks.expect import NodeExpectation
     from agent.cluster.nodes import NodeRecord
 
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
@@ -101,7 +101,7 @@ class _Stages:
     progress: Progress
     found: tuple[Snapshot, ...]
     before: measured.Baseline
-    expected: Sequence[Expected]
+    expected: Sequence[NodeExpectation]
     stop: threading.Event
     notes: list[str] = field(default_factory=list)
 
@@ -119,7 +119,8 @@ class _Stages:
             why = self.notes[-1] if self.notes else "not requested; add --measure"
             extra += make_unmeasured(measured.BENCH_CODES, why)
         self.progress.step("recommend: environment and layout")
-        advice = self._recommend(request, result, calibration)
+        verified = tuple(m for m in result.measurements if m.verified) if result else ()
+        advice = with_fsdp(advise(request, found, measured=verified, calibrated=calibration))
         record, of_run = self._run(view, advice, result)
         stopped = "" if record is not None else self._stopped_by(result)
         if stopped:
@@ -190,12 +191,6 @@ class _Stages:
         request = build_request({**options, "nodes": 1 if options["train"] else None})
         return build_job_request(request, options["config"], options["overrides"]) if options["train"] else request
 
-    def _recommend(
-        self, request: Request, result: BenchResult | None, calibration: Calibration | None
-    ) -> Recommendation:
-        verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        return with_fsdp(advise(request, self.found, measured=verified, calibrated=calibration))
-
     def _run(
         self, view: View, advice: Recommendation, result: BenchResult | None
     ) -> tuple[RunRecord | None, Sequence[Finding]]:
@@ -264,7 +259,7 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     )  # fmt: skip
 
 
-def require_expectations(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
+def require_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
     """Return the expectations. Raises GateError."""
     if not words and path is None:
         return ()
@@ -272,11 +267,11 @@ def require_expectations(words: Sequence[str], path: Path | None) -> tuple[Expec
 
     found = read_expectations(words, path)
     if not found:  # an agent's ConfigMap may be empty, a gate may not
-        raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: states nothing that a node must have")
+        raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: contains no expectation")
     return found
 
 
-def due_of(expected: Sequence[Expected]) -> Due | None:
+def due_of(expected: Sequence[NodeExpectation]) -> Due | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
     first = {one.key: one.value for one in reversed(expected)}
     wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
@@ -304,12 +299,12 @@ def _blocking(report: Report) -> list[Finding]:
 
 def _slurm_node(check: Finding) -> str:
     """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
-    return slurm_name(check.node or host_name())
+    return slurm_name(check.node or read_host_name())
 
 
 def format_slurm_hosts(report: Report) -> str:
     """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
-    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [host_name()]
+    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [read_host_name()]
     names = {_slurm_node(check) for check in _blocking(report) if check.node or of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 

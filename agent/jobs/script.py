@@ -26,7 +26,7 @@ from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs.benchmark import count_default_ranks
-from agent.jobs.launch import Launched, build_environment, build_torchrun_command, run
+from agent.jobs.launch import FinishedJob, build_environment, build_torchrun_command, run
 from agent.jobs.script_rank import REPORT
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
@@ -132,7 +132,7 @@ def _read_text(name: str) -> str | None:
 
 def train(
     plan: ScriptPlan, folder: Path, timeout_seconds: float, on_line: Callable[[str], None] = lambda _line: None
-) -> Launched:
+) -> FinishedJob:
     """Run it to its end; its record is run.json in `folder`."""
     (folder / "nccl").mkdir(parents=True, exist_ok=True)
     path = folder / "run.json"
@@ -241,7 +241,7 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
         raise InputError(f"{error}{_RENDERED if template else ''}") from None
     except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
         # a user's manifest can have any YAML type in place of the type of the API
-        raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
+        raise InputError(f"the manifest does not have the structure of its kind: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
     return made, list(dict.fromkeys([*notes, *of_wrap]))
 
@@ -256,7 +256,7 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
         return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
 
     parsed = read_command(job.command, file)
-    nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, job.ranks_per_node or parsed.ranks_per_node
+    nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, parsed.ranks_per_node or job.ranks_per_node
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
@@ -269,6 +269,9 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
             other = advise(request.changed(ranks_per_node=gpus), found)
             devices = (need for need in other.needs if need.name == "resource")
             advice = replace(advice, needs=(*(need for need in advice.needs if need.name != "resource"), *devices))
+    if gpus and ranks and ranks > gpus:
+        lines.append(f"starts {ranks} ranks in a pod of {gpus} GPUs. NCCL refuses two ranks on one GPU: "
+                     f"request {ranks} GPUs, or start fewer ranks")  # fmt: skip
     return advice, lines
 
 

@@ -82,9 +82,8 @@ def make_resolvable(rendezvous: str) -> str:
 def _domains(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
     """Return the domain of the node (option, label, NVLink or Slurm's switch) and its NVLink domain; "" if unknown."""
     label, domain = find_domain(options["topology"], name) if options["topology"] else ("", "")
-    nvlink = (
-        domain if label in _TABLE["nvlink_labels"] else str(describe_links(found, ranks).get("nvlink_domain") or "")
-    )
+    by_label = label in _TABLE["nvlink_labels"]
+    nvlink = domain if by_label else str(describe_links(found, ranks).get("nvlink_domain") or "")
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")  # "core.leaf3.gpu-07" (srun(1))
     return options["domain"] or domain or nvlink or (switches[-2] if len(switches) > 1 else ""), nvlink
 

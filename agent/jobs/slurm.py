@@ -30,7 +30,7 @@ from planner.slurm import ScriptError, batch_script, check_options, check_word, 
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
-_LIKE_THIS_HOST = "this host was read in place of the nodes; give a recording of a node with --host FILE"
+_LIKE_THIS_HOST = "this host was scanned instead of the nodes; give a recording of a node with --host FILE"
 _AGAIN = read_table(__file__, "slurm.toml")["again"]
 _LIST_BYTES = 1 << 20  # of a file with host names
 

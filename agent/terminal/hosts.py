@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import mark, print_bullet, print_headline, print_properties, table
-from agent.checks.findings import ORDER, Group, group_findings, is_problem, list_codes
+from agent.checks.findings import ORDER, FindingGroup, group_findings, is_problem, list_codes
 from agent.checks.verdict import Verdict, View
 from agent.terminal.findings import print_findings, print_group
 from agent.terminal.topology import list_link_properties
@@ -22,7 +22,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.limits.probe import LimitsFacts, size as limit_words
+from probes.limits.probe import LimitsFacts, format_size as limit_words
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
@@ -134,12 +134,12 @@ def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, a
     print_headline(out, judged.word, f"{at}: {line}" if at else line, todo)
 
 
-def sort_by_weight(checks: Iterable[Finding]) -> list[Group]:
+def sort_by_weight(checks: Iterable[Finding]) -> list[FindingGroup]:
     """Return faults worst first; of equal severity, those on most nodes first."""
     return sorted(group_findings(checks), key=lambda group: (ORDER.index(group.status), -len(group.nodes)))
 
 
-def _where(group: Group, at: str) -> str:
+def _where(group: FindingGroup, at: str) -> str:
     several = len(group.nodes) > 1
     place = group.places if several or len(group.subjects) != 1 else group.place
     node = "" if at or several or not group.nodes else group.nodes[0]

@@ -103,7 +103,7 @@ def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
     assert read_file(path) == ()
     assert judged(snapshot(), "") == {}
     empty = preflight(H100, "--expect-file", str(path))
-    assert (empty.exit_code, "states nothing that a node must" in empty.stderr) == (2, True), "a gate without teeth"
+    assert (empty.exit_code, "contains no expectation" in empty.stderr) == (2, True), "a gate without teeth"
     path.write_text("gpus: 9\n")
     assert preflight(H100, "--expect-file", str(path)).exit_code == 3
 

@@ -1,11 +1,13 @@
 """A job on this host: the gate before it, its plan, and the record of a job that failed or was killed."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rigs.command import topoflight
+from rigs.forking import forking_environment
 from rigs.recorded import path_of, snapshot, view
 from rigs.results import RUN
 from rigs.serving import Asked, answering
@@ -18,7 +20,7 @@ from agent.checks.measured import Baseline
 from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
 from agent.http.server import read_record
-from agent.jobs.launch import Launched, finish_record
+from agent.jobs.launch import FinishedJob, finish_record
 from agent.jobs.preflight import list_blocking_failures
 from contracts import run_record
 from contracts.job_config import dump_plan, read_config, read_plan
@@ -63,9 +65,9 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
     assert list_blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
 
 
-def launched(folder: Path, code: int, log: str = "") -> Launched:
+def launched(folder: Path, code: int, log: str = "") -> FinishedJob:
     """A job that has ended with this code and these last lines."""
-    return Launched(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
+    return FinishedJob(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
 
 
 @each_row(("written", "expected"), rows("failed_job"))
@@ -87,6 +89,7 @@ def test_a_failed_job_has_the_record_of_this_start(tmp_path, written, expected):
 def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; the agent reads this folder."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", forking_environment())
     words = ["--no-preflight", "--set", "learning_rate=1e29", "--set", "max_steps=5", "--set", "max_grad_norm=0"]
     done = topoflight("launch", "--output", tmp_path / "out", *words)
     assert done.exit_code == 3, done.output

@@ -16,7 +16,7 @@ from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
-from probes.interfaces.facts import InterfacesFacts, nccl_choice
+from probes.interfaces.facts import InterfacesFacts, choose_for_nccl
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 
@@ -135,7 +135,7 @@ def with_fault(snapshot: Snapshot, name: str, fault: str) -> Snapshot:
         interfaces = tuple(
             replace(each, **changed[fault]) if each.name in netdevs else each for each in links.interfaces
         )
-    choice = replace(links, interfaces=interfaces, nccl_choice=nccl_choice(interfaces))
+    choice = replace(links, interfaces=interfaces, nccl_choice=choose_for_nccl(interfaces))
     return recorded.with_facts(snapshot, rdma=replace(rdma, devices=devices), interfaces=choice, pci=pci)
 
 

@@ -17,7 +17,7 @@ from contracts import question
 
 
 def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
-    known = worker.Known()
+    known = worker.WorkerData()
     known.view = view(host)
     answer = worker.answer(known, "what_if", {"fields": tuple(fields.items())})
     assert isinstance(answer, Answer)

@@ -35,7 +35,7 @@ from agent.cluster.nodes import (
 from agent.http import worker
 from agent.http.server import create
 from agent.http.state import Publisher, State
-from agent.http.worker import Known
+from agent.http.worker import WorkerData
 
 NODES = path_of(API_VERSION, PLURAL)
 
@@ -286,7 +286,7 @@ def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(api, tmp_pat
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
     for name in ("n1", "n2"):
         publish_in(api, name)
-    held = Known()
+    held = WorkerData()
     before = {one.name: one for one in held.fleet("kubernetes", 30.0).records()}
     publish_in(api, "n2", NAMES[0])
     publish_in(api, "n3")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rigs.command import process
+from rigs.command import topoflight
 from rigs.tables import corpus_folder, each_row, rows_of
 
 from agent.checks.findings import group_findings
@@ -64,8 +64,8 @@ def test_secrets_are_not_repeated() -> None:
 
 @each_row(("text", "first", "code"), rows("first_line"))
 def test_the_first_line_and_the_exit_code(text: str, first: str, code: int) -> None:
-    done = process("lint-env", "-", given=text)
-    assert (done.returncode, (done.stdout or done.stderr).startswith(first)) == (code, True), done
+    done = topoflight("lint-env", "-", given=text)
+    assert (done.exit_code, (done.stdout or done.stderr).startswith(first)) == (code, True), done.output
 
 
 @pytest.mark.corpus

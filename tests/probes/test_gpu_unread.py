@@ -14,7 +14,7 @@ from agent.checks.host_checks import check_snapshot
 from contracts.finding import Status
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu
-from probes.gpu.probe import IDENTITY, PROBE, codes_of_question as codes_of
+from probes.gpu.probe import IDENTITY, PROBE, list_codes_of_question as codes_of
 from probes.gpu.read import LOST
 from probes.host.nvml import ERROR_CODES, HANDLE, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError

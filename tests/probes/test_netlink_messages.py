@@ -91,17 +91,17 @@ MODE = attribute(0x4000 | 66, b"\x01")  # NLA_F_NET_BYTEORDER is not part of the
 def test_several_messages_share_a_datagram() -> None:
     """And a cut one ends it without harm."""
     datagram = message(0x1401, NAMES) + message(0x1401, MODE) + message(3, bytes(4))
-    assert [kind for kind, _ in netlink.messages(datagram)] == [0x1401, 0x1401, 3]
-    assert [body for _, body in netlink.messages(datagram)][1] == MODE
-    assert [kind for kind, _ in netlink.messages(datagram[:-4])] == [0x1401, 0x1401]
+    assert [kind for kind, _ in netlink.split_messages(datagram)] == [0x1401, 0x1401, 3]
+    assert [body for _, body in netlink.split_messages(datagram)][1] == MODE
+    assert [kind for kind, _ in netlink.split_messages(datagram[:-4])] == [0x1401, 0x1401]
 
 
 @given(st.binary(max_size=512))
 def test_any_bytes_end(data: bytes) -> None:
     """A kernel of next year must not hang or crash the scan."""
-    for body in (data, *(body for _, body in netlink.messages(data))):
-        list(netlink.pieces(body))
-    assert dict(netlink.pieces(MODE)) == {66: b"\x01"}
+    for body in (data, *(body for _, body in netlink.split_messages(data))):
+        list(netlink.split_attributes(body))
+    assert dict(netlink.split_attributes(MODE)) == {66: b"\x01"}
 
 
 LINKS = Path(__file__).with_name("netlink_links.batch")

@@ -32,7 +32,7 @@ from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from finetune.rank_monitor import _identity
 from planner.slurm import seconds_of_limit, wrap_script
-from probes.api import host_name
+from probes.api import read_host_name
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import Placement, placement_of, topology_conf
@@ -340,7 +340,7 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     waits = topoflight("why", "--run", tmp_path)
     assert waits.exit_code == 5 and "no rank has written into" in waits.output and "init_process_group" in waits.output
     monkeypatch.setenv("SLURMD_NODENAME", "gpu03")
-    assert _identity()["host"] == host_name() == "gpu03"
+    assert _identity()["host"] == read_host_name() == "gpu03"
     checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
     unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
     assert format_slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
