@@ -22,15 +22,6 @@ class YamlTextError(ValueError):
     """The text is not YAML, or uses YAML that is not supported here."""
 
 
-def _measure_depth(text: str) -> int:
-    """Return the nesting depth of brackets, strings included: PyYAML's scanner checks each open one per token."""
-    depth = deepest = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
-        deepest = max(deepest, depth)
-    return deepest
-
-
 class _Loader(yaml.SafeLoader):
     """The safe loader with a limit on merge keys."""
 
@@ -94,8 +85,8 @@ class _UniqueKeyLoader(_Loader):
         return node
 
 
-def _check_aliases(text: str, most_aliases: int) -> None:
-    """Raise YamlTextError for more aliases, or for more nodes of the expanded text, than are read."""
+def _check_size(text: str, most_aliases: int) -> None:
+    """Raise YamlTextError for more levels, more aliases, or more nodes of the expanded text, than are read."""
     sizes, starts, nodes, aliases = dict[str | None, int](), list[tuple[str | None, int]](), 0, 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
@@ -108,6 +99,8 @@ def _check_aliases(text: str, most_aliases: int) -> None:
             nodes += 1
             sizes[event.anchor] = 1
             starts += [(event.anchor, nodes - 1)] if isinstance(event, yaml.CollectionStartEvent) else []
+        if len(starts) > MOST_LEVELS:  # PyYAML's scanner checks each open bracket for each token
+            raise YamlTextError(f"nested more than {MOST_LEVELS} levels deep")
         if aliases > most_aliases:
             raise YamlTextError(f"more than {most_aliases} aliases")
         if nodes > MOST_NODES:
@@ -127,10 +120,8 @@ def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = 
 
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
-    if _measure_depth(text) > MOST_LEVELS:
-        raise YamlTextError(f"brackets nested more than {MOST_LEVELS} levels deep")
     try:
-        _check_aliases(text, most_aliases)
+        _check_size(text, most_aliases)
         return list(yaml.load_all(text, Loader=make_loader))  # type: ignore[arg-type]  # PyYAML only calls it
     except YamlTextError:
         raise

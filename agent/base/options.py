@@ -32,7 +32,7 @@ from click.core import ParameterSource
 from agent.base import EXIT_FAILED, EXIT_USAGE
 from agent.base.output import print_text, unwritable
 from agent.base.units import SIZE_WORDS, parse_size
-from contracts import bounded, tables
+from contracts import bounded, question, tables
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -269,7 +269,7 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            members = (found.get(key) or _table("shared").get(key) or _question()[key]) | row
+            members = (found.get(key) or _table("shared").get(key) or question.rows()[key]) | row
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row
@@ -303,11 +303,6 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
 
 def _table(name: str) -> dict[str, Any]:
     return tables.read_table(__file__, f"verbs/{name}.toml")
-
-
-def _question() -> dict[str, Any]:
-    """Return the table that contracts.question reads; half of the verbs need none of its options."""
-    return tables.read_table(tables.__file__, "question.toml")
 
 
 def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
