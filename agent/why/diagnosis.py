@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base.options import InputError
-from agent.why.ranks import newest, of_run
+from agent.why.ranks import find_newest_call, read_settled_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence, LogProblem
@@ -87,14 +87,14 @@ def answer(sources: WhySources) -> Verdict:
 
 def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
-    seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
+    seen, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
         own = rank_files.NAME.format(rank="*")  # of the ranks' monitors
         dumps = (path for path in sources.recorder.glob("*") if not path.match(own))
         traces, bad = rank_files.read_ranks(dumps, rank_files.read_file)
         seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
     if not seen.states and seen.traces:
-        seen = replace(seen, now=newest(seen.traces))
+        seen = replace(seen, now=find_newest_call(seen.traces))
     try:
         found = evidence.read_files(sources.logs) if sources.logs else None
         lines = chain.from_iterable(map(_lines_of, evidence.files_of(sources.logs)))
