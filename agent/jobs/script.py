@@ -256,7 +256,7 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
         return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
 
     parsed = read_command(job.command, file)
-    nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, job.ranks_per_node or parsed.ranks_per_node
+    nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, parsed.ranks_per_node or job.ranks_per_node
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
@@ -269,6 +269,9 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
             other = advise(request.changed(ranks_per_node=gpus), found)
             devices = (need for need in other.needs if need.name == "resource")
             advice = replace(advice, needs=(*(need for need in advice.needs if need.name != "resource"), *devices))
+    if gpus and ranks and ranks > gpus:
+        lines.append(f"starts {ranks} ranks in a pod of {gpus} GPUs. NCCL refuses two ranks on one GPU: "
+                     f"request {ranks} GPUs, or start fewer ranks")  # fmt: skip
     return advice, lines
 
 
