@@ -17,10 +17,10 @@ from prometheus_client.exposition import choose_encoder
 
 from agent.base import version
 from agent.checks.history import PARTS
-from agent.checks.host_checks import gdrdma_possible
-from agent.checks.measured import is_judged_result, least_of
+from agent.checks.host_checks import is_gdrdma_possible
+from agent.checks.measured import find_least_bandwidth, is_judged_result
 from agent.checks.verdict import View
-from agent.cluster.nodes import seconds_of
+from agent.cluster.nodes import parse_time
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from collectives.search.plan import SearchResult
@@ -48,14 +48,14 @@ Values = list[tuple[tuple[str, ...], float]]
 Counted = Mapping[tuple[str, ...], float]  # what a thread of the agent counts, by family and label values
 
 
-def exposition(view: View, accept: str, counted: Counted | None = None) -> tuple[bytes, str]:
+def expose(view: View, accept: str, counted: Counted | None = None) -> tuple[bytes, str]:
     """Return the exposition and its content type, negotiated by the Accept header. Pure: valid as long as the view."""
     encoder, content_type = choose_encoder(accept)
-    registry: Any = SimpleNamespace(collect=lambda: families(view, counted or {}))  # all that an encoder needs
+    registry: Any = SimpleNamespace(collect=lambda: collect_families(view, counted or {}))  # all that an encoder needs
     return encoder(registry), content_type
 
 
-def families(view: View, counted: Counted) -> Iterator[Samples]:
+def collect_families(view: View, counted: Counted) -> Iterator[Samples]:
     """Return every family that has a value: of one view, what its probes export, and `counted`."""
     values = defaultdict(list, agent_values(view))
     for (name, *labels), value in sorted(dict(counted).items()):  # a copy, because the thread still counts
@@ -85,7 +85,7 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
     yield from _scan_values(view)
     yield from _link_values(view.topologies[0])
     if view.snapshots[0].facts(RdmaFacts) and view.snapshots[0].facts(PciFacts):
-        yield "gdrdma_possible", [((), float(gdrdma_possible(view.snapshots)))]
+        yield "gdrdma_possible", [((), float(is_gdrdma_possible(view.snapshots)))]
     if view.bench is not None:
         yield from _bench_values(view.bench)
         if view.bench.evidence is not None:
@@ -135,7 +135,7 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
     if view.search is not None:
         times["search"] = view.search.began + view.search.seconds
-    if view.runs and (ended := seconds_of(view.runs[0].ended_at or view.runs[0].started_at)):
+    if view.runs and (ended := parse_time(view.runs[0].ended_at or view.runs[0].started_at)):
         times["run"] = ended
     for name, seconds in times.items():
         yield (name,), seconds
@@ -181,7 +181,9 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
         "bench_expected_busbw_bytes_per_second",
         [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)],
     )
-    least: Values = [(k, low) for k, m in slowest.items() if is_judged_result(m) and (low := least_of(m)) is not None]
+    least: Values = [
+        (k, low) for k, m in slowest.items() if is_judged_result(m) and (low := find_least_bandwidth(m)) is not None
+    ]
     yield "bench_least_busbw_bytes_per_second", least
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:MOST_RANKS]

@@ -21,10 +21,18 @@ from markupsafe import Markup, escape
 
 from agent.base import units
 from agent.base.lines import GLYPHS
-from agent.checks.findings import Group, UnknownCodeError, codes_of, grouped, is_problem, reasons, section
-from agent.cluster.nodes import NodeRecord, seconds_of
+from agent.checks.findings import (
+    FindingGroup,
+    UnknownCodeError,
+    find_entry,
+    group_by_reason,
+    group_findings,
+    is_problem,
+    list_codes,
+)
+from agent.cluster.nodes import NodeRecord, parse_time
 from agent.terminal import advice as plan_words, measured
-from agent.terminal.hosts import hardware_properties, outcome_lines
+from agent.terminal.hosts import describe_outcome, list_hardware_properties
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import list_names
@@ -42,10 +50,10 @@ if TYPE_CHECKING:
 ORDER = ("fail", "unknown", "warn", "pass")
 
 
-def entry_html(code: str) -> Markup:
+def render_entry(code: str) -> Markup:
     """Return the entry of a code as a list; empty if there is none."""
     try:
-        text = section(code)
+        text = find_entry(code)
     except UnknownCodeError:
         return Markup()
     points = re.split(r"^- ", text, flags=re.MULTILINE)[1:]
@@ -60,7 +68,7 @@ def inline(text: str) -> Markup:
     return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", safe))  # noqa: S704 - escaped above
 
 
-def headline(group: Group) -> Markup:
+def render_headline(group: FindingGroup) -> Markup:
     """Return the device and the fault: "GPU5: the driver cannot reach this GPU"."""
     message = group.message if group.alike else group.message.split(";")[0]
     first = group.checks[0].subject
@@ -91,14 +99,15 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
-             units.tally, list_names, units.clock, format_utc, entry_html, headline, inline, lines)  # fmt: skip
+             units.tally, list_names, units.clock, format_utc, render_entry, render_headline, inline,
+             group_rows)  # fmt: skip
     made.filters.update({function.__name__: function for function in plain})
     made.filters.update(
-        kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(outcome_lines(one)),
+        kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(describe_outcome(one)),
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count,
-        need=plan_words.need_words, settings_as=render_settings,
+        need=plan_words.describe_need, settings_as=render_settings,
     )  # fmt: skip
-    shared = (picture, grouped, is_problem, reasons, codes_of, columns, node_summary)
+    shared = (draw_node, group_findings, is_problem, group_by_reason, list_codes, columns, summarise_node)
     made.globals.update({function.__name__: function for function in shared})
     made.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, plans=plan_words, layouts=_layouts,
@@ -106,10 +115,10 @@ def environment() -> Environment:
     return made
 
 
-def report_page(report: Report) -> str:
+def render_report(report: Report) -> str:
     """The report as one self-contained HTML file."""
-    shown = rows(report.nodes, report.checks, report.started_at_seconds)
-    return rendered("report", report=report, rows=shown, style_hash=digest("style.css"))
+    shown = make_rows(report.nodes, report.checks, report.started_at_seconds)
+    return render("report", report=report, rows=shown, style_hash=digest("style.css"))
 
 
 def format_utc(seconds: float) -> str:
@@ -117,7 +126,7 @@ def format_utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def rendered(name: str, **values: Any) -> str:
+def render(name: str, **values: Any) -> str:
     """Render one page from its template."""
     template = environment().get_template(f"{name}.html.j2")
     return template.render(style=asset("style.css"), script=asset("page.js"), **values)
@@ -160,7 +169,7 @@ def _kind(label: str) -> str:
 # The drawing of a node: the topology, with glyphs for findings.
 
 
-def picture(node: NodeTopology, *, checks: Iterable[Finding] = ()) -> Markup:
+def draw_node(node: NodeTopology, *, checks: Iterable[Finding] = ()) -> Markup:
     """Draw the node as one inline `<svg>`; empty if there are no links to draw."""
     mine = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
     drawn = svg.picture(node, status=partial(_status, mine), more=" The table below says the same.")
@@ -178,12 +187,12 @@ def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class NodeRow:
     """One node in a table."""
 
     record: NodeRecord
     word: str  # status word of its verdict
-    groups: tuple[Group, ...]  # failures, warnings and required checks that could not run, worst first
+    groups: tuple[FindingGroup, ...]  # failures, warnings and required checks that could not run, worst first
     version: str
     age: float | None  # seconds since its scan; None: never scanned
     since: float  # Unix seconds of the start of its oldest finding; 0 if unknown
@@ -205,7 +214,7 @@ class Row:
         return word == self.word if word in ORDER else word in " ".join((self.name, *self.shown())).lower()
 
 
-def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
+def make_rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[NodeRow, ...]:
     """Return every node, failed ones first. A node that stopped reporting is unknown, whatever its last verdict was."""
     mine: dict[str, list[Finding]] = defaultdict(list)
     for check in checks:
@@ -213,35 +222,35 @@ def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -
             mine[check.node].append(check)
     agents = {record.agent_version for record in records}
     made = (_row(record, mine[record.name], now, agents=len(agents) > 1) for record in records)
-    return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, by_name(row.name))))
+    return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, sort_key(row.name))))
 
 
-def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> Row:
+def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> NodeRow:
     agent = f", agent {record.agent_version or 'unknown'}" if agents else ""
-    return Row(
-        record=record, word="unknown" if record.silent(now) else record.verdict, groups=tuple(grouped(checks)),
+    return NodeRow(
+        record=record, word="unknown" if record.silent(now) else record.verdict, groups=tuple(group_findings(checks)),
         version=f"driver {record.driver or 'unknown'}{agent}",
         age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
-        since=min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0),
+        since=min(filter(None, (parse_time(each.get("since")) for each in record.findings)), default=0.0),
     )  # fmt: skip
 
 
-def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
+def group_rows(rows: Iterable[NodeRow]) -> tuple[tuple[NodeRow, ...], ...]:
     """Return the lines of a table, in row order: one per failed node, and one per group of equal nodes."""
-    found: dict[tuple[str, ...], list[Row]] = {}
+    found: dict[tuple[str, ...], list[NodeRow]] = {}
     for row in rows:
         found.setdefault((row.name,) if row.word == "fail" else row.shown(), []).append(row)
     return tuple(map(tuple, found.values()))
 
 
-def by_name(text: str) -> list[tuple[int, str]]:
+def sort_key(text: str) -> list[tuple[int, str]]:
     """Return the key that sorts "r2" before "r10"."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)]
 
 
-def node_summary(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
+def summarise_node(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
     """Return the main facts about a machine as the terminal shows them, and the newest measurement."""
-    yield from hardware_properties(snapshot, node)
+    yield from list_hardware_properties(snapshot, node)
     gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
     best = max(gathers, key=lambda m: m.bytes, default=None)
     rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from agent import metrics
-from agent.advice.advise import Request, RequestError, advise, histogram_of
+from agent.advice.advise import Request, RequestError, advise, parse_histogram
 from agent.base.options import parse_version
-from agent.base.output import document
+from agent.base.output import to_document
 from agent.checks.measured import compare_with_baseline, read_baseline, with_bench
 from agent.checks.verdict import GateError, build_view
-from agent.cluster.nodes import Fleet, pack_facts, row
+from agent.cluster.nodes import Fleet, make_row, pack_facts
 from agent.http import pages
 from agent.http.access import read_tokens
 from agent.http.worker import read_form
@@ -46,7 +46,7 @@ from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import KINDS, read_text
 from planner.slurm import ScriptError, wrap_script
 from probes.host.recording import RecordedHost, load
-from probes.interfaces.read import annotation, parse_network_status
+from probes.interfaces.read import find_annotation, parse_network_status
 from probes.pci.read import parse_config
 from probes.registry import ALL, BY_NAME
 from probes.wire import RecordingError, outcome_from_json, outcome_to_json
@@ -230,7 +230,7 @@ def _view() -> Any:
 
 @cache
 def _report() -> Any:
-    return document({"schema_version": 1, "checks": _view().checks, "verdict": _view().verdict})
+    return to_document({"schema_version": 1, "checks": _view().checks, "verdict": _view().verdict})
 
 
 @cache
@@ -335,8 +335,8 @@ def recording(data: bytes) -> object:
     host = load(_file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
     found = scan(host, ALL)
     view = build_view((found,))
-    metrics.exposition(view, "")
-    return document({"checks": view.checks, "snapshots": view.snapshots, "topologies": view.topologies})
+    metrics.expose(view, "")
+    return to_document({"checks": view.checks, "snapshots": view.snapshots, "topologies": view.topologies})
 
 
 @reads(b"{}", errors=(ValueError, RecursionError), stepped=True)
@@ -350,8 +350,8 @@ def outcome(data: bytes) -> object:
 def network_status(data: bytes) -> object:
     """The network-status annotation, by itself and in a file of annotations."""
     text = _text(_json(lambda: document_of("network_status"), data))
-    found = annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
-    annotation(text)
+    found = find_annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
+    find_annotation(text)
     return parse_network_status(found or text)
 
 
@@ -374,15 +374,15 @@ def machine(data: bytes) -> object:
     for record in fleet.records():
         fleet.snapshot(record)
     join([node for record in fleet.records() if (node := fleet.topology(record))])
-    return json.dumps([row(record) for record in fleet.records()], allow_nan=False)
+    return json.dumps([make_row(record) for record in fleet.records()], allow_nan=False)
 
 
 def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:
     """Write the metrics, the page and the JSON document of the agent."""
     view = with_bench(build_view(_view().snapshots, **more), bench, bench_at_seconds)
-    metrics.exposition(view, "")
-    pages.node_page(view, None, "", trouble=None)
-    return document({"bench": view.bench, "runs": view.runs, "checks": view.checks})
+    metrics.expose(view, "")
+    pages.render_node_page(view, None, "", trouble=None)
+    return to_document({"bench": view.bench, "runs": view.runs, "checks": view.checks})
 
 
 @reads(b"{}", errors=(ValueError,), stepped=True)
@@ -418,7 +418,7 @@ def words(data: bytes) -> object:
         case 1:
             return parse_version(text)
         case 2:
-            return histogram_of(text)
+            return parse_histogram(text)
         case _:
             return read_form(dict.fromkeys(("model", "machine", "nodes", "sequence_length", "global_batch"), text))
 

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agent.base.options import snapshots  # noqa: E402
+from agent.base.options import read_snapshots  # noqa: E402
 from collectives.bench import run as bench  # noqa: E402
 from contracts import run_record  # noqa: E402
 from contracts.tables import read_table  # noqa: E402
@@ -142,7 +142,7 @@ class Tier:
             yield "cells", "not run: nvidia-smi is not installed"
             return
         text = self.call("nvidia-smi", "topo", "-m", most=30).stdout
-        theirs, ours = parse(text, "nvidia-smi topo -m"), build(snapshots((), ALL)[0])
+        theirs, ours = parse(text, "nvidia-smi topo -m"), build(read_snapshots((), ALL)[0])
         own, wrong = Pairs(ours.pairs), []
         for pair in theirs.pairs:
             label = own.label(pair.a, pair.b)

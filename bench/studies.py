@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from stacks import STACKS
 
-from agent.advice.advise import Request, of_cluster
+from agent.advice.advise import Request, advise_cluster
 from contracts.tables import read_table
 from planner.advice import Forecast
 from planner.stacks import ENGINES
@@ -48,7 +48,7 @@ def forecast_of(study: dict[str, Any], row: dict[str, Any]) -> Forecast | str:
         nodes = tuple(replace(node, nics=(), nearest_nic=()) for node in cluster.nodes)
         cluster = replace(cluster, nodes=nodes, inter_node_bytes_per_second=None, inter_node_transport="tcp")
     with patch.dict(ENGINES, _OLDER):
-        advice = of_cluster(request, cluster, ())
+        advice = advise_cluster(request, cluster, ())
     return advice.chosen.forecast if advice.chosen else advice.rejected[0].reason
 
 

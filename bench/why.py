@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from agent.jobs.script import monitored  # noqa: E402
+from agent.jobs.script import add_monitor  # noqa: E402
 from agent.why import diagnosis as why, ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
 from contracts.tables import read_table  # noqa: E402
@@ -131,7 +131,7 @@ def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
 def started(fault: Fault, folder: Path) -> Iterator[Any]:
     """The ranks, and how a fault is made from outside; all of it is gone at the end."""
     own = {"WHY_AT": "300", "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **fault.env}
-    environment = monitored({**os.environ, **own}, folder)
+    environment = add_monitor({**os.environ, **own}, folder)
     with ExitStack() as stack:
         start = on_hosts if fault.hosts else torchrun
         yield start(fault, folder, environment, stack)

@@ -57,12 +57,21 @@ class Gpu:
         return self.busbw.get(2 if gpus <= 2 else 4 if gpus <= 4 else 8)
 
 
+_REQUIRED = {
+    "name", "pattern", "source", "memory_gib", "memory_tb_per_second", "peak_bf16_tflops", "matmul_bf16_tflops",
+    "fp32_tflops",
+}  # fmt: skip
+
+
 def _to_pair(capability: list[int] | None) -> tuple[int, int] | None:
     return (capability[0], capability[1]) if capability else None
 
 
 def _parse_gpu(row: Mapping[str, Any]) -> Gpu:
+    """Convert a row of `gpus.toml` to SI units. Raises ValueError that names the row if it lacks a required member."""
     made = dict(row)
+    if missing := _REQUIRED - made.keys():
+        raise ValueError(f"hardware/gpus.toml: {made.get('name', 'a row without a name')} lacks {', '.join(missing)}")
     fp8 = made.pop("matmul_fp8_tflops", None)
     return Gpu(
         peak_bf16=made.pop("peak_bf16_tflops") * TERA,

@@ -34,7 +34,7 @@ from planner.search import Candidate, Found, Planned, difference_sigma, first_br
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.gpu.health import held_bytes
+from probes.gpu.health import count_held_bytes
 from probes.hostinfo.probe import HostinfoFacts
 from topology.graph import ClusterTopology
 
@@ -131,7 +131,7 @@ def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], u
     for node in cluster.nodes:
         for one in (gpu for gpu in node.gpus if gpu.memory_bytes):
             gpu = probed.get(node.hostname, {}).get(one.index)
-            taken = (held_bytes(gpu) or 0) if gpu is not None and gpu.uuid == one.uuid else 0
+            taken = (count_held_bytes(gpu) or 0) if gpu is not None and gpu.uuid == one.uuid else 0
             sizes.append((one.memory_bytes or 0) - taken)
             if gpu is not None and taken:
                 pids = ", ".join(str(process.pid) for process in (gpu.processes or ())[:4])

@@ -78,17 +78,17 @@ class Sample:
     labels: tuple[str, ...] = ()
 
 
-def known_samples(values: Iterable[tuple[str, float | None]], labels: tuple[str, ...] = ()) -> Iterator[Sample]:
+def sample_known(values: Iterable[tuple[str, float | None]], labels: tuple[str, ...] = ()) -> Iterator[Sample]:
     """Yield a sample, with these labels, for each metric whose value is known."""
     for metric, value in values:
         if value is not None:
             yield Sample(metric=metric, value=float(value), labels=labels)
 
 
-def fact_samples(module: str, facts: object, labels: tuple[str, ...] = ()) -> Iterator[Sample]:
+def sample_facts(module: str, facts: object, labels: tuple[str, ...] = ()) -> Iterator[Sample]:
     """Yield a sample for each metric whose row in `metrics.toml` names a known fact of this record."""
     rows = read_table(module, "metrics.toml").items()
-    yield from known_samples(((name, getattr(facts, row.get("fact", ""), None)) for name, row in rows), labels)
+    yield from sample_known(((name, getattr(facts, row.get("fact", ""), None)) for name, row in rows), labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Snapshot:
         })  # fmt: skip
 
 
-def host_name() -> str:
+def read_host_name() -> str:
     """Return the name of this host.
 
     In a pod whose manifest sets NODE_NAME, this is the name of the node, because pods' host names change. Under slurmd
@@ -156,9 +156,9 @@ in braces. Only findings of status INFO have no remedy.
 def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Finding]], **more: Any) -> Probe[F]:
     """Create the probe of a source. Its codes and metric families come from the tables in the module's folder.
 
-    A probe that exports no samples has no `metrics.toml`. `fact` in a row of it: see `fact_samples`.
+    A probe that exports no samples has no `metrics.toml`. `fact` in a row of it: see `sample_facts`.
     """
-    codes = codes_of(read_table(module, "findings.toml"))
+    codes = list_codes(read_table(module, "findings.toml"))
     rows = read_table(module, "metrics.toml") if "samples" in more else {}
     metrics = tuple(
         Metric(name=name, help=row["help"], labels=tuple(row.get("labels", ())), kind=row.get("kind", "gauge"))
@@ -170,7 +170,7 @@ def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Findi
     )  # fmt: skip
 
 
-def codes_of(texts: Texts) -> tuple[str, ...]:
+def list_codes(texts: Texts) -> tuple[str, ...]:
     """Return the finding codes of the table, in order."""
     return tuple(dict.fromkeys(key.partition(" ")[0] for key in texts))
 

@@ -17,14 +17,14 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.api import Snapshot, finding
 from probes.gpu.facts import Gpu, GpuFacts
-from probes.gpu.health import WORDS, XID_CAUSES, finding as gpu_finding, named_xids, xids_of
+from probes.gpu.health import WORDS, XID_CAUSES, finding as gpu_finding, list_xids, name_xids
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaFacts, RdmaPort
 
 REPLAYS_PER_MINUTE = 8.0
 
 
-def gpu_increases(before: GpuFacts, after: GpuFacts, seconds: float) -> Iterator[Finding]:
+def find_gpu_increases(before: GpuFacts, after: GpuFacts, seconds: float) -> Iterator[Finding]:
     """Report increases between two scans of one host that are `seconds` apart, if the driver version is the same."""
     if before.driver_version != after.driver_version:
         return
@@ -49,12 +49,12 @@ def _compute_rise(start: int | None, end: int | None) -> int:
 
 
 def _check_xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
-    earlier, now = xids_of(before), xids_of(after)
+    earlier, now = list_xids(before), list_xids(after)
     if earlier is None or now is None:
         return
     new = tuple((Counter(now) - Counter(earlier)).elements())
     for cause in XID_CAUSES:
-        if what := named_xids(new, cause):
+        if what := name_xids(new, cause):
             yield gpu_finding(f"gpu.xid.new {cause}", after, what=what, seconds=seconds)
 
 
@@ -79,7 +79,7 @@ def _find_risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
                 yield f"link {link.link} {name}: {start}, then {end}"
 
 
-def rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Iterator[Finding]:
+def find_rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Iterator[Finding]:
     """Report counters that increased too fast between two scans of one host that are `seconds` apart."""
     earlier = {(d.name, p.port): p for d in before.devices for p in d.ports}
     for device in after.devices:
@@ -108,34 +108,34 @@ CODES = ("rdma.counters.rising", "gpu.counters.rising", "gpu.xid.new")
 """Finding codes that require two scans. After a single scan their status is unknown."""
 
 
-def rising(before: Snapshot, after: Snapshot) -> tuple[Finding, ...]:
+def find_rising(before: Snapshot, after: Snapshot) -> tuple[Finding, ...]:
     """Report counters that increased between two scans; nothing if the scans cannot be compared."""
     seconds = after.taken_at_seconds - before.taken_at_seconds
     if before.hostname != after.hostname or not seconds > 0:
         return ()
     found: list[Finding] = []
     if (old := before.facts(RdmaFacts)) and (new := after.facts(RdmaFacts)):
-        found += rdma_increases(old, new, seconds)
+        found += find_rdma_increases(old, new, seconds)
     if (old_gpus := before.facts(GpuFacts)) and (new_gpus := after.facts(GpuFacts)):
-        found += gpu_increases(old_gpus, new_gpus, seconds)
+        found += find_gpu_increases(old_gpus, new_gpus, seconds)
     return tuple(found)
 
 
-def risen_since(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
+def find_risen(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """Report increases since any earlier scan. Each problem of a device is reported once, for the earliest such scan.
 
     A slow increase only shows over a long interval; a counter that was reset only shows an increase over a short one.
     """
     found: dict[tuple[str, str, str], Finding] = {}
     for before in sorted(past, key=lambda snapshot: snapshot.taken_at_seconds):
-        for risen in rising(before, now):
+        for risen in find_rising(before, now):
             # the message without its numbers, which depend on the length of the interval
             trouble = re.sub(r"\d+(\.\d+)?", "", risen.message)
             found.setdefault((risen.code, risen.subject, trouble), risen)
     return tuple(found.values())
 
 
-class Past:
+class EarlierScans:
     """Earlier scans for comparison: the last one, and one that is about a minute old."""
 
     def __init__(self) -> None:

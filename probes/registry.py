@@ -32,7 +32,7 @@ SCAN_CODES = tuple(f"{name}.probe.failed" for name in BY_NAME)
 """Codes of the findings that report a failed probe."""
 
 
-def findings_of(snapshot: Snapshot, probe: Probe[Any], facts: Any) -> tuple[Finding, ...]:
+def check_facts(snapshot: Snapshot, probe: Probe[Any], facts: Any) -> tuple[Finding, ...]:
     """Check the facts of a probe, and drop findings that the facts of another probe of this snapshot disprove.
 
     Part of sysfs may be hidden (in a container, or under another root). Probes that query a device are more reliable.
@@ -62,7 +62,7 @@ def _reconcile(snapshot: Snapshot, finding: Finding) -> Finding | None:
     return replace(finding, status=Status.UNKNOWN, message=why, remedy="Scan on the host, with all of /sys.")
 
 
-def failures(snapshot: Snapshot) -> tuple[Finding, ...]:
+def report_failures(snapshot: Snapshot) -> tuple[Finding, ...]:
     """Return one finding for each probe that could not finish."""
     return tuple(
         Finding(

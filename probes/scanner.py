@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from probes.api import Failed, Outcome, Snapshot, Source, host_name
+from probes.api import Failed, Outcome, Snapshot, Source, read_host_name
 from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, OutcomeError, RecordingError, from_json, outcome_from_json
 
 Probes = Sequence[Source[Any]]
@@ -210,13 +210,13 @@ class Scanner:
         with self._lock:
             began, self._start_error, self._begin = time.time(), None, True
             outcomes = {probe.name: self._run_probe(probe, answers) for probe in self._probes}
-            return Snapshot(hostname=host_name(), taken_at_seconds=began, outcomes=outcomes)
+            return Snapshot(hostname=read_host_name(), taken_at_seconds=began, outcomes=outcomes)
 
     def capture(self) -> tuple[Snapshot, dict[str, Json]]:
         """Run a scan, and record all answers of the host (see probes.wire)."""
         answers: dict[str, dict[str, Json]] = {}
         snapshot = self.scan(answers)
-        return snapshot, archive({"hostname": snapshot.hostname, "time": snapshot.taken_at_seconds}, answers, "")
+        return snapshot, pack_archive({"hostname": snapshot.hostname, "time": snapshot.taken_at_seconds}, answers, "")
 
     @property
     def child_pid(self) -> int | None:
@@ -306,7 +306,7 @@ def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
             into[key] = answer
 
 
-def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
+def pack_archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
     """Return the content of a recording file."""
     return {
         "schema_version": SCHEMA_VERSION,

@@ -12,13 +12,13 @@ from contracts.tables import read_table, read_texts
 from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
 from hardware.units import some
-from probes.api import codes_of, finding
+from probes.api import finding, list_codes
 from topology.derive import reference_of
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.paths import gigabytes
 
 TEXTS = read_table(__file__, "findings.toml")
-CODES = codes_of(TEXTS)
+CODES = list_codes(TEXTS)
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL assumes 48; the ratio is the same from generation 3 on
 _RDMA = ("hca", "efa")
@@ -32,8 +32,8 @@ def check(
 ) -> tuple[Finding, ...]:
     """Return every finding about a node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None if not set.
 
-    `gpus_on_bus`: number of GPUs on the PCI bus of the host (`probes.pci.probe.bare_metal_gpus`); None in a container
-    or VM, or if not read. `in_container`: devices of the host may be hidden.
+    `gpus_on_bus`: number of GPUs on the PCI bus of the host (`probes.pci.probe.count_bare_metal_gpus`); None in a
+    container or VM, or if not read. `in_container`: devices of the host may be hidden.
     """
     found = (
         _check_nvlink_missing(node), _check_nvlink_asymmetric(node), _check_nvlink_board(node),

@@ -22,7 +22,7 @@ from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import RULES
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
-from probes.limits.probe import LimitsFacts, size
+from probes.limits.probe import LimitsFacts, format_size
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import ROCE_V2, RdmaFacts, RdmaPort
 from topology.build import build
@@ -91,7 +91,7 @@ def _map_names(mine: Snapshot, theirs: Snapshot, kind: type) -> dict[str, str]:
 
 _FORMS: dict[str, Callable[[Any], object]] = {
     "any": bool,
-    "bytes": size,
+    "bytes": format_size,
     "count": len,
     "generation": lambda number: f"gen {number}" if number else None,
     "lanes": lambda number: f"x{number}" if number else None,
@@ -195,8 +195,8 @@ def _interfaces(facts: InterfacesFacts) -> Iterator[Trait]:
 def _limits(facts: LimitsFacts) -> Iterator[Trait]:
     if facts.memlock_known:
         soft, hard = facts.memlock_soft_bytes, facts.memlock_hard_bytes
-        yield from _trait("memlock", "", size(soft), FAIL, float("inf") if soft is None else soft)
-        yield from _trait("memlock (hard)", "", size(hard), WARN, float("inf") if hard is None else hard)
+        yield from _trait("memlock", "", format_size(soft), FAIL, float("inf") if soft is None else soft)
+        yield from _trait("memlock (hard)", "", format_size(hard), WARN, float("inf") if hard is None else hard)
     yield from _read_rows("limits", facts)
     if not facts.of_agent:  # the agent's own pod has other limits than a job
         yield from _read_rows("job_limits", facts)

@@ -32,7 +32,7 @@ from topology.cluster import join
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
-    from agent.checks.findings import Group
+    from agent.checks.findings import FindingGroup
     from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
@@ -87,7 +87,7 @@ class Request:
         run = {name: value for name, value in options.items()
                if name in _OF_RUN and (value is not None or _OF_RUN[name] is None)}  # fmt: skip
         if "lengths" in options:
-            run["length_histogram"] = histogram_of(options["lengths"])
+            run["length_histogram"] = parse_histogram(options["lengths"])
         own = {one.name for one in fields(self)} & options.keys()
         return replace(self, train=replace(self.train, **run), **{name: options[name] for name in own - {"train"}})
 
@@ -119,7 +119,7 @@ class Request:
         """Return the price of a node-hour: the given number, or this machine's price in the given file; else None."""
         if self.price is None:
             return None
-        prices = prices_of(self.price, files=self.allow_files)
+        prices = read_prices(self.price, files=self.allow_files)
         if isinstance(prices, float):
             return prices
         name = machines.machine(self.machine).name if self.machine else ""
@@ -180,7 +180,7 @@ class Request:
 _OF_RUN = {one.name: one.default for one in fields(TrainSpec)}
 
 
-def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
+def parse_histogram(text: str | None) -> tuple[tuple[int, int], ...]:
     """Parse "64:900,512:100" as a length histogram. Raises RequestError that names the invalid part."""
     if not text:
         return ()
@@ -199,10 +199,10 @@ def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
 _MOST_PRICE = 1e9
 
 
-def prices_of(text: str, *, files: bool) -> float | dict[str, float]:
+def read_prices(text: str, *, files: bool) -> float | dict[str, float]:
     """Parse "98.32" as a number, and a YAML file as one price for each catalogue machine that it names."""
     with contextlib.suppress(ValueError):
-        return _price("price", float(text))
+        return _check_price("price", float(text))
     if not files:
         raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
     try:
@@ -214,13 +214,13 @@ def prices_of(text: str, *, files: bool) -> float | dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RequestError(f"--price {text}: {name}: must be a number, of a node-hour")
         try:
-            found[machines.machine(str(name)).name] = _price(str(name), float(value))
+            found[machines.machine(str(name)).name] = _check_price(str(name), float(value))
         except machines.MachineError as error:
             raise RequestError(f"--price {text}: {error}") from None
     return found
 
 
-def _price(name: str, value: float) -> float:
+def _check_price(name: str, value: float) -> float:
     if not 0.0 <= value <= _MOST_PRICE:
         raise RequestError(f"{name}={value:g}: must be from 0 to {_MOST_PRICE:g}")
     return value
@@ -240,7 +240,7 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     rows = texts("assumed_rows", length=request.train.sequence_length) if is_assumed else request.unmeasured
     unknowns = (*advice.unknowns, rows) if rows else advice.unknowns
     advice = replace(advice, rows=request.row_count(), node_hour_price=price, unknowns=unknowns)
-    steps = _steps_of(request, advice.chosen) if advice.chosen else None
+    steps = _count_steps(request, advice.chosen) if advice.chosen else None
     if advice.chosen is None or steps is None:
         return advice
     whole = advice.chosen.forecast.step_seconds.scaled(steps)
@@ -251,7 +251,7 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
 _ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 
 
-def _steps_of(request: Request, chosen: RankedLayout) -> int | None:
+def _count_steps(request: Request, chosen: RankedLayout) -> int | None:
     """Return the optimizer steps of the whole run; None without a budget, or if the rows could not be measured."""
     forecast, train, rows = chosen.forecast, request.train, request.row_count()
     if request.hours is not None:
@@ -284,13 +284,13 @@ def advise(
     if request.machine or request.model is None:
         checks = ()
     elif checks is None:
-        from agent.checks.host_checks import checks_of_scans
+        from agent.checks.host_checks import check_scans
 
-        checks = checks_of_scans(snapshots)
+        checks = check_scans(snapshots)
     measured = request.measurements() if measured is None else measured
     try:
         stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None
-        return of_cluster(
+        return advise_cluster(
             request, request.cluster(snapshots), snapshots, measured=measured,
             calibration=calibrated or stored, checks=checks,
         )  # fmt: skip
@@ -298,7 +298,7 @@ def advise(
         raise RequestError(str(error)) from None
 
 
-def for_view(view: View, request: Request) -> Recommendation:
+def advise_view(view: View, request: Request) -> Recommendation:
     """Answer a request from the agent's current view."""
     measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
     return advise(request, view.snapshots, measured=measured, checks=view.checks)
@@ -308,25 +308,25 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     """Add failures that the forecast does not include because no number bounds them or because they end the job."""
     if not checks:
         return advice
-    from agent.checks.findings import grouped
+    from agent.checks.findings import group_findings
 
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
-    groups = [
-        group for group in grouped(checks) if {check.code for check in group.checks if check.status == "fail"} - counted
-    ]
+    groups = [group for group in group_findings(checks) if group.status == "fail" and set(group.codes) - counted]
     ends, left_out = "this fault ends the job", "the forecast does not count this fault"
-    rows = tuple(f"{ends if ENDS & set(group.codes) else left_out}: {_fault(group)}" for group in groups[:_MOST_FAULTS])
+    rows = tuple(
+        f"{ends if ENDS & set(group.codes) else left_out}: {_describe_fault(group)}" for group in groups[:_MOST_FAULTS]
+    )
     more = len(groups) - len(rows)
     rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
     return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
 
 
-def _fault(group: Group) -> str:
+def _describe_fault(group: FindingGroup) -> str:
     on = group.place if len(group.subjects) == 1 else group.places
     return f"{group.id}{on and ' '}{on}: {group.message}"
 
 
-def of_cluster(
+def advise_cluster(
     request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot], *,
     measured: Sequence[Measurement] = (), calibration: Calibration | None = None, checks: Sequence[Finding] = (),
 ) -> Recommendation:  # fmt: skip
@@ -388,15 +388,15 @@ def suggest_changes(request: Request, snapshots: Sequence[Snapshot]) -> tuple[st
         several,
         [{"engine": engine} for engine in stacks.ENGINES if engine != train.engine],
     ]
-    found = [line for kind in kinds if (line := _first_that_fits(request, kind, snapshots))]
+    found = [line for kind in kinds if (line := _find_fitting(request, kind, snapshots))]
     if not found:
         both = [{**method, **more} for method in kinds[1][-1:] for more in several]
         both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[2]]
-        found = [line for line in (_first_that_fits(request, both, snapshots),) if line]
+        found = [line for line in (_find_fitting(request, both, snapshots),) if line]
     return tuple(found)
 
 
-def _first_that_fits(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
+def _find_fitting(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
     """Return the first change that makes a layout fit, with its step time; "" if none does."""
     for changed in changes:
         other = request.changed(**changed)
@@ -460,7 +460,7 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
 POD_ROLES = {"pod-default", "secondary", "loopback"}  # roles of interfaces in a pod's network namespace
 
 
-def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
+def adapt_to_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
     """Adapt the settings to a pod's network namespace: use its interface names and GIDs, or omit the setting.
 
     An interface is named only if the record of an agent in the pod network shows it under that name. A GID index refers
@@ -497,18 +497,18 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
 # The same job on other machines, node counts and networks.
 
 MOST_POINTS = 64
-FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "steps",
-        "price")  # fmt: skip
+WHAT_IF_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport",
+                  "steps", "price")  # fmt: skip
 """The fields of a question that the what-if page asks for."""
 
 
-def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, ...]:
+def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, ...]:
     """Forecast the request for several machines, node counts and networks, with the same batch and number of tokens.
 
     If the request has no budget, the run has one billion tokens. Raises RequestError.
     """
     model, train = request.required_model(), request.train
-    prices = prices_of(request.price, files=request.allow_files) if request.price else None
+    prices = read_prices(request.price, files=request.allow_files) if request.price else None
     named = [word for word in (request.machine or "").split(",") if word]
     names = named or list(prices if isinstance(prices, dict) else ())
     if not names:
@@ -523,7 +523,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
             largest = max(sizes, key=lambda cluster: cluster.world_size)
             train = replace(train, global_batch=plan(largest, (), model, train).global_batch)
         return frontier(
-            names, nodes, networks, model, train, tokens=tokens_of(request, train), prices=prices,
+            names, nodes, networks, model, train, tokens=count_tokens(request, train), prices=prices,
             transport=request.transport, gpus_per_node=request.ranks_per_node,
         )  # fmt: skip
     except ValueError as error:
@@ -533,7 +533,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
 PER_TOKENS = 1e9
 
 
-def tokens_of(request: Request, train: TrainSpec) -> float:
+def count_tokens(request: Request, train: TrainSpec) -> float:
     """Return the number of tokens of the whole run without padding; one billion if the request has no budget."""
     histogram = train.length_histogram
     mean = mean_length(histogram, train.sequence_length) if histogram else float(train.sequence_length)

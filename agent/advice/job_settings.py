@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from agent.advice.advise import EMBEDDED_MODEL, Request, advise
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
-from agent.base.output import document
-from agent.checks.host_checks import gdrdma_possible
+from agent.base.output import to_document
+from agent.checks.host_checks import is_gdrdma_possible
 from contracts import bounded, plain
 from contracts.job_config import (
     DEFAULT_CONFIG,
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
     only_trl: dict[str, None]  # settings that only TRL's trainer has, with their values
 
 
-def settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> Settings:
+def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> Settings:
     """Read the job's settings; for another trainer than the built-in one also those that only TRL's trainer has.
 
     Raises RequestError that names the file or argument.
@@ -99,7 +99,7 @@ def settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS)
     return Settings(made, explicit, notes, raw, only_trl)
 
 
-def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
+def add_job_settings(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
     """Add the job's settings to the request as fixed values that the plan does not change."""
     if not explicit:
         return request
@@ -143,7 +143,7 @@ def fill_unset(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in made.items() if name not in explicit}
 
 
-def untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:
+def why_untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:
     """Return why the job's defaults would train another model, or sums, instead of the planned model; else ""."""
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
@@ -157,22 +157,22 @@ def untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:
 # The request for a job.
 
 
-def base_request(options: Mapping[str, Any]) -> Request:
+def build_request(options: Mapping[str, Any]) -> Request:
     """Return the request made from the options of a verb, without the settings of the job."""
     names = ("hosts", "root", "model", "method", "sequence_length", "global_batch", "machine", "nodes", "lengths",
              "rows")  # fmt: skip
     return Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
 
 
-def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
+def build_job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """Return the request for a job; the model is that of the request, else of the settings, else the embedded job."""
-    job, explicit, *_ = settings(config, overrides, request.train.engine)
+    job, explicit, *_ = read_settings(config, overrides, request.train.engine)
     if request.model is None:
         name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
         request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
-    shape = shape_of(request.model or "", job.model_revision)
-    return planned_for(replace(request, shape=shape), job, explicit)
+    shape = look_up_shape(request.model or "", job.model_revision)
+    return add_job_settings(replace(request, shape=shape), job, explicit)
 
 
 # A child process counts the rows of the data set and measures them with the model's tokenizer, because this process
@@ -217,8 +217,8 @@ def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
 
 def complete_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """Return the request for a job with the rows of its data and its length: steps, else epochs if rows are known."""
-    explicit = settings(config, overrides, request.train.engine).explicit
-    request = with_rows(job_request(request, config, overrides), explicit)
+    explicit = read_settings(config, overrides, request.train.engine).explicit
+    request = with_rows(build_job_request(request, config, overrides), explicit)
     if explicit.get("max_steps"):
         return request.changed(steps=explicit["max_steps"])
     if request.row_count() is None:
@@ -258,7 +258,7 @@ def choose_trainer(
 
     `requested` is "auto" or the name of a trainer. Raises RequestError if neither trainer supports the settings.
     """
-    only_trl = settings(config, overrides, requested).only_trl
+    only_trl = read_settings(config, overrides, requested).only_trl
     trainer, why = requested, ""
     if requested == "auto":
         trainer, why = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
@@ -302,7 +302,7 @@ def describe_refusal(advice: Recommendation) -> str:
     return "no layout fits: nothing to launch"
 
 
-def required_layout(advice: Recommendation) -> RankedLayout:
+def require_layout(advice: Recommendation) -> RankedLayout:
     """Return the chosen layout. Raises RequestError with the first reasons if there is none."""
     if advice.chosen is None:
         raise RequestError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
@@ -314,7 +314,7 @@ def required_layout(advice: Recommendation) -> RankedLayout:
 _MOST_BYTES = 1 << 20
 
 
-def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
+def look_up_shape(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
     """Return the model's shape; None if the table has the name. Raises ModelError for an unknown name.
 
     If the architecture is in no table, the field names that most configurations use are read, because TRL may train it.
@@ -345,34 +345,34 @@ def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.envir
 GRACE_SECONDS = 20  # minimum time to write a checkpoint after SIGTERM
 
 
-def job_plan(
+def build_job_plan(
     advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), found: Sequence[Snapshot] = ()
 ) -> JobPlan:
     """Build the plan of a job on the hosts `found` with the chosen layout and planned values for missing settings.
 
     Raises RequestError if there is no layout, or if the job cannot be trained.
     """
-    chosen = required_layout(advice)
+    chosen = require_layout(advice)
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
     by_trl = advice.train is not None and advice.train.engine == TRL
     file = DEFAULT_CONFIG if embedded and config is None else config
-    job_config, explicit, notes, raw, _ = settings(file, overrides, TRL if by_trl else OURS)
-    if why := untrainable(advice, explicit):
+    job_config, explicit, notes, raw, _ = read_settings(file, overrides, TRL if by_trl else OURS)
+    if why := why_untrainable(advice, explicit):
         raise RequestError(why)
     planned = {} if embedded else fill_unset(advice, explicit)
     job_config = replace(job_config, **planned)
     of_trl = None
     if by_trl:
-        of_trl = trl_settings({**_for_trl(job_config, explicit, planned), **raw}, explicit)
+        of_trl = trl_settings({**_translate_for_trl(job_config, explicit, planned), **raw}, explicit)
         job_config = replace(job_config, layout={})  # the layout of the plan is complete: without a GPU it is DDP
     return JobPlan(
         config=job_config, trl=of_trl, layout=chosen.layout, notes=tuple(notes),
-        forecast=run_forecast(advice),
-        environment={setting.name: setting.value for setting in advice.settings}, transport=transport(advice, found),
+        forecast=run_forecast(advice), transport=plan_transport(advice, found),
+        environment={setting.name: setting.value for setting in advice.settings},
     )  # fmt: skip
 
 
-def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
     """Translate planned values for TRL's parser; PEFT chooses the targets. RequestError if TRL cannot load them."""
     made = {"model_name_or_path": RANDOM, "dataset_name": "synthetic:"}
     values = {name: getattr(config, name) for name in made if name in {**explicit, **planned}}
@@ -385,10 +385,10 @@ def _for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[st
 
 def run_forecast(advice: Recommendation) -> RunForecast:
     """Return the forecast of the chosen layout for the plan; empty without a layout."""
-    return plain.read(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
+    return plain.read(to_document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
-def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
+def plan_transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
     """Return the network that NCCL should use between hosts and whether it uses GPUDirect RDMA; empty if unknown.
 
     The job compares this `transport` of plan.json with NCCL's log. It contains only what host scans show or the advice
@@ -408,18 +408,18 @@ def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[st
     }
     if level := named.get("NCCL_NET_GDR_LEVEL"):  # set where the fabric is known to use it (Slingshot, gIB)
         planned["gdrdma"] = f"NCCL_NET_GDR_LEVEL={level}"
-    elif not efa and (why := gdrdma(found, named.get("NCCL_IB_HCA", ""))):
+    elif not efa and (why := why_gdrdma(found, named.get("NCCL_IB_HCA", ""))):
         planned["gdrdma"] = why
     return planned
 
 
-def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
+def why_gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
     """Return why every GPU of these hosts should use GPUDirect RDMA; empty if one should not, or if this is unknown.
 
     `chosen` is NCCL_IB_HCA. A GPU whose nearest NICs are not in it uses a NIC that is farther away.
     """
     names = {word.partition(":")[0] for word in chosen.lstrip("=").split(",")}
-    if not gdrdma_possible(found) or chosen.startswith("^"):
+    if not is_gdrdma_possible(found) or chosen.startswith("^"):
         return ""
     sentences = []
     for snapshot in found:
@@ -446,12 +446,12 @@ def checkpoint_to_save(advice: Recommendation) -> tuple[float, float]:
     return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
 
 
-def grace(advice: Recommendation, bytes_per_second: float | None, least: int = GRACE_SECONDS) -> int:
+def estimate_grace(advice: Recommendation, bytes_per_second: float | None, least: int = GRACE_SECONDS) -> int:
     """Return the seconds a job may take to save after SIGTERM, at least those of a job on this host."""
     return save_seconds(*checkpoint_to_save(advice), bytes_per_second, least)
 
 
-def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
+def describe_grace(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
     """Describe how long a checkpoint may take at the assumed storage rate; empty if the user gave the rate."""
     if seconds == least or bytes_per_second is not None:
         return ""

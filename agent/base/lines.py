@@ -104,7 +104,7 @@ def print_properties(out: Console, rows: Iterable[tuple[str, str]]) -> None:
     out.print(shown)
 
 
-class _Plain:
+class _TrimmedStream:
     """A pipe that removes the trailing blanks with which tables pad their lines."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -146,5 +146,5 @@ def plain_console(stream: TextIO) -> Console:
     """Return a console for a pipe or file: plain lines of at most COLUMNS characters (default 80)."""
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdigit() and int(columns) > 0 else 80
-    plain: Any = _Plain(stream)
+    plain: Any = _TrimmedStream(stream)
     return _Console(file=plain, width=width, highlight=False, soft_wrap=False, emoji=False)

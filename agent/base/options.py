@@ -30,7 +30,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import EXIT_FAILED, EXIT_USAGE
-from agent.base.output import print_text, unwritable
+from agent.base.output import print_text, why_unwritable
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded, tables
 
@@ -55,7 +55,7 @@ class NothingFitsError(click.ClickException):
     exit_code = EXIT_FAILED
 
 
-def name_of(source: str) -> str:
+def describe_source(source: str) -> str:
     """Return the source in words."""
     return "standard input" if source == "-" else source
 
@@ -65,9 +65,9 @@ def read_input(source: str, limit_bytes: int, *, hint: str) -> bytes:
     try:
         return bounded.rest(sys.stdin.buffer, limit_bytes) if source == "-" else bounded.read(source, limit_bytes)
     except OSError as error:
-        raise InputError(f"{name_of(source)}: {error.strerror or error}") from None
+        raise InputError(f"{describe_source(source)}: {error.strerror or error}") from None
     except bounded.TooLargeError as error:
-        raise InputError(f"{name_of(source)}: {error}{hint}") from None
+        raise InputError(f"{describe_source(source)}: {error}{hint}") from None
 
 
 def split_pair(option: str, word: str) -> tuple[str, str]:
@@ -91,7 +91,7 @@ def parse_version(text: str | None) -> tuple[int, int, int] | None:
 
 def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
     """Reject an output that cannot be written, before any scan or load starts. Raises InputError."""
-    if why := unwritable(path, folder=folder):
+    if why := why_unwritable(path, folder=folder):
         raise InputError(f"{option} {path}: {why}")
 
 
@@ -101,7 +101,7 @@ def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
 RECORDINGS = (".json", ".json.gz", ".zip")
 
 
-def snapshots(
+def read_snapshots(
     hosts: Sequence[Path], probes: Probes, *, root: str = "/", timeout_seconds: float = 30.0,
     stop: threading.Event | None = None,
 ) -> tuple[Snapshot, ...]:  # fmt: skip
@@ -111,31 +111,33 @@ def snapshots(
     recordings are omitted.
     """
     if hosts:
-        return replayed(hosts, probes, stop)
+        return replay_recordings(hosts, probes, stop)
     from probes.scanner import Scanner
 
     with Scanner(root, probes=probes, timeout_seconds=timeout_seconds, stop=stop) as scanner:
         return (scanner.scan(),)
 
 
-def replayed(hosts: Sequence[Path], probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
+def replay_recordings(
+    hosts: Sequence[Path], probes: Probes, stop: threading.Event | None = None
+) -> tuple[Snapshot, ...]:
     """Replay the recordings in order; omit those not read when `stop` is set. Raises InputError."""
     from probes.scanner import replay
     from probes.wire import RecordingError
 
     found: list[Snapshot] = []
     paths: list[Path] = []
-    for path in _files(hosts):
+    for path in _list_recordings(hosts):
         try:
             if not (stop and stop.is_set()):
                 found += replay(path, probes, stop)
                 paths += [path] * (len(found) - len(paths))
         except (OSError, RecordingError) as error:
             raise InputError(str(error)) from None
-    return distinct_names(found, paths)
+    return make_names_distinct(found, paths)
 
 
-def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
+def make_names_distinct(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
     """Add the file names to hosts that have the same name, which is common for pods."""
     times = Counter(snapshot.hostname for snapshot in found)
     taken: Counter[str] = Counter()
@@ -149,7 +151,7 @@ def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Sn
     return tuple(made)
 
 
-def _files(hosts: Sequence[Path]) -> list[Path]:
+def _list_recordings(hosts: Sequence[Path]) -> list[Path]:
     """Return the files of --host; a folder is replaced by the recordings in it."""
     files: list[Path] = []
     for path in hosts:
@@ -269,7 +271,8 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            members = (found.get(key) or _table("shared").get(key) or _question()[key]) | row
+            known = found.get(key) or _table("shared").get(key)
+            members = (known or tables.read_table(tables.__file__, "question.toml")[key]) | row  # few verbs need it
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row
@@ -303,11 +306,6 @@ def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, 
 
 def _table(name: str) -> dict[str, Any]:
     return tables.read_table(__file__, f"verbs/{name}.toml")
-
-
-def _question() -> dict[str, Any]:
-    """Return the table that contracts.question reads; half of the verbs need none of its options."""
-    return tables.read_table(tables.__file__, "question.toml")
 
 
 def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:

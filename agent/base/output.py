@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def document(value: Any) -> Any:
+def to_document(value: Any) -> Any:
     """Convert a record of the project to plain JSON values."""
     return json.loads(json.dumps(plain.write(value), default=str, allow_nan=False))
 
 
 def render(value: Any, form: str) -> str:
     """Render `value` as a JSON or YAML document that ends with a newline."""
-    made = document(value)
+    made = to_document(value)
     if form == "json":
         return json.dumps(made, indent=1) + "\n"
     import yaml
@@ -42,7 +42,7 @@ def render_template(module: str, name: str, **values: Any) -> str:
     return templates.get_template(name).render(**values) + "\n"
 
 
-def unwritable(path: Path, *, folder: bool = False) -> str:
+def why_unwritable(path: Path, *, folder: bool = False) -> str:
     """Return why no file can be written at `path`, or in it if `folder` is set (it may be missing); "" if one can.
 
     Called before a verb generates load, so that no run is lost because its result cannot be stored. Writes nothing.
@@ -55,7 +55,7 @@ def unwritable(path: Path, *, folder: bool = False) -> str:
     while folder and not os.path.exists(place) and place != place.parent:
         place = place.parent
     if not os.path.isdir(place):
-        return f"{place} is no folder" if os.path.exists(place) else f"the folder {place} does not exist"
+        return f"{place} is not a folder" if os.path.exists(place) else f"the folder {place} does not exist"
     if not os.access(place, os.W_OK | os.X_OK):
         return f"the folder {place} cannot be written to"
     disk = os.statvfs(place)

@@ -31,7 +31,7 @@ MOST_HELD_BYTES = 4 << 20  # of text, which uses up to 20 times as much memory; 
 WRITTEN_WITHIN_SECONDS = 600.0  # upper bound, even for a slow disk
 
 
-def folder() -> Path | None:
+def find_folder() -> Path | None:
     """Return the state folder, if it exists."""
     path = Path(os.environ.get("TOPOFLIGHT_STATE") or DEFAULT_FOLDER)
     return path if path.is_dir() and os.access(path, os.W_OK) else None
@@ -39,7 +39,7 @@ def folder() -> Path | None:
 
 def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Path | None:
     """Store the result as the latest one, unless it was stopped before the first measurement."""
-    where = place or folder()
+    where = place or find_folder()
     if where is None or (result.stopped_by and not result.measurements):
         return None
     return _write(where / BENCH_FILE, plain.write(result))
@@ -47,10 +47,10 @@ def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Pat
 
 def save_search_result(result: dict[str, Any]) -> Path | None:
     """Store the result of a search for bad nodes as the latest one, on the host that planned the search."""
-    return None if (where := folder()) is None else _write(where / SEARCH_FILE, result)
+    return None if (where := find_folder()) is None else _write(where / SEARCH_FILE, result)
 
 
-def last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
+def read_last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
     """Return the latest result and the Unix time at which it was stored; None if there is no readable result."""
     path = place / BENCH_FILE
     try:
@@ -64,7 +64,7 @@ def last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
 
 def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
     """Store the record of a run; delete the oldest records if there are more than STORED_RUNS."""
-    where = place or folder()
+    where = place or find_folder()
     if where is None:
         return None
     import hashlib  # a gate that starts no job stores no run

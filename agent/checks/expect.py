@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.base import units
-from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, why_no_gpu_read, why_no_hca_read
+from agent.checks.host_checks import EXPECT_CODES, is_gdrdma_possible, why_no_gpu_read, why_no_hca_read
 from agent.checks.verdict import GateError
 from contracts import bounded
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from contracts.yaml_text import load_all
 from probes.api import Absent, Snapshot, finding
-from probes.gpu.compare import visible_gpus
+from probes.gpu.compare import count_visible_gpus
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
@@ -40,7 +40,7 @@ _TEXTS = read_table(__file__, "findings.toml")
 Judgement = tuple[bool | None, str]  # whether an expectation is met (None: unknown), and what the node has
 
 
-class Expected(NamedTuple):
+class NodeExpectation(NamedTuple):
     """One value that a node must have."""
 
     key: str
@@ -53,15 +53,15 @@ class Expected(NamedTuple):
         return not self.pattern or fnmatchcase(device, self.pattern)
 
 
-class Key(NamedTuple):
+class ExpectationKey(NamedTuple):
     """What can be expected: how a node is judged, which failed probes make it unknown, and the value of its text."""
 
-    judge: Callable[[Snapshot, NodeTopology, Expected], Judgement]
+    judge: Callable[[Snapshot, NodeTopology, NodeExpectation], Judgement]
     probes: tuple[str, ...]
     value: Callable[[str], Any] = int  # of the group `value` in expect.toml
 
 
-def parse(words: Sequence[str]) -> tuple[Expected, ...]:
+def parse(words: Sequence[str]) -> tuple[NodeExpectation, ...]:
     """Parse repeated `--expect KEY=VALUE,...`; each repeated interface adds one. Raises GateError."""
     found: dict[str, list[str]] = {}
     for word in words:
@@ -73,7 +73,7 @@ def parse(words: Sequence[str]) -> tuple[Expected, ...]:
     return _read(found, "--expect")
 
 
-def read_file(path: Path) -> tuple[Expected, ...]:
+def read_file(path: Path) -> tuple[NodeExpectation, ...]:
     """Read expectations from a YAML mapping; a file with only comments contains none. Raises GateError."""
     where = f"--expect-file {path}"
     try:
@@ -90,13 +90,14 @@ def read_file(path: Path) -> tuple[Expected, ...]:
     return _read(entries, where)
 
 
-def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[Expected, ...]:
+def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[NodeExpectation, ...]:
     """Read the values of each key, in the order of KEYS."""
+    if unknown := [key for key in found if key not in KEYS]:
+        close = {each: None for key in unknown for each in difflib.get_close_matches(key, KEYS, n=2)}
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        named = ", ".join(key[:64] for key in unknown)
+        raise GateError(f"{where}: {named}: unknown key; allowed are {', '.join(KEYS)}{hint}")
     for key, values in found.items():
-        if key not in KEYS:
-            close = difflib.get_close_matches(key, KEYS, n=2)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise GateError(f"{where}: {key[:64]}: unknown key; allowed are {', '.join(KEYS)}{hint}")
         if key not in _LISTS and len(values) != 1:
             raise GateError(f"{where}: {key} is given {len(values)} times; only {', '.join(_LISTS)} may be repeated")
         if len(values) > MOST_NAMES:
@@ -107,15 +108,15 @@ def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[Expected, ...
     return tuple(_read_one(key, value, where) for key in KEYS for value in found.get(key, ()))
 
 
-def _read_one(key: str, value: object, where: str) -> Expected:
+def _read_one(key: str, value: object, where: str) -> NodeExpectation:
     text = "on" if value is True else str(value)  # YAML reads `on` as true
     expression, allowed = _FORMS[key]
     if not (read := re.fullmatch(expression, text, re.IGNORECASE | re.ASCII)):
         raise GateError(f"{where}: {key}={text[:64]}: must be {allowed}")
-    return Expected(key, text, KEYS[key].value(read["value"]), read.groupdict().get("device") or "")
+    return NodeExpectation(key, text, KEYS[key].value(read["value"]), read.groupdict().get("device") or "")
 
 
-def expectation(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
+def read_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
     """Merge the expectations of the file and the command line, which wins. Raises GateError."""
     typed = parse(words)
     from_file = read_file(path) if path is not None else ()
@@ -127,8 +128,9 @@ def expectation(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]
 
 
 def check_expectations(
-    expected: Iterable[Expected], checks: Iterable[Finding], node: str, seen: tuple[Snapshot, NodeTopology] | None
-) -> tuple[Finding, ...]:
+    expected: Iterable[NodeExpectation], checks: Iterable[Finding], node: str,
+    seen: tuple[Snapshot, NodeTopology] | None,
+) -> tuple[Finding, ...]:  # fmt: skip
     """Add one check per expectation of a node, and decide checks that a scan alone cannot decide.
 
     If nothing was `seen` of the node, every expectation is unknown. If a node has exactly the expected number of GPUs
@@ -137,7 +139,7 @@ def check_expectations(
     """
     made, mild = [], set()
     for one in expected:
-        without = None, f"the record of {node} holds no graph of this release"
+        without = None, f"the record of {node} has no topology of this release"
         met, have = KEYS[one.key].judge(*seen, one) if seen else without
         made.append(_check(node, one, met, have, seen[0].outcomes if seen else {}))
         if met and one.key in _SETTLES and have.startswith(f"{one.value} "):
@@ -153,7 +155,7 @@ def check_expectations(
 _SETTLES = {"gpus": "gpu.device.not_given", "hcas": "rdma.port.down"}
 
 
-def _check(node: str, one: Expected, met: bool | None, have: str, outcomes: Mapping[str, object]) -> Finding:
+def _check(node: str, one: NodeExpectation, met: bool | None, have: str, outcomes: Mapping[str, object]) -> Finding:
     of_any = " rate" if one.key == "rate" and not one.pattern else ""
     case = " pass" if met else " unknown" if met is None else of_any
     read = [outcomes.get(name) for name in KEYS[one.key].probes]
@@ -181,17 +183,17 @@ def _gpu_count(snapshot: Snapshot) -> int | None:
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_error:
         return 0 if _absent(snapshot, "gpu") else None
-    count, (visible, _) = len(_answering(snapshot)), visible_gpus(facts)
+    count, (visible, _) = len(_answering(snapshot)), count_visible_gpus(facts)
     return count if visible is None else min(count, visible)
 
 
-def _gpus(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
+def _gpus(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     count = _gpu_count(snapshot)
     met = None if count is None else count >= expected.value
     return met, f"{'an unknown number of' if count is None else count} GPUs answer"
 
 
-def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
+def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     """Compare whole words of the model name: L40 does not match L40S."""
     words = re.compile(rf"(?<![a-z0-9]){re.escape(expected.value)}(?![a-z0-9])", re.IGNORECASE)
     models = [gpu.name for gpu in _answering(snapshot)]
@@ -201,7 +203,7 @@ def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) 
     return met, ", ".join(dict.fromkeys(model or "unknown model" for model in models)) or "no GPU"
 
 
-def _nvlink(snapshot: Snapshot, topology: NodeTopology, expected: Expected) -> Judgement:
+def _nvlink(snapshot: Snapshot, topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     count = _gpu_count(snapshot)
     if count is None or (topology.gpus and not topology.nvlink_known):
         return None, "the NVLinks are unknown"
@@ -218,7 +220,7 @@ def _nvlink(snapshot: Snapshot, topology: NodeTopology, expected: Expected) -> J
     return True, f"{len(links)} pairs have NV{expected.value} or more"
 
 
-def _driver(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
+def _driver(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_version is None:
         return False if _gpu_count(snapshot) == 0 else None, "the driver is unknown"
@@ -243,7 +245,7 @@ def _hca_ports(snapshot: Snapshot) -> dict[str, list[RdmaPort]] | None:
     }
 
 
-def _hcas(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
+def _hcas(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     ports = _hca_ports(snapshot)
     if ports is None:
         return None, "the RDMA devices are unknown"
@@ -252,7 +254,7 @@ def _hcas(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Ju
     return len(have) >= expected.value, f"{len(have)} RDMA devices{named} have an ACTIVE port"
 
 
-def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
+def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     """Check all ACTIVE devices, or the selected ones; a device selected by name that is not ACTIVE fails."""
     ports = _hca_ports(snapshot)
     if ports is None:
@@ -269,12 +271,12 @@ def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> J
     return (None, f"the rate of {', '.join(unknown)} is unknown") if unknown else (True, "every device is as fast")
 
 
-def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: Expected) -> Judgement:
+def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpectation) -> Judgement:
     """Check that GPUDirect RDMA is installed and that NCCL's rules use it; None if either is unknown."""
     pci, rdma = snapshot.facts(PciFacts), snapshot.facts(RdmaFacts)
     if pci is None or (rdma is None and not _absent(snapshot, "rdma")):
         return None, "the PCI bus or the RDMA devices are unknown"
-    if not gdrdma_possible((snapshot,)):
+    if not is_gdrdma_possible((snapshot,)):
         if rdma is None:
             return False, "there is no RDMA device"
         if pci.peermem_loaded is False and pci.dmabuf_possible is False:
@@ -296,7 +298,7 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: Expected) -> Jud
 # Interfaces ---------------------------------------------------------------------------------------------------------
 
 
-def _interface(snapshot: Snapshot, _topology: NodeTopology, expected: Expected) -> Judgement:
+def _interface(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     facts = snapshot.facts(InterfacesFacts)
     if facts is None:
         return None, "the interfaces are unknown"
@@ -315,15 +317,15 @@ def _interface_problem(link: Interface) -> str:
     return "" if link.addresses else "has no address"
 
 
-KEYS: dict[str, Key] = {
-    "gpus": Key(_gpus, ("gpu",)),  # minimum number of GPUs that answer
-    "gpu": Key(_gpu_model, ("gpu",), str),  # words that every GPU's model must contain: "H100"
-    "nvlink": Key(_nvlink, ("gpu",)),  # minimum of each pair of GPUs
-    "hcas": Key(_hcas, ("rdma",)),  # minimum with an ACTIVE port
-    "rate": Key(_rates, ("rdma",), lambda text: int(text) * 1e9 / 8),  # bytes/s
-    "gdr": Key(_gdr, ("pci", "rdma"), str),  # GPUDirect RDMA from every GPU to its nearest NIC
-    "interface": Key(_interface, ("interfaces",), str),  # patterns: up, with an address
-    "driver": Key(_driver, ("gpu",), str),  # minimum NVIDIA driver release: "570.86"
+KEYS: dict[str, ExpectationKey] = {
+    "gpus": ExpectationKey(_gpus, ("gpu",)),  # minimum number of GPUs that answer
+    "gpu": ExpectationKey(_gpu_model, ("gpu",), str),  # words that every GPU's model must contain: "H100"
+    "nvlink": ExpectationKey(_nvlink, ("gpu",)),  # minimum of each pair of GPUs
+    "hcas": ExpectationKey(_hcas, ("rdma",)),  # minimum with an ACTIVE port
+    "rate": ExpectationKey(_rates, ("rdma",), lambda text: int(text) * 1e9 / 8),  # bytes/s
+    "gdr": ExpectationKey(_gdr, ("pci", "rdma"), str),  # GPUDirect RDMA from every GPU to its nearest NIC
+    "interface": ExpectationKey(_interface, ("interfaces",), str),  # patterns: up, with an address
+    "driver": ExpectationKey(_driver, ("gpu",), str),  # minimum NVIDIA driver release: "570.86"
 }
 _NAMES = ("gpu", "interface")  # for these, a number or unquoted `on` in YAML is a mistake
 _LISTS = ("hcas", "rate", "interface")  # may be repeated

@@ -21,13 +21,13 @@ _IMPLIED_BY: dict[str, str] = read_table(__file__, "rules.toml")["implied_by"]
 MANY_CODES = 8  # if one family has more codes for one reason, only the family is named
 
 
-def worst_first(checks: Iterable[Finding]) -> tuple[Finding, ...]:
+def sort_worst_first(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """Sort findings: failures first, then by code and subject."""
     return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.code, check.node, check.subject)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FindingGroup:
     """One finding on several subjects, or several checks that one reason prevented: read and fixed as one."""
 
     id: str  # of the first finding; `codes` has all
@@ -92,18 +92,18 @@ class Group:
         return len({check.message for check in self.checks}) == 1
 
 
-def is_problem(found: Finding | Group) -> bool:
+def is_problem(found: Finding | FindingGroup) -> bool:
     """Return whether it needs attention: a failure, a warning, or a required check that could not run."""
     return found.status in ("fail", "warn") or (found.required and found.status == "unknown")
 
 
-def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
+def group_findings(checks: Iterable[Finding]) -> tuple[FindingGroup, ...]:
     """Group findings with the same code, status and remedy (ignoring the GPU number), worst first; also pass and info.
 
     If one reason prevented many required checks, they form one group. A finding that another one of the same device
     implies, which is at least as bad, is left out; reports as JSON have all.
     """
-    checks = worst_first(checks)
+    checks = sort_worst_first(checks)
     raised = {(check.code, check.node, check.subject): ORDER.index(check.status) for check in reversed(checks)}
     found: dict[tuple[object, ...], list[Finding]] = {}
     for check in checks:
@@ -113,7 +113,9 @@ def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
         unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
         found.setdefault(unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
     return tuple(
-        Group(id=one[0].code, status=one[0].status, message=one[0].message, remedy=_remedies(one), checks=tuple(one))
+        FindingGroup(
+            id=one[0].code, status=one[0].status, message=one[0].message, remedy=_remedies(one), checks=tuple(one)
+        )
         for one in found.values()
     )
 
@@ -133,7 +135,7 @@ def _remedies(checks: Sequence[Finding]) -> str:
     )
 
 
-def codes_of(groups: Iterable[Group], status: Literal["unknown", "pass"]) -> tuple[str, ...]:
+def list_codes(groups: Iterable[FindingGroup], status: Literal["unknown", "pass"]) -> tuple[str, ...]:
     """Return the codes whose worst result is `status`; a check can pass on one device and fail on another."""
     groups = tuple(groups)
     is_worse = ORDER[: ORDER.index(Status(status))]
@@ -142,7 +144,7 @@ def codes_of(groups: Iterable[Group], status: Literal["unknown", "pass"]) -> tup
     return tuple(code for code in found if code not in worse)
 
 
-def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
+def group_by_reason(unknown: Iterable[FindingGroup]) -> dict[str, tuple[str, ...]]:
     """Group checks that were not measured by the reason."""
     found: dict[str, dict[str, None]] = {}
     for group in unknown:
@@ -163,7 +165,7 @@ class UnknownCodeError(LookupError):
 
 
 @cache
-def sections() -> dict[str, str]:
+def read_entries() -> dict[str, str]:
     """Return the entry of every code and alert: the name, then its points as a Markdown list."""
     return {name: f"{name}\n\n{points}" for page in PAGES for name, points in _ENTRY.findall(_page(page))}
 
@@ -176,9 +178,9 @@ def _page(name: str) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def section(code: str) -> str:
+def find_entry(code: str) -> str:
     """Return the entry of a code or alert. Raises UnknownCodeError that names similar codes."""
-    known = sections()
+    known = read_entries()
     if exact := {name.lower(): name for name in known}.get(code.lower()):
         return known[exact]
     family = [name for name in known if name.startswith(f"{code.lower()}.")]
@@ -186,7 +188,7 @@ def section(code: str) -> str:
     raise UnknownCodeError(f"{code}: no such code or alert{close and f'; close: {close}'}; --list lists all")
 
 
-def point(code: str, name: str) -> str:
+def find_point(code: str, name: str) -> str:
     """Return one point of an entry, such as "Remedy"; empty if there is no such entry or point."""
-    found: dict[str, str] = dict(_POINT.findall(sections().get(code, "")))
+    found: dict[str, str] = dict(_POINT.findall(read_entries().get(code, "")))
     return found.get(name, "")

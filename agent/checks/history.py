@@ -207,7 +207,7 @@ def _value(found: Mapping[Key, Trait], subject: str) -> str | None:
     return trait.value if trait else None
 
 
-def change_lines(view: View, most: int = 24) -> list[str]:
+def describe_changes(view: View, most: int = 24) -> list[str]:
     """Return lines for a page: start times of raised findings, then the newest events."""
     raised = [f"{_about(code, subject)}: since {clock(at)}{_cause(view, at)}"
               for (code, subject), at in view.since.items()]  # fmt: skip

@@ -21,19 +21,19 @@ from planner.lint.findings import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from probes.increases import CODES as RISING_CODES, risen_since
+from probes.increases import CODES as RISING_CODES, find_risen
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci import probe as pci_probe
-from probes.pci.facts import PciFacts, amd_gpus
+from probes.pci.facts import PciFacts, list_amd_gpus
 from probes.rdma.facts import OTHER, RAIL, RdmaDevice, RdmaFacts
-from probes.registry import ALL, SCAN_CODES, failures, findings_of
+from probes.registry import ALL, SCAN_CODES, check_facts, report_failures
 from topology import check as topology_check
 from topology.build import build
 from topology.graph import NodeTopology, Pairs, rank
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expected
+    from agent.checks.expect import NodeExpectation
 
 EXPECT_CODES = ("expect.node.unmet",)
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes that apply to every host
@@ -71,15 +71,15 @@ def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     if pci is None:  # use the GPUs that NVML and sysfs show; one with an address is on a bus that is hidden here
         shown = {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
         return shown | {"pci" for gpu in (gpus.gpus if gpus is not None else ()) if gpu.bus_id}
-    shown = {"gpu"} if pci_probe.gpus(pci) or pci_probe.foreign_accelerators(pci) else set()
-    return shown | ({"rdma"} if pci_probe.hcas(pci) else set())
+    shown = {"gpu"} if pci_probe.list_gpus(pci) or pci_probe.list_foreign_accelerators(pci) else set()
+    return shown | ({"rdma"} if pci_probe.list_hcas(pci) else set())
 
 
 def why_no_gpu_read(snapshot: Snapshot) -> str:
     """Return why no GPU on the bus could be read; empty if one was read or there is none."""
     pci, facts = snapshot.facts(PciFacts), snapshot.facts(GpuFacts)
-    on_bus = pci_probe.gpus(pci) if pci else ()
-    foreign = pci_probe.foreign_accelerators(pci) if pci else ()
+    on_bus = pci_probe.list_gpus(pci) if pci else ()
+    foreign = pci_probe.list_foreign_accelerators(pci) if pci else ()
     if facts is None and on_bus:
         return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
     if facts is None:
@@ -96,7 +96,7 @@ def why_no_gpu_read(snapshot: Snapshot) -> str:
 def why_no_hca_read(snapshot: Snapshot) -> str:
     """Return why no HCA on the bus could be read; empty if one was read or there is none."""
     pci = snapshot.facts(PciFacts)
-    if not (on_bus := pci_probe.hcas(pci) if pci else ()):
+    if not (on_bus := pci_probe.list_hcas(pci) if pci else ()):
         return ""
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
@@ -119,7 +119,7 @@ def _outcome(snapshot: Snapshot, name: str) -> str:
     return f"the {name} probe {f'failed: {outcome.error}' if isinstance(outcome, Failed) else 'did not run'}"
 
 
-def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
+def is_gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
     """Return whether hardware and kernel modules support GPUDirect RDMA on every host."""
     for snapshot in snapshots:
         rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
@@ -132,9 +132,9 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
 # All checks that need only one scan.
 
 
-def checks_of_hosts(
+def check_hosts(
     snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
-    expected: Sequence[Expected] | str = (),
+    expected: Sequence[NodeExpectation] | str = (),
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Run all checks of these hosts, without secrets; `earlier` scans of the same hosts show which counters rise.
 
@@ -143,7 +143,7 @@ def checks_of_hosts(
     checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
-        found = add_rising_counters(node_checks(snapshot, node), past, snapshot)
+        found = add_rising_counters(check_node(snapshot, node), past, snapshot)
         if isinstance(expected, str):
             unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
                              required=True)  # fmt: skip
@@ -156,9 +156,9 @@ def checks_of_hosts(
     return without_secrets(checks)
 
 
-def checks_of_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
+def check_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
     """Run all checks of these hosts."""
-    return checks_of_hosts(snapshots, [build(snapshot) for snapshot in snapshots])
+    return check_hosts(snapshots, [build(snapshot) for snapshot in snapshots])
 
 
 def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -172,7 +172,7 @@ def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     )  # fmt: skip
 
 
-def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
+def check_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
     """Return a result for every code of every probe on one host.
 
     A check passes only if its probe answered, could evaluate the code and raised no finding. If a probe is absent or
@@ -182,19 +182,19 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
     for probe in ALL:
         outcome = snapshot.outcomes.get(probe.name)
         if isinstance(outcome, Ok):
-            found = findings_of(snapshot, probe, outcome.facts)
+            found = check_facts(snapshot, probe, outcome.facts)
             unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
             judged = [code for code in probe.codes if code not in unjudged]
             checks.extend(with_passes(snapshot.hostname, found, judged))
             for code, why in unjudged.items():
-                checks.extend(unmeasured((code,), why, snapshot.hostname))
+                checks.extend(make_unmeasured((code,), why, snapshot.hostname))
         else:
-            checks.extend(unmeasured(probe.codes, _outcome(snapshot, probe.name), snapshot.hostname))
-    checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
+            checks.extend(make_unmeasured(probe.codes, _outcome(snapshot, probe.name), snapshot.hostname))
+    checks.extend(with_passes(snapshot.hostname, report_failures(snapshot), SCAN_CODES))
     return tuple(checks)
 
 
-def unmeasured(codes: Iterable[str], why: str, node: str = "") -> tuple[Finding, ...]:
+def make_unmeasured(codes: Iterable[str], why: str, node: str = "") -> tuple[Finding, ...]:
     """Return these checks as not measured: unknown, never a pass."""
     return tuple(Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code in codes)
 
@@ -207,24 +207,24 @@ def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) ->
     return (*found, *passed)
 
 
-def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
+def check_node(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """Run all checks of a node that need only a scan: of the probes, the topology and the NCCL environment."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
     snapshot = with_topology(snapshot, node)
     of_probes = (
         _lower_socket_finding(snapshot, _add_gpu_name(check, names))
-        for check in mark_required(snapshot, checks_of_snapshot(snapshot))
+        for check in mark_required(snapshot, check_snapshot(snapshot))
     )
-    found = (*of_probes, *environment_checks(snapshot, node))
+    found = (*of_probes, *check_environment(snapshot, node))
     if not node.gpus:
         unread = why_no_gpu_read(snapshot)
         why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
-        return (*found, *unmeasured(topology_check.CODES, why, snapshot.hostname))
+        return (*found, *make_unmeasured(topology_check.CODES, why, snapshot.hostname))
     host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
     of_topology = topology_check.check(
         node,
         gdr_level=host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None,
-        gpus_on_bus=pci_probe.bare_metal_gpus(pci) if pci else None,
+        gpus_on_bus=pci_probe.count_bare_metal_gpus(pci) if pci else None,
         in_container=pci is None or pci.container is not None,
     )
     judged = with_passes(snapshot.hostname, of_topology, topology_check.CODES)
@@ -243,7 +243,9 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
     has a NIC near it, a NIC that is nearest to no GPU therefore carries no collective.
     """
     pci = snapshot.facts(PciFacts)
-    on_bus = bool(pci_probe.gpus(pci) or amd_gpus(pci)) if pci else not isinstance(snapshot.outcomes.get("pci"), Absent)
+    on_bus = not isinstance(snapshot.outcomes.get("pci"), Absent)
+    if pci is not None:
+        on_bus = bool(pci_probe.list_gpus(pci) or list_amd_gpus(pci))
 
     def with_roles(facts: RdmaFacts) -> RdmaFacts:
         return replace(facts, devices=tuple(replace(d, role=_role(node, d, facts.devices)) for d in facts.devices))
@@ -312,17 +314,17 @@ def add_rising_counters(checks: Sequence[Finding], past: Sequence[Snapshot], now
             replace(c, status=Status.UNKNOWN, message=why) if c.code in RISING_CODES and c.status == "pass" else c
             for c in checks
         )
-    risen = with_passes(now.hostname, risen_since(past, now), ())
+    risen = with_passes(now.hostname, find_risen(past, now), ())
     raised = {check.code for check in risen}
     return (*(check for check in checks if check.status != "pass" or check.code not in raised), *risen)
 
 
-def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
+def check_environment(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """Check the NCCL variables that a job would get on this host against the hardware."""
     host = snapshot.facts(HostinfoFacts)
     if host is None or host.nccl_environment is None:
         why = "the environment of this host was not read"
-        return unmeasured(ENVIRONMENT_CODES, why, snapshot.hostname)
+        return make_unmeasured(ENVIRONMENT_CODES, why, snapshot.hostname)
     findings: list[Finding] = []
     for source, environment in {"process": host.nccl_environment, "nccl.conf": host.nccl_conf}.items():
         if environment:

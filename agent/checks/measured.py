@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from agent.base import units
 from agent.checks.findings import ORDER
-from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, unmeasured, without_secrets
+from agent.checks.host_checks import EXPECT_CODES, is_gdrdma_possible, make_unmeasured, without_secrets
 from agent.checks.verdict import IN_BASELINE, GateError, View, judge
 from collectives.bench.results import Bar, BenchResult, Measurement, RdmaResult, RdmaWrite, read_as
 from contracts import bounded, plain
@@ -55,16 +55,16 @@ def judged_bytes(ranks: int) -> int:
     return min(JUDGED_BYTES_PER_RANK * ranks, MOST_JUDGED_BYTES)
 
 
-def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Finding]:
+def check_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Finding]:
     """Return the checks of all results measured with enough bytes."""
     node = ", ".join(sorted(set(result.hosts)))
     judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
     if not judged:
-        return [make_finding(f"{BUSBW} unknown", node, why=_why_not(result))]
-    return [_compared_with_bars(m, node, result, snapshots) for m in judged]
+        return [make_finding(f"{BUSBW} unknown", node, why=_explain_unjudged(result))]
+    return [_compare_with_bars(m, node, result, snapshots) for m in judged]
 
 
-def least_of(m: Measurement) -> float | None:
+def find_least_bandwidth(m: Measurement) -> float | None:
     """Return the largest lower end of its bars, in bytes/s, against which it is checked; None if none is known."""
     return max((bar.low for bar in m.bars if bar.low is not None), default=None)
 
@@ -74,7 +74,7 @@ def is_judged_result(m: Measurement) -> bool:
     return any(bar.name == BASELINE for bar in m.bars) or (bool(m.bars) and is_judged(m.op, m.bytes, len(m.ranks)))
 
 
-def baseline_bar(then: float, *more: str) -> Bar:
+def make_baseline_bar(then: float, *more: str) -> Bar:
     """Return the bar for a baseline value, in bytes/s."""
     why = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
     return Bar(
@@ -82,7 +82,7 @@ def baseline_bar(then: float, *more: str) -> Bar:
     )  # fmt: skip
 
 
-def _why_not(result: BenchResult) -> str:
+def _explain_unjudged(result: BenchResult) -> str:
     if not result.measurements:
         return "nothing was measured"
     if result.backend != "nccl":
@@ -92,51 +92,51 @@ def _why_not(result: BenchResult) -> str:
     return "no result of at least 64 MiB per rank; smaller sizes measure latency, not links"
 
 
-def _compared_with_bars(m: Measurement, node: str, result: BenchResult, snapshots: Sequence[Snapshot]) -> Finding:
+def _compare_with_bars(m: Measurement, node: str, result: BenchResult, snapshots: Sequence[Snapshot]) -> Finding:
     """Compare a measurement with its bars: the first is the expected value, CURRENT counts only active links."""
     value = m.busbw_bytes_per_second
     first = next((bar for bar in m.bars if bar.name != CURRENT), None)
     now = next((bar for bar in m.bars if bar.name == CURRENT), None)
     known = [bar for bar in m.bars if bar.low is not None]
-    evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in m.bars) + tuple(
+    evidence = tuple(f"{bar.name}: {format_bar(bar)}" for bar in m.bars) + tuple(
         why for bar in m.bars for why in bar.why
     )
     if not known:
         why, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
         rate, size = units.rate(value), units.size(m.bytes)
         return make_finding(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=why)
-    status = min((status_of(value, bar) for bar in known), key=ORDER.index)
-    shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
+    status = min((judge_bandwidth(value, bar) for bar in known), key=ORDER.index)
+    shown = "; ".join(f"{format_bar(bar)} {bar.name}" for bar in m.bars)
     measured = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
     if status == "pass":
         case = "open" if first is None or first.low is None else "pass"
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
-    case, words = _cause(m, first, now, result, snapshots)
+    case, words = _find_cause(m, first, now, result, snapshots)
     fabric = result.evidence.fabric if result.evidence and case in _PROVES else ()
     evidence = (*_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
     return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **words)
 
 
-def expected_words(m: Measurement) -> str:
+def format_expected(m: Measurement) -> str:
     """Format the first known bar of a measurement with its interval, for a table."""
     bar = next((bar for bar in m.bars if bar.low is not None), None)
-    return bar_words(bar) if bar else units.rate(m.expected_busbw_bytes_per_second)
+    return format_bar(bar) if bar else units.rate(m.expected_busbw_bytes_per_second)
 
 
-def bar_words(bar: Bar) -> str:
+def format_bar(bar: Bar) -> str:
     """Format a bar: "332 GB/s (278 GB/s to 424 GB/s)", "unknown"."""
     if bar.low is None:
         return "unknown"
     return f"{units.rate(bar.typical)} ({units.rate(bar.low)} to {units.rate(bar.high)})"
 
 
-def status_of(value: float, bar: Bar) -> Status:
+def judge_bandwidth(value: float, bar: Bar) -> Status:
     """Return the status by cost: a value below the low end warns, below half of it fails."""
     low = bar.low or 0.0
     return Status.PASS if value >= low else Status.WARN if value >= low * FAILS_BELOW else Status.FAIL
 
 
-def _cause(
+def _find_cause(
     m: Measurement, first: Bar | None, now: Bar | None, result: BenchResult, snapshots: Sequence[Snapshot]
 ) -> tuple[str, dict[str, object]]:
     """Return the cause as far as the two bars show it: the case of the finding, and the values for its text."""
@@ -146,7 +146,7 @@ def _cause(
     due = (first.low if first else None) or 0.0
     if now is not None and now.low is not None and now.low <= value and now.low < due:
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
-        return " links", {"missing": "; ".join(missing) or _difference(first, now)}
+        return " links", {"missing": "; ".join(missing) or _describe_difference(first, now)}
     remote = result.evidence.inter_node_transport if result.evidence else None
     if hosts > 1 and len(result.nvlink_domains) == 1 and result.nvlink_domains[0] and remote != "NVLink (MNNVL)":
         return " mnnvl", {"hosts": hosts, "domain": result.nvlink_domains[0], "by": remote or "another way"}
@@ -157,7 +157,7 @@ def _cause(
     return "", {}
 
 
-def _difference(first: Bar | None, now: Bar) -> str:
+def _describe_difference(first: Bar | None, now: Bar) -> str:
     due = [why for why in (first.why if first else ()) if why not in now.why]
     have = [why for why in now.why if first is None or why not in first.why]
     return f"{have[0]}, where {due[0]}" if have and due else "fewer than on its equals"
@@ -166,16 +166,16 @@ def _difference(first: Bar | None, now: Bar) -> str:
 # The checks of a benchmark and of a run.
 
 
-def _codes(*families: str) -> tuple[str, ...]:
+def _list_codes(*families: str) -> tuple[str, ...]:
     """Return the codes of findings.toml that begin with one of these words."""
     return tuple(dict.fromkeys(code for key in _TEXTS if (code := key.split()[0]).startswith(families)))
 
 
-RDMA_BENCH_CODES = _codes("bench.rdma.")
-BENCH_CODES = tuple(code for code in _codes("bench.", "evidence.") if code not in RDMA_BENCH_CODES)
-RUN_CODES = _codes("run.", "forecast.")
-SEARCH_CODES = _codes("search.")
-CLUSTER_CODES = _codes("cluster.")
+RDMA_BENCH_CODES = _list_codes("bench.rdma.")
+BENCH_CODES = tuple(code for code in _list_codes("bench.", "evidence.") if code not in RDMA_BENCH_CODES)
+RUN_CODES = _list_codes("run.", "forecast.")
+SEARCH_CODES = _list_codes("search.")
+CLUSTER_CODES = _list_codes("cluster.")
 PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
 HOST_CODES: tuple[str, ...] = (  # checks that a preflight of a host can perform
     *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,
@@ -188,23 +188,23 @@ def with_bench(view: View, bench: BenchResult | None, at_seconds: float | None =
     """Add to the view the checks of a benchmark of its hosts, which ended at `at_seconds` (Unix time)."""
     if bench is None:
         return view
-    checks = (*view.checks, *without_secrets(checks_of_bench(bench, view.snapshots)))
+    checks = (*view.checks, *without_secrets(check_benchmark(bench, view.snapshots)))
     return replace(view, checks=checks, verdict=judge(checks), bench=bench, bench_at_seconds=at_seconds)
 
 
-def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
+def check_benchmark(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
     """Return the checks of a benchmark."""
     node = ", ".join(sorted(set(result.hosts)))
     return (
-        _unverified(result, node),
-        _incomplete(result, node),
-        *checks_of_bars(result, snapshots),
-        *_stragglers(result, node),
-        *_evidence(result, snapshots, node),
+        _check_verified(result, node),
+        _check_complete(result, node),
+        *check_bars(result, snapshots),
+        *_check_stragglers(result, node),
+        *_check_evidence(result, snapshots, node),
     )
 
 
-def _unverified(result: BenchResult, node: str) -> Finding:
+def _check_verified(result: BenchResult, node: str) -> Finding:
     wrong = [m for m in result.measurements if not m.verified]
     if wrong:
         names = ", ".join(f"{m.op} at {units.size(m.bytes)}" for m in wrong)
@@ -214,7 +214,7 @@ def _unverified(result: BenchResult, node: str) -> Finding:
     return make_finding("bench.result.unverified pass", node, count=len(result.measurements))
 
 
-def _incomplete(result: BenchResult, node: str) -> Finding:
+def _check_complete(result: BenchResult, node: str) -> Finding:
     if result.complete:
         return make_finding("bench.run.incomplete pass", node)
     if result.stopped_by:  # the end of the ranks then shows nothing about the machine
@@ -225,7 +225,7 @@ def _incomplete(result: BenchResult, node: str) -> Finding:
     return make_finding("bench.run.incomplete", node, evidence=result.problems, why=why)
 
 
-def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
+def require_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """Change an incomplete benchmark from unknown to a failure, for a request that depends on its result."""
     return tuple(
         replace(check, status=Status.FAIL)
@@ -235,7 +235,7 @@ def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     )
 
 
-def _stragglers(result: BenchResult, node: str) -> list[Finding]:
+def _check_stragglers(result: BenchResult, node: str) -> list[Finding]:
     if not result.measurements:
         return [make_finding("bench.rank.slow none", node)]
     if not result.stragglers:
@@ -247,17 +247,17 @@ def _stragglers(result: BenchResult, node: str) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> list[Finding]:
+def _check_evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> list[Finding]:
     found = result.evidence
     if found is None:
         why = f"the {result.backend} backend leaves no NCCL log to read"
-        return list(unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), why))
+        return list(make_unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), why))
     sent, received = found.send, found.receive
     noun = "channel" if max(sent.total, received.total) == 1 else "channels"
     seen = [
         f"{word} {side.gdrdma}/{side.total}" for word, side in (("send", sent), ("receive", received)) if side.total
     ]
-    could = gdrdma_possible(snapshots)
+    could = is_gdrdma_possible(snapshots)
     status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(found.gdrdma, Status.FAIL if could else Status.INFO)
     gdrdma = make_finding(
         "evidence.gdrdma.off" if could else "evidence.gdrdma.off impossible", node, status,
@@ -276,10 +276,10 @@ def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
     return tuple(f"line {line.line}: {line.text}" for line in proof)
 
 
-def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
+def check_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
     """Return the checks of a run; `why` says why there is no record."""
     if record is None:
-        return (make_finding("run.failed none", node, why=why), *unmeasured(RUN_CODES[1:], why))
+        return (make_finding("run.failed none", node, why=why), *make_unmeasured(RUN_CODES[1:], why))
     ended = "run.failed pass" if record.status == "complete" else "run.failed"
     layout = "" if record.status == "mismatch" else " unknown" if record.layout.effective is None else " pass"
     loss = " unknown"
@@ -289,11 +289,11 @@ def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Findin
         make_finding(ended, node, record=record, reason=record.reason or "no reason given"),
         make_finding(f"run.layout.mismatch{layout}", node, record=record),
         make_finding(f"run.loss.not_falling{loss}", node, record=record),
-        *(_compared(line, node) for line in compare(record)),
+        *(_check_forecast(line, node) for line in compare(record)),
     )
 
 
-def _compared(line: Comparison, node: str) -> Finding:
+def _check_forecast(line: Comparison, node: str) -> Finding:
     code = "forecast.step_time.outside" if line.quantity == "step_seconds" else "forecast.memory.outside"
     status = Status.PASS if line.within else Status.UNKNOWN if line.within is None else None
     return make_finding(
@@ -352,7 +352,7 @@ def _read_baseline(path: Path) -> Baseline:
     if "writes" in value:
         return Baseline(writes={write.port: write for write in read_as(value, RdmaResult).writes})
     if "measurements" in value:
-        return Baseline(busbw=_busbw(value))
+        return Baseline(busbw=_read_busbw(value))
     if not isinstance(value.get("checks"), list):
         raise GateError("no report and no benchmark; `preflight --host RECORDING --save FILE` makes a report")
     version = value.get("schema_version")
@@ -363,32 +363,32 @@ def _read_baseline(path: Path) -> Baseline:
         for snapshot in value.get("snapshots") or ()
         if "facts" in snapshot["outcomes"].get("pci", {})
     }
-    busbw = _busbw(value["bench"]) if value.get("bench") else {}
-    return Baseline(statuses=_worst(value["checks"]), buses=buses, busbw=busbw)
+    busbw = _read_busbw(value["bench"]) if value.get("bench") else {}
+    return Baseline(statuses=_keep_worst(value["checks"]), buses=buses, busbw=busbw)
 
 
-def _busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
+def _read_busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
     result = read_as(bench, BenchResult)
     return {_measured_as(m): m.busbw_bytes_per_second for m in result.measurements if m.verified}
 
 
-def _same_node(now: Iterable[str], then: Iterable[str]) -> dict[str, str]:
+def _match_single_node(now: Iterable[str], then: Iterable[str]) -> dict[str, str]:
     """Return the name in the baseline of the only node, if the run and the baseline have one node each."""
     now, then = set(now), set(then)
     return {now.pop(): then.pop()} if len(now) == len(then) == 1 else {}
 
 
-def missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
+def find_missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
     """Return a failure for each kind of device of which a host's PCI bus shows fewer than in the baseline.
 
     A GPU or HCA that left the bus has no check that could fail. A baseline without a scan has no device counts.
     """
     now = {snapshot.hostname: facts for snapshot in snapshots if (facts := snapshot.facts(PciFacts))}
-    alias = _same_node(now, baseline.buses)
+    alias = _match_single_node(now, baseline.buses)
     found = []
     for node, facts in now.items():
         before = baseline.buses.get(alias.get(node, node))
-        for key, words, listed in (("gpus", "GPU", pci_probe.gpus), ("hcas", "HCA", pci_probe.hcas)):
+        for key, words, listed in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
             earlier = {device.bus_id for device in listed(before)} if before else set()
             have = {device.bus_id for device in listed(facts)}
             if len(have) < len(earlier):
@@ -400,7 +400,7 @@ def missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[
     return tuple(found)
 
 
-def _worst(checks: Iterable[Mapping[str, Any]]) -> dict[Key, Status]:
+def _keep_worst(checks: Iterable[Mapping[str, Any]]) -> dict[Key, Status]:
     held: dict[Key, Status] = {}
     for check in checks:
         key = str(check["code"]), str(check["node"]), str(check["subject"])
@@ -416,7 +416,7 @@ def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Stat
     Nodes are matched by name. If the run and the baseline have one node each, they are treated as the same node.
     """
     checks = tuple(checks)
-    alias = _same_node((c.node for c in checks if c.node), (node for _, node, _ in baseline if node))
+    alias = _match_single_node((c.node for c in checks if c.node), (node for _, node, _ in baseline if node))
     passed = {(code, node) for (code, node, _), status in baseline.items() if status == "pass"}
 
     def judged(check: Finding) -> Finding:
@@ -440,7 +440,7 @@ def add_baseline_bars(result: BenchResult, before: Mapping[tuple[str, int, int, 
     for m in result.measurements:
         if m in known and largest[m.op, len(m.ranks)] == m.bytes:
             then = before[_measured_as(m)]
-            bar = baseline_bar(then)
+            bar = make_baseline_bar(then)
             rest = tuple(each for each in m.bars if each.name != BASELINE)
             m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=bar.why)
         made.append(m)

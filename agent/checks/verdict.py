@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED, units
-from agent.checks.findings import MANY_CODES, ORDER, grouped, worst_first
-from agent.checks.host_checks import checks_of_hosts
+from agent.checks.findings import MANY_CODES, ORDER, group_findings, sort_worst_first
+from agent.checks.host_checks import check_hosts
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.gpu.health import FREE_MEMORY, is_full, subject_of
+from probes.gpu.health import FREE_MEMORY, is_full, name_subject
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from topology.build import build
@@ -26,7 +26,7 @@ from topology.cluster import join
 from topology.graph import NodeTopology
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expected
+    from agent.checks.expect import NodeExpectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
     from collectives.search.plan import SearchResult
@@ -91,8 +91,8 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     """
     checks = tuple(checks)
     results = {status: [check for check in checks if check.status == status] for status in ORDER}
-    listed = _listed(checks)
-    prefix = f"{aside}; " if (aside := unjudged(checks)) else ""
+    listed = _count_listed(checks)
+    prefix = f"{aside}; " if (aside := warn_of_unchecked_gpus(checks)) else ""
 
     def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, why: str) -> Verdict:
         code = EXIT_INTERRUPTED if stopped == "SIGINT" else exit_code
@@ -105,7 +105,7 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     if stopped:
         return verdict("unknown", EXIT_STOPPED, f"stopped by {stopped} before it was done")
     if required := [check for check in results[Status.UNKNOWN] if check.required]:
-        return verdict("unknown", EXIT_UNKNOWN, f"required but not measured: {_unmeasured(required)}")
+        return verdict("unknown", EXIT_UNKNOWN, f"required but not measured: {_name_unmeasured(required)}")
     if pending := sorted({check.code for check in checks if check.pending}):
         return verdict("unknown", EXIT_UNKNOWN, f"seen once, not confirmed by a second scan yet: {', '.join(pending)}")
     if fail_on == "unknown" and results[Status.UNKNOWN]:
@@ -123,7 +123,7 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     return verdict("pass", EXIT_PASS, f"{prefix}{found}{left}")
 
 
-def unjudged(checks: Iterable[Finding]) -> str:
+def warn_of_unchecked_gpus(checks: Iterable[Finding]) -> str:
     """Return a warning if hosts were checked without their GPUs, because a pass then does not cover them; else ""."""
     known: dict[str, bool] = {}
     for check in checks:
@@ -135,7 +135,7 @@ def unjudged(checks: Iterable[Finding]) -> str:
     return units.some(without, "no GPU was checked on ", 4)
 
 
-def _unmeasured(checks: Sequence[Finding]) -> str:
+def _name_unmeasured(checks: Sequence[Finding]) -> str:
     """Return the codes that were not measured; many codes of one family with one reason are written "gpu.* (why)"."""
     by_reason: dict[tuple[str, str], set[str]] = {}
     for check in checks:
@@ -146,12 +146,12 @@ def _unmeasured(checks: Sequence[Finding]) -> str:
     }))  # fmt: skip
 
 
-def _listed(checks: Sequence[Finding]) -> dict[str, int]:
+def _count_listed(checks: Sequence[Finding]) -> dict[str, int]:
     """Count failures and warnings as every list groups them, and the other checks by their worst result."""
     worst: dict[str, Status] = {}
-    for check in worst_first(checks):
+    for check in sort_worst_first(checks):
         worst.setdefault(check.code, check.status)
-    groups, codes = Counter(group.status for group in grouped(checks)), Counter(worst.values())
+    groups, codes = Counter(group.status for group in group_findings(checks)), Counter(worst.values())
     return {status: (groups if status in ("fail", "warn") else codes)[status] for status in ORDER}
 
 
@@ -178,14 +178,14 @@ class View:
 
 def build_view(
     snapshots: Sequence[Snapshot], *, runs: tuple[RunRecord, ...] = (), earlier: Sequence[Snapshot] = (),
-    expected: Sequence[Expected] | str = (), search: SearchResult | None = None,
+    expected: Sequence[NodeExpectation] | str = (), search: SearchResult | None = None,
 ) -> View:  # fmt: skip
     """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.
 
     `expected` contains the expectations for each host, or the reason why they could not be read.
     """
     topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
-    checks = checks_of_hosts(snapshots, topologies, earlier=earlier, expected=expected)
+    checks = check_hosts(snapshots, topologies, earlier=earlier, expected=expected)
     return View(
         snapshots=tuple(snapshots), topologies=topologies, checks=checks, verdict=judge(checks),
         made_at_seconds=time.time(), runs=runs, search=search,
@@ -204,7 +204,7 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
 def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
     """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
     facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
-    full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
+    full = {(node, name_subject(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
     return tuple(
         replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
         if check.code == "gpu.memory.in_use" and (check.node, check.subject) in full

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_UNKNOWN, units
-from agent.base.options import command, require_writable, snapshots
+from agent.base.options import command, read_snapshots, require_writable
 from agent.base.output import Progress, console, emit, print_text, render, save_document, write_result
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
-    from agent.checks.measured import add_baseline_bars, checks_of_bars, read_baseline
-    from agent.jobs.benchmark import spec_of, watch
+    from agent.checks.measured import add_baseline_bars, check_bars, read_baseline
+    from agent.jobs.benchmark import build_spec, make_event_printer
     from agent.terminal import measured
     from collectives.bench.run import run
     from probes.registry import ALL
@@ -40,16 +40,16 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     stop, received = _stop_on_signals()
     progress = Progress()
     before = read_baseline(baseline, ("busbw",)).busbw  # before the run, to reject a wrong file early
-    spec = spec_of(options)
+    spec = build_spec(options)
     progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
-    result = run(spec, watch(progress.note), stop)
+    result = run(spec, make_event_printer(progress.note), stop)
     if received:
         result = replace(result, stopped_by=received[0])
     result = add_baseline_bars(result, before)
     save_benchmark_result(result)
     emit(result, form, lambda out: measured.print_benchmark(out, result, verbose=verbose))
     save_document(save, result)
-    sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots((), ALL)))))
+    sys.exit(_bench_exit(result, _report_low(check_bars(result, read_snapshots((), ALL)))))
 
 
 def _report_low(checks: Iterable[Finding]) -> bool:
@@ -71,7 +71,7 @@ def _stop_on_signals() -> tuple[threading.Event, list[str]]:
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Measure RDMA writes to the other host, or serve as their target; return the exit code."""
     from agent.checks.measured import read_baseline
-    from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
+    from agent.jobs.benchmark import check_writes, select_ports, with_bars
     from agent.terminal import measured
     from collectives.bench import perftest, processes
     from probes.registry import ALL
@@ -81,8 +81,8 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     progress = Progress()
     before = read_baseline(baseline, ("writes",)).writes  # before the run, to reject a wrong file early
     perftest.require_program()
-    (found,) = snapshots((), ALL, stop=stop)
-    ports = ports_of(found, options["devices"])
+    (found,) = read_snapshots((), ALL, stop=stop)
+    ports = select_ports(found, options["devices"])
     if not ports:
         print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
         _report_low(_causes(found))
@@ -103,7 +103,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     result = with_bars(result, found, before)
     emit(result, form, lambda out: measured.print_rdma_writes(out, result))
     save_document(save, result)
-    well = _report_low([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
+    well = _report_low([*check_writes(result, before), *([] if result.complete else _causes(found))])
     if signal.SIGINT.name in received:
         return EXIT_INTERRUPTED
     return EXIT_PASS if well and result.complete else EXIT_FAILED
@@ -111,11 +111,9 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
 
 def _causes(found: Snapshot) -> list[Finding]:
     """Return findings of this host's scan that prevent RDMA."""
-    from agent.checks.host_checks import checks_of_snapshot
+    from agent.checks.host_checks import check_snapshot
 
-    return [
-        c for c in checks_of_snapshot(found) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))
-    ]
+    return [c for c in check_snapshot(found) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))]
 
 
 def _bench_exit(result: BenchResult, well: bool) -> int:
@@ -138,7 +136,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
     stop, received = _stop_on_signals()
     progress = Progress()
     try:
-        spec = job.spec_of(options, snapshots((), ALL))
+        spec = job.build_spec(options, read_snapshots((), ALL))
         progress.step(f"search: {units.count(spec.place.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
         result = run.search(spec, progress.note, stop)
     except run.SearchError as error:
@@ -148,18 +146,18 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
         sys.exit(EXIT_INTERRUPTED)
     if result is None:
         return
-    found, lines, measured = job.findings_of(result), job.summary(result), plain.write(result)
+    found, lines, measured = job.make_findings(result), job.summarise(result), plain.write(result)
     result_store.save_search_result(measured)
-    document = {**measured, "findings": found, "summary": lines, "affinity": job.affinity(result)}
+    document = {**measured, "findings": found, "summary": lines, "affinity": job.build_affinity(result)}
     if form == "table":
         print_text(lines[0])
         print_findings(console(), found, everything=verbose)
         print_text("\n".join(lines[1:]))
     else:
-        print_text(job.slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
+        print_text(job.format_slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
     save_document(save, document)
     if picture is not None:
-        write_result(picture, job.picture(result), named=f"--picture {picture}")
+        write_result(picture, job.draw_pairs(result), named=f"--picture {picture}")
     if any(one.status in ("fail", "warn") for one in found):
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_UNKNOWN if found else EXIT_PASS)
@@ -169,13 +167,13 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.advice.advise import Request
-    from agent.jobs.benchmark import calibration_of, default_ranks, has_gpu
+    from agent.jobs.benchmark import calibrate_host, count_default_ranks, has_gpu
     from probes.registry import ALL
 
-    hosts, seconds = snapshots((), ALL), options["budget"]
-    copies = options["ranks"] or default_ranks(hosts)
+    hosts, seconds = read_snapshots((), ALL), options["budget"]
+    copies = options["ranks"] or count_default_ranks(hosts)
     Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
-    found = calibration_of(
+    found = calibrate_host(
         Request.of(model=model, sequence_length=sequence_length, method=options["method"]), copies,
         tokens=options["tokens"] or sequence_length, gpu=has_gpu(hosts), budget_seconds=seconds,
     )  # fmt: skip
@@ -215,7 +213,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
         return
     folder: Path = options["folder"]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("networks.svg", networks.picture(found)), ("networks.json", render(found, "json"))):
+    for name, content in (("networks.svg", networks.draw_bars(found)), ("networks.json", render(found, "json"))):
         write_result(folder / name, content, named=f"--report {folder}")
     emit(found, form, lambda out: show_networks(out, found, verbose=verbose))
     print_text(f"report: {folder / 'networks.svg'}, {folder / 'networks.json'}", err=True)
@@ -227,7 +225,7 @@ def show_networks(out: Console, found: NetworkBars, *, verbose: bool = False) ->
     from rich.markup import escape
 
     from agent.base.lines import grid
-    from agent.jobs.networks import words_of
+    from agent.jobs.networks import label_bar
 
     steps = [bar.step_seconds for bar in found.bars if bar.step_seconds]
     best, longest = min(steps, default=0.0), max(steps, default=1.0)
@@ -235,7 +233,7 @@ def show_networks(out: Console, found: NetworkBars, *, verbose: bool = False) ->
     out.print(f"[dim]{escape(found.title)}[/dim]")
     rows = grid(2, 3)
     for bar in found.bars:
-        words = "\n".join(words_of(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
+        words = "\n".join(label_bar(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
         block = "█" * max(1, round(_BAR_WIDTH * bar.step_seconds / longest)) if bar.step_seconds else ""
         rows.add_row(escape(bar.network), block, escape(words))
     out.print(rows)

@@ -22,9 +22,9 @@ from typing import Any
 
 from agent.base import units, version
 from agent.base.options import command
-from agent.base.output import Progress, document, print_text, write_result
-from agent.checks.findings import worst_first
-from agent.checks.host_checks import checks_of_scans
+from agent.base.output import Progress, print_text, to_document, write_result
+from agent.checks.findings import sort_worst_first
+from agent.checks.host_checks import check_scans
 from contracts import bounded
 from contracts.plain import loads
 from contracts.redaction import redact, without_secrets
@@ -53,11 +53,11 @@ def bundle(
     """Collect the files of the hosts and write them into one archive."""
     if cluster:
         Progress().step("bundle: asking the agents")
-        hosts = of_cluster(namespace, context, nodes)
+        hosts = collect_cluster(namespace, context, nodes)
     else:
         with Scanner(root, probes=ALL) as scanner:
             snapshot, recording = scanner.capture()
-        hosts = {snapshot.hostname: of_host(snapshot, recording, state=state)}
+        hosts = {snapshot.hostname: collect_host(snapshot, recording, state=state)}
     content = pack_bundle(hosts)
     if target == "-":
         sys.stdout.buffer.write(content)
@@ -72,12 +72,12 @@ def bundle(
         print_text(f"no agent's pod runs in the namespace {namespace}; {reasons}", err=True)
 
 
-def of_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) -> Files:
+def collect_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) -> Files:
     """Return the files of this host, by name in its folder."""
-    checks = worst_first(checks_of_scans((snapshot,)))
+    checks = sort_worst_first(check_scans((snapshot,)))
     found: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),
-        "findings.json": _json(document([check for check in checks if check.status != "pass"])),
+        "findings.json": _json(to_document([check for check in checks if check.status != "pass"])),
         "versions.json": _json({"topoflight": version(), "python": platform.python_version(), "at": time.time(),
                                 "packages": dict(_versions())}),
     }  # fmt: skip
@@ -147,7 +147,7 @@ def unpack_bundle(content: bytes) -> dict[str, Files]:
 # A whole cluster, through `kubectl`: exec into the agents' pods, read their logs, nodes and records.
 
 
-def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> dict[str, Files]:
+def collect_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> dict[str, Files]:
     """Return a folder per node, and `cluster`. Errors are written to the node's `error.txt`. Raises BundleError."""
     base = ["kubectl", *(["--context", context] if context else []), "-n", namespace]
     agents = _listed([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base.options import command, snapshots
+from agent.base.options import command, read_snapshots
 from agent.base.output import console, emit, print_text, write_result
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everythi
     from agent.terminal.hosts import print_scan
     from probes.registry import ALL
 
-    view = build_view(snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
+    view = build_view(read_snapshots(hosts, ALL, root=root, timeout_seconds=timeout))
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
     emit(value if len(value) > 1 else value[0], form,
          lambda out: print_scan(out, view, verbose=verbose or everything, everything=everything))  # fmt: skip
@@ -38,7 +38,7 @@ def demo(verbose: bool) -> None:
     from probes.registry import ALL
 
     print_text("This node is a built-in example with deliberate faults. It is not a real machine.")
-    view = build_view(snapshots((DEMO,), ALL))
+    view = build_view(read_snapshots((DEMO,), ALL))
     print_scan(console(), view, verbose=verbose, everything=False)
     print_text(f"Check your own node: topoflight preflight. Every command can read this one: --host {DEMO}")
 
@@ -68,7 +68,7 @@ def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
     if fleet is not None:
         if files:
             raise click.UsageError("--fleet takes a folder and no further files")
-        view = differ.fleet(snapshots((fleet,), ALL))
+        view = differ.fleet(read_snapshots((fleet,), ALL))
         emit(view, form, lambda out: out.print(differ.fleet_text(view), markup=False))
         return
     if len(files) != 2:
@@ -84,7 +84,7 @@ def _only(path: Path) -> Snapshot:
     """Return the host of a recording, by its own name. Raises UsageError if the file contains several hosts."""
     from probes.registry import ALL
 
-    found = snapshots((path,), ALL)
+    found = read_snapshots((path,), ALL)
     if len(found) != 1:
         raise click.UsageError(f"{path}: holds {len(found)} hosts; diff compares two, and --fleet a folder of many")
     return found[0]

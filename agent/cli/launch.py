@@ -14,13 +14,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS
-from agent.base.options import InputError, NothingFitsError, command, name_of, read_input, require_writable, snapshots
+from agent.base.options import (
+    InputError,
+    NothingFitsError,
+    command,
+    describe_source,
+    read_input,
+    read_snapshots,
+    require_writable,
+)
 from agent.base.output import Progress, console, print_text, render, write_result
 from agent.base.units import count
 from contracts import plain
 
 if TYPE_CHECKING:
-    from agent.jobs.launch import Launched
+    from agent.jobs.launch import FinishedJob
     from contracts.finding import Finding
     from contracts.job_config import JobPlan
     from contracts.layout import Layout
@@ -40,7 +48,7 @@ def launch(
     """Choose the layout, then launch on this host, on Slurm or on a Kubernetes cluster."""
     from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
-    from agent.terminal.advice import layout_properties, print_rejected
+    from agent.terminal.advice import list_layout_properties, print_rejected
     from planner.kubernetes.manifests import storage_rate
     from planner.recommend import ROWS
     from probes.registry import ALL
@@ -54,8 +62,8 @@ def launch(
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
-    found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
-    request = job_settings.base_request(options | {"nodes": options["nodes"] or max(1, len(options["hosts"]))})
+    found = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
+    request = job_settings.build_request(options | {"nodes": options["nodes"] or max(1, len(options["hosts"]))})
     advice, options["trainer"], why = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], found
     )
@@ -69,10 +77,10 @@ def launch(
     if why:
         print_text(why, err=True)
     if not options["over"] and advice.total_seconds is not None:  # its duration is known
-        for word, line in layout_properties(advice, advice.chosen)[:2]:
+        for word, line in list_layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # the output folder of the job's settings
-        settings = job_settings.settings(options["config"], options["overrides"], options["trainer"]).explicit
+        settings = job_settings.read_settings(options["config"], options["overrides"], options["trainer"]).explicit
         folder = Path(settings.get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
         _launch_on_slurm(advice, found, folder, shown, options)
@@ -86,28 +94,30 @@ def _launch_on_cluster(
     advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]
 ) -> None:
     """Print the job in `form`, or create it if `form` is None."""
-    from agent.advice.advise import in_pods
-    from agent.advice.job_settings import grace_notice
+    from agent.advice.advise import adapt_to_pods
+    from agent.advice.job_settings import describe_grace
     from agent.jobs import cluster_job
+    from planner.kubernetes import networks
     from planner.kubernetes.manifests import SAVE_SECONDS, render as render_documents
 
-    cluster_job.refuse_what_cannot_train(advice, options)
+    cluster_job.refuse_untrainable(advice, options)
     # without --host this machine was scanned: a pod of the node, or the administrator's machine
-    advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
+    advice, left_out = adapt_to_pods(advice, found, here=not options["hosts"] and not options["machine"])
     advice = cluster_job.add_rails(advice, options, found)
     if options["no_compute_domain"]:
         advice = cluster_job.without_compute_domain(advice)
-    spec = cluster_job.spec_of(advice, options)
-    plan = cluster_job.plan_of(advice, options, found)
-    made = cluster_job.documents(spec, options["api"], plan)
-    documents = (*cluster_job.storage(options), *made)
+    spec = cluster_job.build_spec(advice, options)
+    plan = cluster_job.build_plan(advice, options, found)
+    made = cluster_job.build_documents(spec, options["api"], plan)
+    documents = (*cluster_job.build_claim(options), *made)
     if options["with_network"]:
-        documents = (*cluster_job.network(found, spec.namespace, options["host_mofed"]), *documents)
-    of_network = cluster_job.network_warnings(found, options["host_mofed"]) if options["with_network"] else ()
-    notice = grace_notice(advice, "the pods", spec.save_seconds, SAVE_SECONDS, options["storage_rate"])
+        network = networks.from_snapshots(found, namespace=spec.namespace, host_mofed=options["host_mofed"])
+        documents = (*networks.network(network), *documents)
+    of_network = cluster_job.list_network_warnings(found, options["host_mofed"]) if options["with_network"] else ()
+    notice = describe_grace(advice, "the pods", spec.save_seconds, SAVE_SECONDS, options["storage_rate"])
     for line in filter(None, (*plan.notes, *left_out, notice)):
         print_text(f"note: {line}", err=True)
-    for wrong in (*of_network, *cluster_job.warnings(spec)):
+    for wrong in (*of_network, *cluster_job.list_warnings(spec)):
         print_text(f"warning: {wrong}", err=True)
     if not (options["preflight_image"] or options["no_preflight"] or options["measure"]):
         print_text("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
@@ -129,7 +139,7 @@ def _launch_on_slurm(
     from agent.jobs import slurm
 
     folder = folder.absolute()
-    script, notes = slurm.script_of(advice, found, folder, options)
+    script, notes = slurm.build_script(advice, found, folder, options)
     if form:
         print_text(script, nl=False)
         if not folder.is_dir():
@@ -173,7 +183,7 @@ def _pass_gate(
 
     Exits if a check fails.
     """
-    from agent.checks.measured import must_be_measured, with_bench
+    from agent.checks.measured import require_measured, with_bench
     from agent.checks.verdict import build_view, with_environment
     from agent.jobs.benchmark import measure, stop_on_signals
 
@@ -186,7 +196,7 @@ def _pass_gate(
         with stop_on_signals(signal.SIGTERM) as (stop, _):
             result = measure(found[0], ranks, progress, stop, quick=True, environment=settings)
         checks = with_bench(view, result).checks
-        _require_pass(checks if result.stopped_by else must_be_measured(checks), options, result.stopped_by or "")
+        _require_pass(checks if result.stopped_by else require_measured(checks), options, result.stopped_by or "")
 
 
 def _require_pass(checks: Iterable[Finding], options: dict[str, Any], stopped: str = "") -> None:
@@ -219,8 +229,8 @@ def _launch_script(
         open_regular(script).close()
     except OSError as error:
         raise InputError(f"--script {script}: {error.strerror}") from None
-    found = snapshots(options["hosts"], ALL, root=options["root"])
-    plan = trainer.plan_of(script, arguments, found, options, folder)
+    found = read_snapshots(options["hosts"], ALL, root=options["root"])
+    plan = trainer.build_plan(script, arguments, found, options, folder)
     if form:
         _print_plan(plan.document, plan.words, plan.notes, form)
         return
@@ -239,16 +249,16 @@ def _launch_locally(
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Print the plan of the job in `form`, or run it if `form` is None."""
-    from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice, job_plan
+    from agent.advice.job_settings import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace
     from agent.jobs import launch as launcher
     from agent.terminal import measured
 
-    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
+    plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     if form:
-        _print_plan(plan, launcher.command(folder / "plan.json", layout.world_size), plan.notes, form)
+        _print_plan(plan, launcher.build_command(folder / "plan.json", layout.world_size), plan.notes, form)
         return
-    seconds = grace(advice, options["storage_rate"])
-    if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, options["storage_rate"]):
+    seconds = estimate_grace(advice, options["storage_rate"])
+    if notice := describe_grace(advice, "the ranks", seconds, GRACE_SECONDS, options["storage_rate"]):
         print_text(f"note: {notice}", err=True)
     record = _run_here(
         found, options, folder, {setting.name: setting.value for setting in advice.settings},
@@ -261,7 +271,7 @@ def _launch_locally(
 
 def _run_here(
     found: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
-    train: Callable[[Callable[[str], None]], Launched],
+    train: Callable[[Callable[[str], None]], FinishedJob],
 ) -> RunRecord:  # fmt: skip
     """Check this host, run the job on it, and return its stored record.
 
@@ -291,10 +301,10 @@ def _run_here(
 @click.argument("command", metavar="COMMAND...", nargs=-1, required=True)
 def run(command: tuple[str, ...], folder: Path) -> None:
     """Replace this process by the command, in an environment that starts the rank monitor."""
-    from agent.jobs.script import monitored
+    from agent.jobs.script import add_monitor
 
     try:
-        os.execvpe(command[0], command, monitored(os.environ, folder))  # noqa: S606 - the user's own command
+        os.execvpe(command[0], command, add_monitor(os.environ, folder))  # noqa: S606 - the user's own command
     except OSError as error:
         raise click.UsageError(f"{command[0]}: {error.strerror}") from None
 
@@ -304,7 +314,7 @@ def run(command: tuple[str, ...], folder: Path) -> None:
 def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> None:
     """Read the file, print the changes, and write them if requested."""
     from agent.jobs.script import wrap_manifest
-    from agent.jobs.slurm import wrapped_script
+    from agent.jobs.slurm import add_to_script
     from probes.registry import ALL
 
     if in_place and source == "-":
@@ -313,10 +323,10 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{name_of(source)}: not UTF-8: {error}") from None
-    found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
+        raise InputError(f"{describe_source(source)}: not UTF-8: {error}") from None
+    found = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
-    made, notes = (wrapped_script if is_script else wrap_manifest)(text, found, options)
+    made, notes = (add_to_script if is_script else wrap_manifest)(text, found, options)
     print_text(_difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)

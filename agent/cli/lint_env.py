@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
-from agent.base.options import InputError, command, parse_version, read_input, replayed
+from agent.base.options import InputError, command, parse_version, read_input, replay_recordings
 from agent.base.output import console, print_text, render
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
@@ -32,7 +32,7 @@ _LIMIT_BYTES = 16 << 20
 def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
     """Read the environment, print the findings, and exit with the verdict's code."""
     if kind == "process" or (kind == "auto" and source.isdigit() and not os.path.exists(source)):
-        text, kind = process_environment(source), "process"
+        text, kind = read_process_environment(source), "process"
     else:
         raw = read_input(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
         text = raw.decode("utf-8", errors="replace")
@@ -41,7 +41,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         from planner.lint.machine import machine_of
         from topology.build import SOURCES
 
-        machine = machine_of(replayed(hosts[:1], SOURCES)[0])
+        machine = machine_of(replay_recordings(hosts[:1], SOURCES)[0])
     name = "" if source == "-" or kind == "process" else source
     linted = lint_text(text, kind, nccl_version=nccl_version, machine=machine, name=name)
     if form != "table":
@@ -64,7 +64,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     sys.exit(linted.exit_code)
 
 
-def process_environment(pid: str) -> str:
+def read_process_environment(pid: str) -> str:
     """Return the environment of a running process from /proc."""
     try:
         return Path(f"/proc/{int(pid)}/environ").read_bytes().decode("utf-8", errors="replace")
@@ -74,7 +74,7 @@ def process_environment(pid: str) -> str:
         raise InputError(f"process {pid}: {error.strerror}") from None
 
 
-class Linted(NamedTuple):
+class LintResult(NamedTuple):
     """What was read from a text, and the findings in it."""
 
     read: str  # text: how many variables, in which format
@@ -93,7 +93,7 @@ class Linted(NamedTuple):
 
 def lint_text(
     text: str, kind: str, *, nccl_version: str | None, machine: ProbedMachine | None, name: str = ""
-) -> Linted:
+) -> LintResult:
     """Check every environment in `text`; `name` is the file name.
 
     Raises InputError if the text cannot be read or contains no variable: an environment that was not found was not
@@ -110,7 +110,7 @@ def lint_text(
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
         raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
     checks = tuple(_checks(reading, found_version, machine))
-    return Linted(
+    return LintResult(
         read=str(without_secrets(_read_in_words(reading))), checks=checks, unread=_unread_in_words(reading),
         unreached=len(reading.unreached), names=len(reading.names()),
     )  # fmt: skip

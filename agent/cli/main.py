@@ -90,16 +90,16 @@ def cli(verbose: int) -> None:
 @click.option("--list", "listed", is_flag=True, help="List all codes and alerts, each with its meaning.")
 def explain(code: str | None, listed: bool) -> None:
     """Explain a finding, a log problem, a diagnosis or an alert: its meaning, its cause and its remedy."""
-    from agent.checks.findings import UnknownCodeError, point, section, sections
+    from agent.checks.findings import UnknownCodeError, find_entry, find_point, read_entries
 
     if listed == (code is not None):
         raise click.UsageError("Give either one CODE or --list.")
     if code is None:
-        for name in sections():
-            click.echo(f"{name:36} {point(name, 'Meaning')}")
+        for name in read_entries():
+            click.echo(f"{name:36} {find_point(name, 'Meaning')}")
         return
     try:
-        _show_entry(section(code))
+        _show_entry(find_entry(code))
     except UnknownCodeError as error:
         raise click.UsageError(str(error)) from None
 

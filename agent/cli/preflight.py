@@ -42,10 +42,10 @@ def preflight(
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)
     if folder is not None:
-        from agent.pages import report_page
+        from agent.pages import render_report
 
         try:
-            written = write_folder(report, folder, report_page(report))
+            written = write_folder(report, folder, render_report(report))
         except OSError as error:
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         print_text(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
@@ -62,7 +62,7 @@ def _target(form: str) -> tuple[str, Path | None]:
 
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
-    from agent.jobs.preflight import junit, slurm_hosts, slurm_reasons
+    from agent.jobs.preflight import format_slurm_hosts, format_slurm_reasons, render_junit
 
     if form == "table":
         from agent.base.lines import plain_console
@@ -74,7 +74,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
         print_report(plain_console(table), report, verbose=verbose, everything=everything)
         text = table.getvalue()
     else:
-        texts = {"junit": junit, "github": github, "slurm": slurm_hosts, "reason": slurm_reasons}
+        texts = {"junit": render_junit, "github": render_github, "reason": format_slurm_reasons,
+                 "slurm": format_slurm_hosts}  # fmt: skip
         text = texts.get(form, lambda whole: render(whole, form))(report)
     if path is None:
         print_text(text, nl=False)
@@ -82,16 +83,16 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
     write_result(path, text, named=f"-o {form}={path}")
 
 
-def github(report: Report) -> str:
+def render_github(report: Report) -> str:
     """Return workflow commands for GitHub Actions: one annotation per failed or warned check."""
-    from agent.checks.findings import grouped
-    from agent.checks.verdict import unjudged
+    from agent.checks.findings import group_findings
+    from agent.checks.verdict import warn_of_unchecked_gpus
 
     levels = {"fail": "error", "warn": "warning"}
-    aside = unjudged(report.checks)
+    aside = warn_of_unchecked_gpus(report.checks)
     lines = [f"::notice title=preflight::{_escape(aside)}\n"] if aside else []
     named = len({check.node for check in report.checks if check.node}) > 1
-    for group in grouped(report.checks):
+    for group in group_findings(report.checks):
         unmeasured = group.status == "unknown" and group.required
         for check in group.checks[:1] if unmeasured else group.checks:  # one annotation per reason
             level = "error" if unmeasured else levels.get(check.status)

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import units
-from agent.base.options import NothingFitsError, RequestError, command, snapshots
+from agent.base.options import NothingFitsError, RequestError, command, read_snapshots
 from agent.base.output import emit, print_text
 from contracts.question import most
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @command("recommend")
 def recommend(**options: object) -> None:
     """Ask the planner and print the answer in the requested format."""
-    from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, advise, export, in_pods
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, adapt_to_pods, advise, export
     from planner.forecast.models import KNOWN
 
     exports = options.pop("list_exports")
@@ -49,13 +49,13 @@ def recommend(**options: object) -> None:
     if not request.machine:
         from probes.registry import ALL
 
-        found = snapshots(request.hosts, ALL, root=request.root)
+        found = read_snapshots(request.hosts, ALL, root=request.root)
     if options["compare"]:
         _compare(request, found, cast("tuple[str, ...]", options["compare"]), form)
         return
     advice = advise(request, found) if config is None else _of_file(request, Path(str(config)), found)
     if form == "k8s":
-        advice, left_out = in_pods(advice, found, here=not request.hosts)
+        advice, left_out = adapt_to_pods(advice, found, here=not request.hosts)
         for line in left_out:
             print_text(f"note: {line}", err=True)
     if form in ("table", "json", "yaml"):
@@ -102,10 +102,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _sweep(request: Request, text: str, form: str) -> None:
-    from agent.advice.advise import frontier_of
+    from agent.advice.advise import forecast_frontier
     from agent.base.lines import table
 
-    points = frontier_of(request, _numbers(text))
+    points = forecast_frontier(request, _numbers(text))
 
     def show(out: Console) -> None:
         priced = ["cost"] if any(p.cost for p in points) else []

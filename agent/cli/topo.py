@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base import EXIT_UNKNOWN
-from agent.base.options import InputError, command, name_of, read_input, snapshots
+from agent.base.options import InputError, command, describe_source, read_input, read_snapshots
 from agent.base.output import emit, print_text
 from contracts import bounded
 from contracts.host_list import slurm_name
@@ -38,7 +38,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     else:
         from topology.build import SOURCES, build  # not needed by --from
 
-        nodes = [with_expectations(build(snapshot)) for snapshot in snapshots(hosts, SOURCES, root=root)]
+        nodes = [with_expectations(build(snapshot)) for snapshot in read_snapshots(hosts, SOURCES, root=root)]
     if form == "svg":
         from topology.svg import svg
 
@@ -85,7 +85,7 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> N
 
     if source is not None:
         raise click.UsageError(f"-o {form} and --from cannot be combined.")
-    found = sorted(snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
+    found = sorted(read_snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
     newest = {slurm_name(snapshot.hostname): snapshot for snapshot in found}  # of two recordings of a node
     placements = [slurm.placement_of(snapshot) for snapshot in newest.values()]
     print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
@@ -95,7 +95,7 @@ def read_topology(source: str) -> NodeTopology:
     """Read a matrix or an XML file, plain or compressed with gzip; the format is detected from the content."""
     from topology.formats import TopologyFileError
 
-    name, raw = name_of(source), read_input(source, _LIMIT_BYTES, hint=", more than any topology has")
+    name, raw = describe_source(source), read_input(source, _LIMIT_BYTES, hint=", more than any topology has")
     if raw[:2] == b"\x1f\x8b":
         raw = _decompress(raw, name)
     words = b"".join(bounded.utf8_chunks(BytesIO(raw))).decode("utf-8", errors="replace")

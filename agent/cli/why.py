@@ -66,11 +66,11 @@ def why(
 
 def _of_job(job: str) -> JobFiles:
     """Return the run folder and logs of a Slurm job; print to stderr where they were found."""
-    from agent.jobs.slurm import job_files
+    from agent.jobs.slurm import find_job_files
 
     if not re.fullmatch(r"[1-9]\d{0,8}([_+]\d{1,9})?", job):
         raise click.UsageError(f"--job {job[:40]!r}: must be the id of a Slurm job, such as 1234 or 1234_5")
-    found = job_files(job)
+    found = find_job_files(job)
     print_text(found.where, err=True)
     return found
 

@@ -108,7 +108,7 @@ def connect(
     except (ConfigException, OSError) as error:
         raise AccessError(f"{source}: {error}") from None
     except (YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # the library does not check types
-        raise AccessError(f"{source}: is no kubeconfig: {type(error).__name__}: {error}") from None
+        raise AccessError(f"{source}: is not a kubeconfig: {type(error).__name__}: {error}") from None
     return Client(configuration, namespace=namespace, tries=tries, on_warning=on_warning)
 
 
@@ -252,7 +252,7 @@ class Client:
         if not 200 <= answer.status < 300:
             raise _refusal(answer.status, raw, answer.headers)
         if (value := json_object(raw)) is None:
-            raise ApiError(answer.status, f"{path}: the answer is no JSON object")
+            raise ApiError(answer.status, f"{path}: the response is not a JSON object")
         for header in answer.headers.getlist("Warning"):
             for text in _WARNING.findall(header):
                 self._on_warning(re.sub(r"\\(.)", r"\1", text))

@@ -25,8 +25,8 @@ from functools import lru_cache
 from typing import Any
 
 from agent.base import units, version
-from agent.checks.expect import Expected, check_expectations
-from agent.checks.findings import worst_first
+from agent.checks.expect import NodeExpectation, check_expectations
+from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import why_no_gpu_read, why_no_hca_read
 from agent.checks.measured import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError, View, judge
@@ -40,7 +40,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
-from probes.limits.probe import LimitsFacts, size as limit_words
+from probes.limits.probe import LimitsFacts, format_size as limit_words
 from probes.pci.facts import PciDevice, is_network
 from probes.rdma.facts import Gid, RdmaFacts
 from probes.registry import ALL
@@ -120,10 +120,10 @@ def read_resource(item: Json) -> NodeRecord:
     except _UNREADABLE as error:
         name = str(item["metadata"]["name"])
         log.warning("the NodeTopology of %s is invalid: %s; its node counts as unknown", name[:253], error)
-        return unknown_node(name)
+        return make_unknown_node(name)
 
 
-def unknown_node(name: str) -> NodeRecord:
+def make_unknown_node(name: str) -> NodeRecord:
     """Return the record of a node of which nothing is known: it was never scanned."""
     return NodeRecord(name=name, host=name, verdict="unknown", scanned_at_seconds=0.0, agent_version="")
 
@@ -134,14 +134,14 @@ def from_resource(item: Json) -> NodeRecord:
     Raises ValueError for an object of another program, which an old or missing CRD does not reject.
     """
     name, status = str(item["metadata"]["name"]), item.get("status") or {}
-    ended = seconds_of(status["stoppedAt"]) if status.get("stoppedAt") else None
-    if ended is not None and ended < seconds_of(status.get("scannedAt")):
+    ended = parse_time(status["stoppedAt"]) if status.get("stoppedAt") else None
+    if ended is not None and ended < parse_time(status.get("scannedAt")):
         ended = None  # an agent has scanned since then
     verdict = (status.get("lastVerdict") if ended is not None else None) or status.get("verdict") or "unknown"
     given = {own: status[theirs] for theirs, own in _TABLE["members"].items() if status.get(theirs) not in (None, "")}
     record = plain.read(
         {"host": name, "agent_version": "", **given, "name": name, "verdict": verdict,
-         "scanned_at_seconds": seconds_of(status.get("scannedAt")), "stopped_at_seconds": ended,
+         "scanned_at_seconds": parse_time(status.get("scannedAt")), "stopped_at_seconds": ended,
          "resource_version": str(item["metadata"].get("resourceVersion", ""))}, NodeRecord,
     )  # fmt: skip
     if verdict not in _VERDICTS:
@@ -166,7 +166,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
     names = {gpu.name for gpu in node.gpus}
     labels = Counter(pair.label for pair in node.pairs if {pair.a, pair.b} <= names).most_common()
     changes = tuple(
-        {"at": time_of(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
+        {"at": format_time(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
         for event in view.events[-MOST_CHANGES:]
     )  # fmt: skip
@@ -189,7 +189,7 @@ def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float])
 
     A finding that the history has raised (`since`) has its start time.
     """
-    ordered = worst_first(checks)
+    ordered = sort_worst_first(checks)
     unmeasured = {(c.code.split(".")[0], c.message): c for c in reversed(ordered) if c.required and
                   c.status == "unknown"}  # fmt: skip
     bad = [*(c for c in ordered if c.status == "fail"), *reversed(unmeasured.values()),
@@ -198,7 +198,7 @@ def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float])
         {
             "code": clean(c.code, 128), "severity": c.status.value, "subject": clean(c.subject, 128),
             "message": clean(c.message), "remedy": clean(c.remedy),
-            **({"since": time_of(since[c.code, c.subject])} if (c.code, c.subject) in since else {}),
+            **({"since": format_time(since[c.code, c.subject])} if (c.code, c.subject) in since else {}),
         }
         for c in bad
     )  # fmt: skip
@@ -208,12 +208,12 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
     """Return the object, and the object with its status: two writes, because status is a subresource."""
     about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": record.name}}
     status = {name: getattr(record, member) for name, member in _TABLE["members"].items()} | {
-        "scannedAt": time_of(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
+        "scannedAt": format_time(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
         "verdict": record.verdict,
     }  # fmt: skip
     if record.stopped_at_seconds is not None:  # no agent watches the node now, so its last verdict is outdated
         status |= {
-            "stoppedAt": time_of(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
+            "stoppedAt": format_time(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
         }  # fmt: skip
     known = {
         name: list(value) if isinstance(value, tuple) else value
@@ -244,36 +244,36 @@ def clean(text: str, most: int = MOST_LETTERS) -> str:
 def pack_facts(snapshot: Snapshot) -> str | None:
     """Return the facts, which equal nodes share; None if they exceed the record limits."""
     outcomes = {
-        probe.name: replace(outcome, facts=_bare(outcome.facts)) if isinstance(outcome, Ok) else outcome
+        probe.name: replace(outcome, facts=_omit_fields(outcome.facts)) if isinstance(outcome, Ok) else outcome
         for probe in _PROBES
         if (outcome := snapshot.outcomes.get(probe.name)) is not None
     }
     parts = {name: wire.outcome_to_json(replace(outcome, seconds=0.0)) for name, outcome in outcomes.items()}
-    text = json.dumps(_cleaned(parts), sort_keys=True)
+    text = json.dumps(_clean_texts(parts), sort_keys=True)
     packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
     return None if len(text) > MOST_FACTS_BYTES or len(packed) > MOST_FACTS_LETTERS else packed
 
 
-def _cleaned(value: Any) -> Any:
+def _clean_texts(value: Any) -> Any:
     """Return plain values with every text cleaned."""
     if isinstance(value, dict):
-        return {clean(name): _cleaned(each) for name, each in value.items()}
+        return {clean(name): _clean_texts(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_cleaned(each) for each in value]
+        return [_clean_texts(each) for each in value]
     return clean(value) if isinstance(value, str) else value
 
 
-def _bare(value: Any) -> Any:
+def _omit_fields(value: Any) -> Any:
     """Return facts without the fields that records omit."""
     if isinstance(value, tuple):
-        return tuple(_bare(each) for each in value)
+        return tuple(_omit_fields(each) for each in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     kind, changes = type(value), {}
     listed, dropped = _TABLE["published"].get(kind.__name__), _TABLE["dropped"].get(kind.__name__, ())
     for member in fields(value):
         if member.name not in dropped and (listed is None or member.name in listed):
-            changes[member.name] = _bare(getattr(value, member.name))
+            changes[member.name] = _omit_fields(getattr(value, member.name))
         elif member.default_factory is not MISSING:
             changes[member.name] = member.default_factory()
         else:
@@ -281,9 +281,9 @@ def _bare(value: Any) -> Any:
     if isinstance(value, PciDevice) and value.link_transfers_per_second_max and not is_network(value.class_code):
         changes["link_transfers_per_second"] = None  # a GPU's link is slower while it is idle
     if isinstance(value, Interface):
-        changes["addresses"] = tuple(map(_network, value.addresses))
+        changes["addresses"] = tuple(map(_hide_host, value.addresses))
     if isinstance(value, Gid):
-        changes["gid"] = _network(value.gid)
+        changes["gid"] = _hide_host(value.gid)
     if kind is LimitsFacts:
         changes["whose"] = _PROCESS.sub("the agent's process", changes["whose"])
     if kind is HostinfoFacts:
@@ -291,7 +291,7 @@ def _bare(value: Any) -> Any:
     return replace(value, **changes)
 
 
-def _network(text: str) -> str:
+def _hide_host(text: str) -> str:
     """Return the network of an address ("10.1.2.3/24" becomes "10.1.2.0/24"), or of a GID, whose prefix is unknown."""
     try:
         if "/" in text:
@@ -385,13 +385,13 @@ class Fleet:
         """
         if (found := _snapshot_of(record.facts)) is not None:
             return replace(found, hostname=record.name)
-        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
+        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) has no facts of this release"
         # GPUs are in the graph
         outcomes: dict[str, Any] = {each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"}
         return Snapshot(hostname=record.name, taken_at_seconds=0.0, outcomes=outcomes)
 
 
-def row(record: NodeRecord, now: float | None = None) -> Json:
+def make_row(record: NodeRecord, now: float | None = None) -> Json:
     """Return one row of /nodes. A silent node is unknown, whatever its last verdict was."""
     now = time.time() if now is None else now
     silent = record.silent(now)
@@ -406,12 +406,12 @@ def row(record: NodeRecord, now: float | None = None) -> Json:
     return made
 
 
-def time_of(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Format a Unix time as in a record."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def seconds_of(text: Any) -> float:
+def parse_time(text: Any) -> float:
     """Parse a time of a record to Unix time; 0 if it is invalid."""
     try:
         return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
@@ -435,8 +435,8 @@ def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> 
     return tuple(dict.fromkeys(found))
 
 
-def checks_of_nodes(
-    names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[Expected] = ()
+def check_nodes(
+    names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[NodeExpectation] = ()
 ) -> tuple[Finding, ...]:
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now
@@ -447,7 +447,7 @@ def checks_of_nodes(
             checks.append(make_finding(_SILENT, name, why=_why_silent(record, now)))
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
-        found = findings_of_record(name, record)
+        found = check_record(name, record)
         if expected:
             node = records.topology(record)
             found = [*check_expectations(expected, found, name, (records.snapshot(record), node) if node else None)]
@@ -465,7 +465,7 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
     return f"silent for {units.duration(record.age_seconds(now))}"
 
 
-def findings_of_record(name: str, record: NodeRecord) -> list[Finding]:
+def check_record(name: str, record: NodeRecord) -> list[Finding]:
     """Return the findings of a record, and its verdict if that is worse than all findings."""
     statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
     found = [

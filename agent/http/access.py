@@ -52,7 +52,7 @@ PROBLEM_TYPE = "application/problem+json"
 _NOT_KNOWN = "the token is not known, has expired, or was made for another audience"
 
 
-def problem(
+def make_problem(
     request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any
 ) -> JSONResponse:
     """Create one problem document."""
@@ -61,7 +61,7 @@ def problem(
     return JSONResponse(without_secrets(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
 
 
-class Tokens:
+class TokenChecker:
     """Checks bearer tokens; raises ProblemError 401, 403 or 503."""
 
     def __init__(
@@ -152,16 +152,18 @@ class Tokens:
             why = f"HTTP {error.status}" if error.status else "it cannot be reached"
             raise ProblemError(503, f"the API server could not check the token: {why}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
-        return name if allowed else ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path))
+        if not allowed:
+            return ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
+        return name
 
 
-class Guard:
+class TokenMiddleware:
     """ASGI middleware that checks the token before the body is read.
 
     Reads need a token if `tokens` requires it; every other method needs one, also on a path that does not exist.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenChecker) -> None:
         self._app, self._tokens = app, tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,13 +176,13 @@ class Guard:
             try:
                 request.state.user = await self._tokens.authorize(request, path=scope["path"], verb=verb)
             except ProblemError as error:
-                refusal = problem(request, error.status, error.detail, error.headers, **error.more)
+                refusal = make_problem(request, error.status, error.detail, error.headers, **error.more)
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def grant(user: str, verb: str, path: str) -> str:
+def describe_grant(user: str, verb: str, path: str) -> str:
     """Return the two commands that grant this permission, with object names that are unique per user and path."""
     who = hashlib.sha256(f"{user} {verb}".encode()).hexdigest()[:8]  # a user's name holds what an object's may not
     role = "-".join(["topoflight-load", *re.findall(r"[a-z0-9]+", path.lower()), who])
@@ -296,6 +298,6 @@ class LimitedProtocol(H11Protocol):
             status, detail = 503, f"{self.most_connections} connections are in use"
         if status:
             headers = {"Connection": "close", **({"Retry-After": "5"} if status == 503 else {})}
-            await problem(Request(scope), status, detail, headers)(scope, receive, send)
+            await make_problem(Request(scope), status, detail, headers)(scope, receive, send)
         else:
             await self._application(scope, receive, send)

@@ -11,15 +11,15 @@ from urllib.parse import urlencode
 
 from markupsafe import Markup
 
-from agent.advice.advise import EXPORTS, FORM
+from agent.advice.advise import EXPORTS, WHAT_IF_FIELDS
 from agent.base import units, version
 from agent.checks import history
-from agent.checks.findings import Group, grouped, is_problem, point
+from agent.checks.findings import FindingGroup, find_point, group_findings, is_problem
 from agent.checks.measured import CLUSTER_CODES
 from agent.checks.verdict import View, judge
-from agent.cluster.nodes import Fleet, NodeRecord, checks_of_nodes, seconds_of
+from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, parse_time
 from agent.jobs import search
-from agent.pages import digest, environment, lines, rendered, rows
+from agent.pages import digest, environment, group_rows, make_rows, render
 from contracts import question
 from contracts.finding import Finding, Status
 from planner.advice import Recommendation
@@ -30,7 +30,7 @@ from topology.paths import with_expectations
 ROWS = 100  # per page of the table of the cluster's nodes
 
 
-def node_page(
+def render_node_page(
     view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None, others: bool = False
 ) -> str:
     """Return the page of one node.
@@ -38,40 +38,40 @@ def node_page(
     `trouble` is why the newest scan failed, if this view is an older one; `others` says that the page of the whole
     cluster is not empty.
     """
-    return rendered("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
+    return render("node", view=view, advice=advice, why_not=why_not, trouble=trouble, others=others)
 
 
-def fleet_page(fleet: Fleet, *, source: str, list_error: str | None, search: str = "", page: int = 1) -> str:
+def render_fleet_page(fleet: Fleet, *, source: str, list_error: str | None, search: str = "", page: int = 1) -> str:
     """Return the page of all publishing nodes, from the records alone."""
     now = time.time()
-    shown = console(fleet, now, search, page)
-    return rendered("fleet", c=shown, source=source, list_error=list_error, made_at=now, version=version())
+    shown = collect_fleet_values(fleet, now, search, page)
+    return render("fleet", c=shown, source=source, list_error=list_error, made_at=now, version=version())
 
 
-def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
+def render_published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
     """Return the page of one node of the cluster, from its published record."""
     now = time.time()
     snapshot, node = fleet.snapshot(record), fleet.topology(record)
     topologies = () if node is None else (with_expectations(node),)
-    checks = checks_of_records(fleet, now, (record.name,))
+    checks = check_records(fleet, now, (record.name,))
     view = View(
         snapshots=(snapshot,), topologies=topologies, checks=checks, verdict=judge(checks),
         made_at_seconds=record.scanned_at_seconds,
     )  # fmt: skip
     age = units.duration(record.age_seconds(now))
-    return rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
+    return render("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
 
 
-def what_if_page(view: View, fields: Mapping[str, str], advice: Recommendation | None, error: str) -> str:
+def render_what_if_page(view: View, fields: Mapping[str, str], advice: Recommendation | None, error: str) -> str:
     """Return the form and, if it was answered, the layouts."""
-    query = {name: fields[name] for name in FORM if fields.get(name)}
-    return rendered(
-        "what_if", view=view, values={**dict.fromkeys(FORM, ""), **query}, query=query, advice=advice, error=error,
-        machines=machines.names(), models=[model.name for model in models.KNOWN],
+    query = {name: fields[name] for name in WHAT_IF_FIELDS if fields.get(name)}
+    return render(
+        "what_if", view=view, values={**dict.fromkeys(WHAT_IF_FIELDS, ""), **query}, query=query, advice=advice,
+        error=error, machines=machines.names(), models=[model.name for model in models.KNOWN],
     )  # fmt: skip
 
 
-def headers() -> dict[str, str]:
+def make_headers() -> dict[str, str]:
     """Return the headers of the agent's pages; their policy allows only content of the document and of this agent."""
     policy = (
         f"default-src 'none'; style-src '{digest('style.css')}'; script-src '{digest('page.js')}'; img-src data:; "
@@ -86,16 +86,17 @@ def headers() -> dict[str, str]:
 # The page of the whole cluster, created from the records alone.
 
 
-def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
+def check_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
     """Return findings of these nodes' agents, or of all; if an older record has no remedy, use that of the docs.
 
     A silent node is unknown on the pages. The gate fails for it, because a job cannot be started there.
     """
-    found = checks_of_nodes([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
+    found = check_nodes([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
     silent, _ = CLUSTER_CODES
     return tuple(
         check if check.status == "pass" else replace(
-            check, remedy=check.remedy or point(check.code, "Remedy"), required=check.required or check.code == silent,
+            check, remedy=check.remedy or find_point(check.code, "Remedy"),
+            required=check.required or check.code == silent,
             status=Status.UNKNOWN if check.code == silent else check.status,
         )
         for check in found
@@ -108,12 +109,12 @@ def cluster_address(search: str = "", page: int = 1) -> str:
     return "cluster" + (f"?{urlencode(query)}" if query else "")
 
 
-def console(fleet: Fleet, now: float, search: str = "", page: int = 1) -> SimpleNamespace:
+def collect_fleet_values(fleet: Fleet, now: float, search: str = "", page: int = 1) -> SimpleNamespace:
     """Return all values that the page shows at `now` (Unix seconds); its table has the nodes that match `search`."""
-    records, checks = fleet.records(), checks_of_records(fleet, now)
-    every = rows(records, checks, now)
+    records, checks = fleet.records(), check_records(fleet, now)
+    every = make_rows(records, checks, now)
     matching = [row for row in every if all(map(row.matches, search.lower().split()))]
-    table = lines(matching)
+    table = group_rows(matching)
     return SimpleNamespace(
         search=search, page=page, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
         shown=table[ROWS * (page - 1) : ROWS * page], pages=max(1, -(-len(table) // ROWS)),
@@ -122,14 +123,14 @@ def console(fleet: Fleet, now: float, search: str = "", page: int = 1) -> Simple
     )  # fmt: skip
 
 
-def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[Group, str]]:
+def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[FindingGroup, str]]:
     """Return each finding over all nodes, with the earliest start time."""
     since = {
-        (record.name, each.get("code"), each.get("subject")): seconds_of(each.get("since"))
+        (record.name, each.get("code"), each.get("subject")): parse_time(each.get("since"))
         for record in records
         for each in record.findings
     }
-    for group in grouped(filter(is_problem, checks)):
+    for group in group_findings(filter(is_problem, checks)):
         times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
         first = min(filter(None, times), default=0.0)
         yield group, units.clock(first) if first else ""
@@ -151,7 +152,7 @@ def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[
 
 
 environment().globals.update(
-    field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.change_lines,
-    exports=EXPORTS, cluster_address=cluster_address, search_summary=search.summary,
-    search_picture=lambda result: Markup(search.picture(result)),  # noqa: S704 - escaped there
+    field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.describe_changes,
+    exports=EXPORTS, cluster_address=cluster_address, search_summary=search.summarise,
+    search_picture=lambda result: Markup(search.draw_pairs(result)),  # noqa: S704 - escaped there
 )  # fmt: skip

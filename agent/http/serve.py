@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import EXIT_INTERRUPTED
-from agent.base.options import command, snapshots
+from agent.base.options import command, read_snapshots
 from agent.base.output import print_text
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     from agent.checks.history import History  # half a second of imports, at the same time as those of the child
     from agent.http.state import State
 
-    scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts, ALL))
+    scan = (lambda: (scanner.scan(),)) if scanner else (lambda: read_snapshots(hosts, ALL))
     state = State(
         scan, interval_seconds=interval, folder=options["folder"],
         expected=lambda: _expected(options),
@@ -62,7 +62,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     page, end = _url(address, place.getsockname()[1]), "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
     print_text(f"page: {page}  metrics: {page}metrics{end}", err=True)
     try:
-        listen(application(state, options, client), place)
+        listen(build_application(state, options, client), place)
     finally:
         if scanner:
             scanner.close()
@@ -70,10 +70,10 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
 
 def _expected(options: dict[str, Any]) -> Any:
     """Return the current expectations; the ConfigMap can appear, change and disappear. Raises GateError."""
-    from agent.checks.expect import expectation
+    from agent.checks.expect import read_expectations
 
     file: Path | None = options["expect_file"]
-    return expectation(options["expect"], file if file is not None and file.exists() else None)
+    return read_expectations(options["expect"], file if file is not None and file.exists() else None)
 
 
 def _url(address: str, port: int) -> str:
@@ -126,16 +126,16 @@ def listen(app: Any, place: socket.socket) -> None:
 
 
 def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
-    from agent.checks.expect import expectation
+    from agent.checks.expect import read_expectations
     from probes.registry import ALL
 
-    expectation(options["expect"], None)
+    read_expectations(options["expect"], None)
     file = options["expect_file"]
     if file is not None and not file.exists():
         log.warning("--expect-file %s: there is no such file; nothing is expected of this node until there is", file)
     if options["reads"] == "token" and not (options["token_file"] or options["token_review"]):
         raise click.UsageError("--reads token: needs --token-file or --token-review, or nobody can read")
-    if hosts and (count := len(snapshots(hosts, ALL))) != 1:
+    if hosts and (count := len(read_snapshots(hosts, ALL))) != 1:
         raise click.UsageError(f"--host: {count} hosts are recorded; an agent serves one")
     if options["token_file"]:
         from agent.http.access import read_tokens
@@ -156,13 +156,13 @@ def _make_state_folder(folder: Path) -> None:
         raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
 
 
-def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
+def build_application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
     """Connect endpoints and publisher to one state; `client` is needed to publish and to review tokens."""
-    from agent.http.access import Tokens
+    from agent.http.access import TokenChecker
     from agent.http.server import create
     from agent.http.state import Publisher
 
-    tokens = Tokens(
+    tokens = TokenChecker(
         client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
         audience=options["audience"], reads_open=options["reads"] == "open",
     )  # fmt: skip

@@ -30,12 +30,12 @@ from starlette.requests import ClientDisconnect
 from agent import base, metrics
 from agent.advice import advise
 from agent.base.options import RequestError
-from agent.checks.findings import worst_first
+from agent.checks.findings import sort_worst_first
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, Verdict, View, judge, select
-from agent.http.access import PROBLEM_TYPE, Guard, Tokens, problem
+from agent.http.access import PROBLEM_TYPE, TokenChecker, TokenMiddleware, make_problem
 from agent.http.state import Publisher, State
-from agent.http.worker import Answer, ProblemError, Worker, document, page_of
+from agent.http.worker import Answer, ProblemError, Worker, make_document, make_page
 from collectives.bench.results import BenchResult
 from contracts import plain, question
 from contracts.finding import Finding
@@ -76,7 +76,7 @@ class Recommendations(question.model()):  # type: ignore[misc]  # its members ar
 
 
 WhatIf: Any = create_model(  # type: ignore[call-overload]
-    "WhatIf", __config__=FORBID_UNKNOWN, **dict.fromkeys(advise.FORM, (FormField, ""))
+    "WhatIf", __config__=FORBID_UNKNOWN, **dict.fromkeys(advise.WHAT_IF_FIELDS, (FormField, ""))
 )
 
 
@@ -133,7 +133,7 @@ def text_responses(*media_types: str) -> Responses:
     return {200: {"content": dict.fromkeys(media_types, _TEXT)}}
 
 
-class Rendered:
+class ResponseCache:
     """Responses that depend only on one view and the request: rendered once, and discarded with the view.
 
     Only the event loop reads and stores responses; a thread renders them, one at a time.
@@ -197,17 +197,17 @@ def convert_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ProblemError)
     async def refused(request: Request, error: ProblemError) -> JSONResponse:
-        return problem(request, error.status, error.detail, error.headers, **error.more)
+        return make_problem(request, error.status, error.detail, error.headers, **error.more)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         headers = dict(error.headers) if error.headers else None
-        return problem(request, error.status_code, str(error.detail), headers)
+        return make_problem(request, error.status_code, str(error.detail), headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         errors, detail = describe_errors(error)
-        return problem(request, 422, detail, errors=errors)
+        return make_problem(request, 422, detail, errors=errors)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -285,14 +285,15 @@ _FORM[400]["content"]["text/html"] = _TEXT  # the form again, with the error
 
 
 def create(
-    state: State, *, tokens: Tokens | None = None, publisher: Publisher | None = None, worker: Worker | None = None
-) -> FastAPI:
+    state: State, *, tokens: TokenChecker | None = None, publisher: Publisher | None = None,
+    worker: Worker | None = None,
+) -> FastAPI:  # fmt: skip
     """Create the application for one state; it starts and stops scanning and publishing.
 
     Without `tokens`, endpoints that need a token are closed; without `publisher`, the pages of the cluster show only
     this node. `worker` answers expensive questions (by default a new one).
     """
-    tokens, worker = tokens or Tokens(), worker or Worker()
+    tokens, worker = tokens or TokenChecker(), worker or Worker()
     source = "kubernetes" if publisher is not None else "hosts"
 
     @contextlib.asynccontextmanager
@@ -314,8 +315,8 @@ def create(
     )  # fmt: skip
     convert_errors(app)
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
-    app.add_middleware(Guard, tokens=tokens)
-    rendered = Rendered()
+    app.add_middleware(TokenMiddleware, tokens=tokens)
+    rendered = ResponseCache()
     _health(app, state, rendered, {} if publisher is None else publisher.tally)
     _pages(app, state, source, worker, rendered)
     _facts(app, state, rendered)
@@ -325,7 +326,7 @@ def create(
     return app
 
 
-def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple[str, ...], float]) -> None:
+def _health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapping[tuple[str, ...], float]) -> None:
     @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
              responses=problem_responses(common=(400,)))  # fmt: skip
     async def healthz() -> str:
@@ -355,13 +356,13 @@ def _health(app: FastAPI, state: State, rendered: Rendered, tally: Mapping[tuple
         view, accept = state.current(), request.headers.get("accept", "")
 
         def expose() -> Answer:
-            body, content_type = metrics.exposition(view, accept, tally)
+            body, content_type = metrics.expose(view, accept, tally)
             return Answer(body=body, media_type=content_type, headers={"Vary": "Accept"})
 
         return await rendered.render(view, ("/metrics", choose_encoder(accept)[1]), expose)
 
 
-def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
+def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: ResponseCache) -> None:
     """Add endpoints for people: the page, the what-if form and the list of endpoints.
 
     Every page works without scripts and loads nothing from other hosts (Content Security Policy level 3). The code that
@@ -377,7 +378,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
             from agent.http import pages
 
             others = source == "kubernetes"
-            return page_of(pages.node_page(view, *_recommended(view), trouble=trouble, others=others))
+            return make_page(pages.render_node_page(view, *_recommended(view), trouble=trouble, others=others))
 
         return await rendered.render(view, ("/", trouble), drawn)
 
@@ -397,18 +398,18 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
 def _recommended(view: View) -> tuple[Recommendation | None, str]:
     """Return the recommended environment, or why there is none."""
     try:
-        return advise.for_view(view, advise.Request()), ""
+        return advise.advise_view(view, advise.Request()), ""
     except RequestError as error:
         return None, str(error)
 
 
-def _facts(app: FastAPI, state: State, rendered: Rendered) -> None:
+def _facts(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     """Add the endpoints that return one part of the newest view."""
 
     def add(name: str, about: str, make: Callable[[View], Any], model: Any = None, *more: int) -> None:
         async def fact() -> Response:
             view = state.current()
-            return await rendered.render(view, name, lambda: document(make(view)))
+            return await rendered.render(view, name, lambda: make_document(make(view)))
 
         app.add_api_route(f"/{name}", fact, name=name, description=about, tags=["facts"], response_model=model,
                           responses=problem_responses(*more))  # fmt: skip
@@ -419,7 +420,7 @@ def _facts(app: FastAPI, state: State, rendered: Rendered) -> None:
         return view.bench
 
     def not_passed(view: View) -> list[Finding]:
-        return [check for check in worst_first(view.checks) if check.status != "pass"]
+        return [check for check in sort_worst_first(view.checks) if check.status != "pass"]
 
     add("snapshot", "What every probe read.", lambda view: view.snapshots[0])
     add("topology", "Links, islands, nearest NICs, expectations.", lambda view: json_document(view.topologies[0]))
@@ -449,7 +450,7 @@ def _runs(app: FastAPI, state: State) -> None:
         return JSONResponse({"created": is_new}, 201 if is_new else 200, headers)
 
 
-def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: Rendered) -> None:
+def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: ResponseCache) -> None:
     """Add the documents that the worker process computes."""
 
     @app.get("/nodes", tags=["facts"], responses=problem_responses())
@@ -471,21 +472,21 @@ def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: 
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 
 
-def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
+def _gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     def judged(checks: Iterable[Finding], options: GateOptions) -> Gate:
         """Return the gate's result for these checks. Raises ProblemError 400 for a check that does not exist."""
         try:
             found = select(checks, require=options.require, skip=options.skip, known=ALL_CODES)
         except GateError as error:
             raise ProblemError(400, str(error)) from None
-        return Gate(verdict=judge(found, fail_on=options.fail_on), checks=worst_first(found))
+        return Gate(verdict=judge(found, fail_on=options.fail_on), checks=sort_worst_first(found))
 
     @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problem_responses())
     async def preflight(options: Annotated[GateOptions, Query()]) -> Response:
         """The gate over the last scan: verdict, exit code, checks. Makes no load."""
         view = state.current()
         key = "/preflight", options.model_dump_json()
-        return await rendered.render(view, key, lambda: document(judged(view.checks, options)))
+        return await rendered.render(view, key, lambda: make_document(judged(view.checks, options)))
 
     @app.post("/preflight", tags=["gate"], response_model=Gate, dependencies=TOKEN,
               responses=problem_responses(413))  # fmt: skip
@@ -494,4 +495,4 @@ def _gate(app: FastAPI, state: State, rendered: Rendered) -> None:
         log.info("POST %s by %s", request.url.path, request.state.user)
         options = requested or GateOptions()
         judged((), options)  # reject invalid options before the scan
-        return respond(document(judged(state.refresh().checks, options)))
+        return respond(make_document(judged(state.refresh().checks, options)))

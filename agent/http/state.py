@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import result_store
-from agent.checks.expect import Expected
+from agent.checks.expect import NodeExpectation
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError, View, build_view
@@ -26,7 +26,7 @@ from collectives.search.plan import SearchResult
 from contracts import bounded, plain
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
-from probes.increases import Past
+from probes.increases import EarlierScans
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class State:
 
     def __init__(
         self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None,
-        expected: Callable[[], Sequence[Expected]] = tuple, history: History | None = None,
+        expected: Callable[[], Sequence[NodeExpectation]] = tuple, history: History | None = None,
     ) -> None:  # fmt: skip
         self._scan, self._expected = scan, expected
         self.interval_seconds, self.folder, self.history = interval_seconds, folder, history
         self.view: View | None = None  # None until the first scan is done
         self.error: str | None = None  # why the last scan failed as a whole; None if it succeeded
-        self._past = Past()
+        self._past = EarlierScans()
         self._stop = threading.Event()
         self._scanning = threading.Lock()
         self._handing = threading.Lock()  # held while the published view is replaced
@@ -73,7 +73,7 @@ class State:
     def refresh(self) -> View:
         """Scan now; concurrent callers scan one after another, never two at once."""
         with self._scanning:
-            bench, bench_at = result_store.last_benchmark(self.folder) if self.folder else (None, None)
+            bench, bench_at = result_store.read_last_benchmark(self.folder) if self.folder else (None, None)
             scanned = build_view(
                 self._scan(), runs=self._runs(), earlier=self._past.snapshots,
                 expected=self._read_expectation(), search=self._last_search(),
@@ -87,7 +87,7 @@ class State:
             self.error = None
             return view
 
-    def _read_expectation(self) -> Sequence[Expected] | str:
+    def _read_expectation(self) -> Sequence[NodeExpectation] | str:
         """Read the expectations for each scan, because a ConfigMap may have changed; return a text if that fails."""
         try:
             return self._expected()
@@ -161,7 +161,6 @@ class Publisher:
         self._last: NodeRecord | None = None
         self._due = 0.0
         self._exists = False
-        self.writes = 0
         # the interval is the maximum time between writes of an unchanged record
         self.tally = Tally(float, {("publish_interval_seconds",): interval_seconds, ("publish_attempts_total",): 0.0})
 
@@ -215,7 +214,7 @@ class Publisher:
         self.tally["publish_attempts_total",] += 1
         whole, status = to_resource(record)
         if not self._exists:
-            if owner := owner_of(self._client.token(), record.name):
+            if owner := read_owner(self._client.token(), record.name):
                 whole["metadata"] = {**whole["metadata"], "ownerReferences": [owner]}  # `status` shares the old one
             self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
             self._exists = True
@@ -225,14 +224,13 @@ class Publisher:
             if error.status == 404:
                 self._exists = False  # it was deleted: create it again at the next attempt
             raise
-        self.writes += 1
         self.tally["publish_success_timestamp_seconds",] = time.time()
         self._last = record
         # with jitter, so that thousands of agents that started together do not keep writing at the same time
         self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.0)  # noqa: S311 - no secret
 
 
-def owner_of(token: str, node: str) -> dict[str, Any] | None:
+def read_owner(token: str, node: str) -> dict[str, Any] | None:
     """Return the Node as an owner reference, so that the object is deleted with it; None if the token has no Node.
 
     Since Kubernetes 1.30 a pod's own token contains its node's name and uid (bound service account tokens, claim

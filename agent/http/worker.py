@@ -34,7 +34,7 @@ from agent.base import log_to_stderr, output
 from agent.base.options import RequestError
 from agent.checks.verdict import View
 from agent.cluster.client import AccessError, ApiError, Client, connect
-from agent.cluster.nodes import Fleet, record_of_view, row
+from agent.cluster.nodes import Fleet, make_row, record_of_view
 from collectives.bench import processes
 from contracts import question
 from contracts.redaction import without_secrets
@@ -91,17 +91,17 @@ class _Job:
     waiting: int = 0
 
 
-def document(value: Any) -> Answer:
+def make_document(value: Any) -> Answer:
     """Return `value` as a JSON document without secrets."""
-    text = json.dumps(without_secrets(output.document(value)), indent=1)
+    text = json.dumps(without_secrets(output.to_document(value)), indent=1)
     return Answer(body=f"{text}\n".encode(), media_type="application/json")
 
 
-def page_of(html: str, status: int = 200) -> Answer:
+def make_page(html: str, status: int = 200) -> Answer:
     """Return a page, with the policy that allows its scripts."""
     from agent.http import pages
 
-    return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
+    return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.make_headers())
 
 
 class _Process:
@@ -228,7 +228,7 @@ class Worker:
 # is logged and answered with 500.
 
 
-class Known:
+class WorkerData:
     """The data that the answers are made from: the agent's last scan, and the records of the cluster."""
 
     view: View  # sent with every question that needs it
@@ -264,50 +264,52 @@ class Known:
         self._listed_at = time.monotonic()
 
 
-def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
+def recommendations(known: WorkerData, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
     """Return environment and layout of this node, as JSON or as an export."""
     wanted = advise.Request.of(**dict(options), allow_files=False)
-    advice = advise.for_view(known.view, wanted)
+    advice = advise.advise_view(known.view, wanted)
     if form in advise.EXPORTS:
         return Answer(body=advise.export(advice, form, nodes=wanted.nodes or 1).encode(), media_type="text/plain")
-    return document(advice)
+    return make_document(advice)
 
 
-def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
+def what_if(known: WorkerData, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
     from agent.http import pages
 
     form, view = dict(fields), known.view
     if not form.get("model"):
-        return page_of(pages.what_if_page(view, form, None, ""))
+        return make_page(pages.render_what_if_page(view, form, None, ""))
     try:
-        advice = advise.for_view(view, read_form(form))
-        return page_of(pages.what_if_page(view, form, advice, ""))
+        advice = advise.advise_view(view, read_form(form))
+        return make_page(pages.render_what_if_page(view, form, advice, ""))
     except RequestError as error:
-        return page_of(pages.what_if_page(view, form, None, str(error)), 400)
+        return make_page(pages.render_what_if_page(view, form, None, str(error)), 400)
 
 
-def nodes(known: Known, *, source: str, interval: float) -> Answer:
+def nodes(known: WorkerData, *, source: str, interval: float) -> Answer:
     """Return every node as a row, and the number of nodes per verdict; `list_error` is why the rows may be outdated."""
     now = time.time()
-    rows = [row(record, now) for record in known.fleet(source, interval).records()]
+    rows = [make_row(record, now) for record in known.fleet(source, interval).records()]
     counts = dict(sorted(Counter(made["verdict"] for made in rows).items()))
     more = {"note": MORE} if source != "kubernetes" else {"list_error": known.error} if known.error else {}
-    return document({"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more})
+    return make_document({"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more})
 
 
-def cluster_page(known: Known, *, source: str, interval: float, node: str | None, search: str, page: int) -> Answer:
+def cluster_page(
+    known: WorkerData, *, source: str, interval: float, node: str | None, search: str, page: int
+) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
     from agent.http import pages
 
     fleet = known.fleet(source, interval)
     if node is None:
-        made = pages.fleet_page(fleet, source=source, list_error=known.error, search=search, page=page)
-        return page_of(made)
+        made = pages.render_fleet_page(fleet, source=source, list_error=known.error, search=search, page=page)
+        return make_page(made)
     record = fleet.record(node)
     if record is None:
         raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
-    return page_of(pages.published_page(fleet, record, source=source))
+    return make_page(pages.render_published_page(fleet, record, source=source))
 
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
@@ -326,7 +328,7 @@ def read_form(form: Mapping[str, str]) -> advise.Request:
         raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
 
 
-def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
+def answer(known: WorkerData, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
     """Answer one question; every exception becomes a ProblemError."""
     try:
         return QUESTIONS[name](known, **payload)
@@ -356,7 +358,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # without memory, the kernel kills this and not the agent
     log_to_stderr()
-    pipe, known = Connection(int(sys.argv[1])), Known()
+    pipe, known = Connection(int(sys.argv[1])), WorkerData()
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):
         while pipe.poll(float(sys.argv[2])):  # longest idle time in seconds

@@ -15,11 +15,12 @@ import click
 
 from agent.advice.advise import Request
 from agent.base import units
+from agent.base.options import read_snapshots
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
 from agent.checks import measured
 from agent.checks.findings import ORDER
-from agent.checks.measured import BARS, JUDGED_OPS, bar_words, make_finding
+from agent.checks.measured import BARS, JUDGED_OPS, format_bar, make_finding
 from agent.checks.verdict import GateError
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
@@ -34,7 +35,8 @@ from planner.nccl_env.situation import situation
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-from probes.rdma.probe import nccl_gid_index
+from probes.rdma.probe import find_nccl_gid_index
+from probes.registry import ALL
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
@@ -69,7 +71,7 @@ def stop_on_signals(
             signal.signal(number, handler)
 
 
-def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
+def list_gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
     """Return the ids of processes that use this host's GPUs."""
     return tuple(
         process.pid
@@ -80,7 +82,7 @@ def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
     )
 
 
-def default_ranks(found: Sequence[Snapshot]) -> int:
+def count_default_ranks(found: Sequence[Snapshot]) -> int:
     """Return one rank per usable GPU of this host; 2 if there is none."""
     for snapshot in found:
         facts = snapshot.facts(GpuFacts)
@@ -102,7 +104,7 @@ CALIBRATION_SECONDS = 120.0
 CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
 
 
-def preflight_spec(
+def build_preflight_spec(
     found: Sequence[Snapshot], ranks: int, budget_seconds: float, *, force: bool, hosts: int = 1, quick: bool = False,
     backend: str | None = None, due: Due | None = None,
 ) -> BenchSpec:  # fmt: skip
@@ -110,13 +112,13 @@ def preflight_spec(
 
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
-    expect = expected(found) if (backend or visible_backend()) == "nccl" else None
+    expect = make_expect(found) if (backend or visible_backend()) == "nccl" else None
     large = (measured.judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
     return BenchSpec(
         ops=JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, budget_seconds=budget_seconds,
-        gpu_pids=gpu_processes(found), force=force, expect=expect, links=links_of(found, ranks, due),
+        gpu_pids=list_gpu_processes(found), force=force, expect=expect, links=describe_links(found, ranks, due),
         host_name=found[0].hostname if found and hosts == 1 else None,
     )  # fmt: skip
 
@@ -136,10 +138,10 @@ def measure(
     """
     seconds = budget_seconds or (QUICK_SECONDS if quick else BENCH_SECONDS)
     progress.step(f"measure: {', '.join(JUDGED_OPS)} with {units.count(ranks, 'rank')}, up to {units.seconds(seconds)}")
-    spec = preflight_spec((host,), ranks, seconds, force=force, quick=quick, due=due)
+    spec = build_preflight_spec((host,), ranks, seconds, force=force, quick=quick, due=due)
     try:
         with stop_on_signals(signal.SIGTERM, signal.SIGINT, stop=stop) as (_, signals):
-            result = run(replace(spec, environment=dict(environment or {})), watch(progress.note), stop)
+            result = run(replace(spec, environment=dict(environment or {})), make_event_printer(progress.note), stop)
     except (RuntimeError, OSError) as error:
         raise BenchmarkError(str(error)) from None
     if signals:  # also a signal received after the last measurement
@@ -148,7 +150,7 @@ def measure(
     return result
 
 
-def calibration_of(
+def calibrate_host(
     request: Request, ranks: int, *, tokens: int | None = None, gpu: bool = False,
     budget_seconds: float = CALIBRATION_SECONDS, threads: int | None = None, stop: threading.Event | None = None,
 ) -> Calibration:  # fmt: skip
@@ -177,7 +179,7 @@ def calibration_of(
 _NVLS_SINCE = (2, 17)
 
 
-def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> dict[str, Any]:
+def describe_links(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> dict[str, Any]:
     """Return this host's links as plain values for the ranks of other hosts; empty without a GPU."""
     if not found:
         return {}
@@ -188,7 +190,7 @@ def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> d
     return {name: asdict(each) for name, each in links.items()} | {"nvlink_domain": links[CURRENT].domain}
 
 
-def expected(found: Sequence[Snapshot]) -> Expect | None:
+def make_expect(found: Sequence[Snapshot]) -> Expect | None:
     """Return the function that gives the bars of each result of a run; None if this host shows no GPU."""
     if not found or not build(found[0]).gpus:
         return None
@@ -197,17 +199,17 @@ def expected(found: Sequence[Snapshot]) -> Expect | None:
         nccl = bool(hello) and "nccl" in (hello[0].get("versions") or {})  # the speed of gloo depends on the CPU
         if op not in JUDGED_OPS or len(hello) < 2 or not nccl:
             return ()
-        return tuple(_bar_of(name, op, size_bytes, hello) for name in BARS)
+        return tuple(_make_bar(name, op, size_bytes, hello) for name in BARS)
 
     return bars
 
 
-def _bar_of(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> Bar:
-    nvls, words = nvls_of(hello[0])
+def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> Bar:
+    nvls, words = detect_nvls(hello[0])
     first: dict[str, Mapping[str, Any]] = {}
     for row in hello:
         first.setdefault(str(row["host"]), row)
-    hosts = [_links(name, row) for row in first.values()]
+    hosts = [_read_links(name, row) for row in first.values()]
     if any(each is None for each in hosts):
         return Bar(name=name, why=("the links of a host are not known: its ranks did not report them",))
     paths = joined([each for each in hosts if each is not None], len(hello), nvls=nvls)
@@ -223,7 +225,7 @@ def _bar_of(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[str
     )  # fmt: skip
 
 
-def _links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
+def _read_links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
     """Return the links that a host's first rank reported."""
     try:
         return plain.read((row.get("links") or {})[name], Paths)
@@ -231,7 +233,7 @@ def _links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
         return None
 
 
-def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
+def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
     """Return whether the ranks' NCCL version may use NVLS, and why not; None if the version is unknown."""
     environment = row.get("environment") or {}
     if environment.get("NCCL_NVLS_ENABLE") == "0":
@@ -249,29 +251,26 @@ def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
 # The verb bench.
 
 
-def spec_of(options: Mapping[str, Any]) -> BenchSpec:
+def build_spec(options: Mapping[str, Any]) -> BenchSpec:
     """Return the benchmark that the command line describes, on this host."""
-    from agent.base.options import snapshots
-    from probes.registry import ALL
-
-    found = snapshots((), ALL)
-    ranks = options["ranks"] or default_ranks(found)
+    found = read_snapshots((), ALL)
+    ranks = options["ranks"] or count_default_ranks(found)
     budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
-    spec = preflight_spec(found, ranks, budget, force=options["force"], hosts=options["hosts"],
+    spec = build_preflight_spec(found, ranks, budget, force=options["force"], hosts=options["hosts"],
                           quick=options["quick"])  # fmt: skip
     ops = options["ops"] or spec.ops
     sizes = options["sizes"] or tuple(dict.fromkeys(case.bytes for case in spec.cases))
     return replace(
         spec, ops=ops, cases=tuple(Case(op=op, bytes=size) for size in sizes for op in ops),
-        sizes_bytes=options["sizes"], precision=percent(options["precision"]),
+        sizes_bytes=options["sizes"], precision=parse_percent(options["precision"]),
         hosts=options["hosts"], rendezvous=options["rendezvous"], host_name=options["host_name"],
         node_rank=options["node_rank"] if options["hosts"] > 1 else None,
         startup_seconds=options["startup"] or (STARTUP_SECONDS if options["hosts"] == 1 else HOSTS_SECONDS),
-        environment=network_environment(found) if options["hosts"] > 1 and not options["no_advice"] else {},
+        environment=advise_network_environment(found) if options["hosts"] > 1 and not options["no_advice"] else {},
     )  # fmt: skip
 
 
-def network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
+def advise_network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
     """Return the advised environment of a multi-node job without variables already set: its network is measured.
 
     In a pod with a secondary network this names the interface; otherwise the ranks would use the default network.
@@ -281,7 +280,7 @@ def network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
     return {s.name: s.value for s in advised if s.name.startswith(("NCCL_", "GLOO_")) and s.name not in os.environ}
 
 
-def percent(text: str) -> float:
+def parse_percent(text: str) -> float:
     """Parse "5%" or "0.05" as a ratio."""
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
@@ -289,7 +288,7 @@ def percent(text: str) -> float:
         raise SpecError(f"precision={text!r}: must be a percentage such as 5%, or a ratio") from None
 
 
-def watch(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
+def make_event_printer(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
     """Report the progress of the ranks through `note`."""
 
     def event(happened: dict[str, Any]) -> None:
@@ -310,10 +309,10 @@ LEAST, USUAL = 0.90, 0.97
 HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 
 
-def ports_of(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
+def select_ports(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
     """Return the ACTIVE ports of this host in order, or those in `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
-    every = [(device, port) for device, port in _ports(snapshot) if port.state == "ACTIVE"]
-    found = [Port(device=d.name, port=p.port, gid_index=nccl_gid_index(p)) for d, p in every]
+    every = [(device, port) for device, port in _list_ports(snapshot) if port.state == "ACTIVE"]
+    found = [Port(device=d.name, port=p.port, gid_index=find_nccl_gid_index(p)) for d, p in every]
     for name in wanted:
         if not any(name in (port.device, str(port)) for port in found):
             have = ", ".join(map(str, found)) or "none"
@@ -321,29 +320,29 @@ def ports_of(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
     return [port for port in found if not wanted or port.device in wanted or str(port) in wanted]
 
 
-def _ports(snapshot: Snapshot) -> list[tuple[RdmaDevice, RdmaPort]]:
+def _list_ports(snapshot: Snapshot) -> list[tuple[RdmaDevice, RdmaPort]]:
     facts = snapshot.facts(RdmaFacts)
     return [(device, port) for device in facts.in_reach for port in device.ports] if facts else []
 
 
 def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaWrite]) -> RdmaResult:
     """Add to each port its rate and the bars for its writes."""
-    known = {f"{device.name}:{port.port}": (device, port) for device, port in _ports(snapshot)}
+    known = {f"{device.name}:{port.port}": (device, port) for device, port in _list_ports(snapshot)}
     nics = {nic.name: nic for nic in build(snapshot).nics}
     made = []
     for write in result.writes:
         device, port = known[write.port]
         equals = [p for d, p in known.values() if (d.kind, d.model) == (device.kind, device.model)]
-        bars = _bars_of_port(write, device, port, equals, nics.get(device.name))
+        bars = _make_port_bars(write, device, port, equals, nics.get(device.name))
         then = before.get(write.port)
         if then is not None:
             mtu = (f"in packets of {then.mtu_bytes} bytes",) if then.mtu_bytes else ()
-            bars = (measured.baseline_bar(then.bytes_per_second, *mtu), *bars)
+            bars = (measured.make_baseline_bar(then.bytes_per_second, *mtu), *bars)
         made.append(replace(write, rate_bytes_per_second=port.rate_bytes_per_second, bars=bars))
     return replace(result, writes=tuple(made))
 
 
-def _bars_of_port(
+def _make_port_bars(
     write: RdmaWrite, device: RdmaDevice, port: RdmaPort, equals: Sequence[RdmaPort], nic: NicNode | None
 ) -> tuple[Bar, ...]:
     """Return both bars: HEALTHY (rate of the fastest equal port here, PCIe slot) and CURRENT (own rate, PCIe link)."""
@@ -353,10 +352,13 @@ def _bars_of_port(
     slot = nic.pcie_bytes_per_second if nic else None
     running = (nic.pcie_running_bytes_per_second or slot) if nic else None
     due = max((max(p.rate_bytes_per_second or 0.0, p.rate_max_bytes_per_second or 0.0) for p in equals), default=0.0)
-    return (_bar(HEALTHY, write, port, due, slot), _bar(CURRENT, write, port, port.rate_bytes_per_second, running))
+    return (
+        _make_port_bar(HEALTHY, write, port, due, slot),
+        _make_port_bar(CURRENT, write, port, port.rate_bytes_per_second, running),
+    )
 
 
-def _bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | None, pcie: float | None) -> Bar:
+def _make_port_bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | None, pcie: float | None) -> Bar:
     if not rate:
         return Bar(name=name, why=("the port's rate is not known",))
     header, mtu = HEADER_BYTES.get(port.link_layer or "", 0), write.mtu_bytes or port.active_mtu_bytes or 4096
@@ -369,7 +371,7 @@ def _bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | None, pcie: 
     return Bar(name=name, low=LEAST * wire, typical=USUAL * wire, high=wire, why=tuple(why))
 
 
-def checks_of_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Finding]:
+def check_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Finding]:
     """Return one check per measured port."""
     return [_check_write(write, result, before.get(write.port)) for write in result.writes]
 
@@ -377,12 +379,12 @@ def checks_of_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> lis
 def _check_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Finding:
     value = write.bytes_per_second
     known = [bar for bar in write.bars if bar.low is not None]
-    evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in write.bars) + tuple(
+    evidence = tuple(f"{bar.name}: {format_bar(bar)}" for bar in write.bars) + tuple(
         dict.fromkeys(why for bar in write.bars for why in bar.why)
     )
-    shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in known)
+    shown = "; ".join(f"{format_bar(bar)} {bar.name}" for bar in known)
     message = f"{units.rate(value)} to {result.peer}" + (f" of {shown}" if shown else "")
-    status = min((measured.status_of(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
+    status = min((measured.judge_bandwidth(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
     if status == "unknown":
         message += f": {write.bars[0].why[0]}" if write.bars else ""
     now = next((bar for bar in known if bar.name == CURRENT), None)

@@ -32,7 +32,7 @@ DEVICES = ("nvidia.com/", *NICS)
 _texts = read_texts(__file__, "cluster_job.toml")
 
 
-def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
+def build_spec(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
     """Return the job for these options, including the recommendation. Raises JobError, GateError: they name the option.
 
     With options["dra"] the claim requests GPU and NIC, so the job must not also request them from the device plugins.
@@ -42,12 +42,12 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
     name = options["name"]
     optional = {
         **{key: options.get(key) for key in ("token_secret", "queue", "service_account", "preflight_image", "agent")},
-        "claim": claim_of(options),
+        "claim": name_claim(options),
         "topology_label": options["topology"],
         "preflight_require": tuple(options["require"]),
         "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
-        "save_seconds": job_settings.grace(advice, options.get("storage_rate"), SAVE_SECONDS),
+        "save_seconds": job_settings.estimate_grace(advice, options.get("storage_rate"), SAVE_SECONDS),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": _device_classes(options["dra"])} if options["dra"] else {}),
         "tolerate": tuple(options["tolerate"]),
@@ -71,7 +71,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
     return replace(spec, limits={name: n for name, n in spec.limits.items() if not name.startswith(DEVICES)})
 
 
-def warnings(spec: JobSpec) -> Iterator[str]:
+def list_warnings(spec: JobSpec) -> Iterator[str]:
     """Warn about problems of a job that can be launched."""
     nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(NICS)]
     has_nic = spec.resource_claim_template or any(spec.limits[name] != "0" for name in nics)
@@ -107,15 +107,10 @@ def without_compute_domain(advice: Recommendation) -> Recommendation:
     return replace(advice, needs=needs)
 
 
-def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
+def build_documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
     """Return the ConfigMap with the job's plan, then the job for the chosen API."""
     config_map = manifests.from_template("config_map", spec=spec, files={"plan.json": dump_plan(plan)})
     return config_map + manifests.APIS[api](spec)
-
-
-def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None = None) -> tuple[Document, ...]:
-    """Return the network resources for the scanned interfaces; `host_mofed` None: as the nodes show it."""
-    return networks.network(networks.from_snapshots(found, namespace=namespace, host_mofed=host_mofed))
 
 
 def add_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
@@ -135,7 +130,7 @@ def add_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequenc
     )  # fmt: skip
 
 
-def network_warnings(found: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
+def list_network_warnings(found: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
     """Warn about the network resources of these nodes."""
     names, spec = networks.seen_from_a_pod(found), networks.from_snapshots(found)
     if names:
@@ -146,55 +141,55 @@ def network_warnings(found: Sequence[Snapshot], host_mofed: bool | None) -> Iter
         yield _texts("driver_unknown")
 
 
-def claim_of(options: Mapping[str, Any]) -> str | None:
+def name_claim(options: Mapping[str, Any]) -> str | None:
     """Return the claim's name; a claim created without a name is called "shared"."""
     return options["claim"] or ("shared" if options.get("storage_class") else None)
 
 
-def storage(options: Mapping[str, Any]) -> tuple[Document, ...]:
+def build_claim(options: Mapping[str, Any]) -> tuple[Document, ...]:
     """Return the claim to create, if a storage class is given."""
     if not options["storage_class"]:
         return ()
     manifests.check_form("object", "--storage-class=", options["storage_class"])
     manifests.check_size("--storage-size", options["storage_size"])
     return manifests.from_template(
-        "claim", name=claim_of(options) or "", namespace=options["namespace"], size=options["storage_size"],
+        "claim", name=name_claim(options) or "", namespace=options["namespace"], size=options["storage_size"],
         storage_class=options["storage_class"],
     )  # fmt: skip
 
 
-def plan_of(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:
+def build_plan(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:
     """The job's document: the run on the claim, unless the settings say where. JobError where nothing can train."""
-    output = str(_explicit_settings(options).get("output_dir", ""))
-    folder = _on_claim(output or options["name"])
-    more = (f"output_dir={folder}",) if claim_of(options) else ()
-    plan = job_settings.job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
+    output = str(_read_explicit_settings(options).get("output_dir", ""))
+    folder = _place_on_claim(output or options["name"])
+    more = (f"output_dir={folder}",) if name_claim(options) else ()
+    plan = job_settings.build_job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
     if not more or output in ("", folder):
         return plan
     return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
 
 
-def _on_claim(folder: str) -> str:
+def _place_on_claim(folder: str) -> str:
     """Return a folder of the settings as the pods see it; a relative path is on the claim."""
     return posixpath.normpath(posixpath.join(MOUNT, folder))
 
 
-def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any]) -> None:
+def refuse_untrainable(advice: Recommendation, options: Mapping[str, Any]) -> None:
     """Raise JobError if the pods would train nothing, or could not store the result; the message says what to add."""
-    explicit, nodes = _explicit_settings(options), options["nodes"] or 1
-    if why := job_settings.untrainable(advice, explicit):
+    explicit, nodes = _read_explicit_settings(options), options["nodes"] or 1
+    if why := job_settings.why_untrainable(advice, explicit):
         raise JobError(why)
-    if nodes > 1 and not claim_of(options):
+    if nodes > 1 and not name_claim(options):
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
-    if nodes > 1 and output is not None and not _on_claim(str(output)).startswith(f"{MOUNT}/"):
+    if nodes > 1 and output is not None and not _place_on_claim(str(output)).startswith(f"{MOUNT}/"):
         raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, the claim")
 
 
-def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+def _read_explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of --config, overridden by --set."""
     trainer = options.get("trainer", job_settings.OURS)
-    return job_settings.settings(options.get("config"), options.get("overrides", ()), trainer).explicit
+    return job_settings.read_settings(options.get("config"), options.get("overrides", ()), trainer).explicit
 
 
 # Create the job in its cluster, and read its state.
@@ -224,7 +219,7 @@ def create(client: Client, made: Sequence[Document]) -> Iterator[str]:
 
 
 def object_name(document: Document) -> str:
-    """ "job/sft"."""
+    """Return kind and name as kubectl writes them: "job/sft"."""
     return f"{document['kind'].lower()}/{document['metadata']['name']}"
 
 
@@ -247,7 +242,7 @@ def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) ->
             raise
         if not is_job:
             return "already exists and was not changed"
-        state = job_state(client.get(path))
+        state = read_job_state(client.get(path))
         if state == "failed":
             where = document["metadata"].get("namespace") or client.namespace
             delete = f"`kubectl delete {object_name(document)} -n {where}`"
@@ -257,19 +252,19 @@ def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) ->
         raise ApiError(409, f"{error}, and is {state_text}") from None
 
 
-def stored(client: Client, document: Document) -> Document:
+def read_object(client: Client, document: Document) -> Document:
     """Return the object as stored on the server."""
     return client.get(_path(client, document, document["metadata"]["name"]))
 
 
-def pods_of(client: Client, job: Document, api: str) -> list[Document]:
+def list_pods(client: Client, job: Document, api: str) -> list[Document]:
     """Return the pods of a job. Raises ApiError."""
     about = job["metadata"]
     path = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
     return list(client.items(path, {"labelSelector": f"{manifests.POD_LABELS[api]}={about['name']}"}))
 
 
-def job_state(job: Document) -> str:
+def read_job_state(job: Document) -> str:
     """Return "failed", "complete" or "", from the conditions that job APIs write."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     true = {str(each.get("type")) for each in conditions if str(each.get("status")) == "True"}
@@ -292,7 +287,7 @@ def read_short_record(pod: Mapping[str, Any]) -> RunRecord | None:
     return None
 
 
-def condition_reasons(job: Document, condition: str) -> list[str]:
+def list_condition_reasons(job: Document, condition: str) -> list[str]:
     """Return the reasons of a condition in a job's own status, because its pods may be gone or not exist yet."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     return [_line(str(each.get("reason") or condition), "", each.get("message")) for each in conditions
@@ -314,7 +309,7 @@ def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
 
 
-def how_failed(pod: Mapping[str, Any]) -> str:
+def describe_failure(pod: Mapping[str, Any]) -> str:
     """Return which container of a failed pod exited with which code; empty if it did not fail."""
     status = pod.get("status") or {}
     if status.get("phase") != "Failed":

@@ -31,7 +31,7 @@ _AGAIN = "run the same command again to resume from the last checkpoint, if one 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class FinishedJob:
     """A job that has ended."""
 
     exit_code: int  # of the job (docs/reference/finetune-job.md) if it could write it, else of torchrun
@@ -46,7 +46,7 @@ class Launched:
 
     @property
     def wrote_its_end(self) -> bool:
-        """Return whether the job itself wrote how it ended; otherwise `record_of` wrote `ending`."""
+        """Return whether the job itself wrote how it ended; otherwise `finish_record` wrote `ending`."""
         return self.record is not None and self.record.reason != self.ending
 
     @property
@@ -67,12 +67,12 @@ class Launched:
         return f"{self.cut_short}: {ending}" if self.cut_short else ending
 
 
-def command(plan: Path, ranks: int) -> list[str]:
+def build_command(plan: Path, ranks: int) -> list[str]:
     """Return the torchrun command of one host."""
-    return torchrun([sys.executable, "-m", "finetune.train", "--plan", str(plan)], ranks)
+    return build_torchrun_command([sys.executable, "-m", "finetune.train", "--plan", str(plan)], ranks)
 
 
-def torchrun(job: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
+def build_torchrun_command(job: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
     """Return the command that runs `ranks` ranks of a job on this host."""
     words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     # ranks survive if torchrun is killed, so each is set to end with torchrun
@@ -82,7 +82,7 @@ def torchrun(job: Sequence[str], ranks: int, python: str = sys.executable) -> li
 def train(
     plan: JobPlan, output: Path, *, timeout_seconds: float, grace_seconds: int,
     on_line: Callable[[str], None] = lambda _line: None, stop: threading.Event | None = None,
-) -> Launched:  # fmt: skip
+) -> FinishedJob:  # fmt: skip
     """Run the job of a plan to its end on this host; plan.json, job.log and run.json are in `output`.
 
     `stop` is set when SIGTERM arrives, and may already be set: the job then gets SIGTERM too.
@@ -91,14 +91,14 @@ def train(
     output.mkdir(parents=True, exist_ok=True)
     write_atomic(output / "plan.json", dump_plan(plan))
     began, ranks = time.time(), plan.layout.world_size
-    words, variables = command(output / "plan.json", ranks), environment(plan.environment, ranks)
+    words, variables = build_command(output / "plan.json", ranks), build_environment(plan.environment, ranks)
     ended = run(words, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
     own = run_record.own_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
-    return replace(ended, record=record_of(output / "run.json", ended, began))
+    return replace(ended, record=finish_record(output / "run.json", ended, began))
 
 
-def record_of(path: Path, ended: Launched, began: float) -> run_record.RunRecord | None:
+def finish_record(path: Path, ended: FinishedJob, began: float) -> run_record.RunRecord | None:
     """The job's record of this start, with its end from the exit code if the job could not write it (SIGKILL)."""
     code, reason = ended.exit_code, ended.ending
     record, is_ended = run_record.end(path, status="failed", exit_code=code, reason=reason, began=began)
@@ -107,7 +107,7 @@ def record_of(path: Path, ended: Launched, began: float) -> run_record.RunRecord
     return record
 
 
-def environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]:
+def build_environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]:
     """Return this process's environment with these settings added, for the given number of ranks on this host."""
     # With several ranks torchrun would also set 1, and print a banner about it; a single rank uses all cores. A value
     # of the user or the advice has priority.
@@ -124,7 +124,7 @@ def run(
     stop: threading.Event | None = None,
     *,
     grace_seconds: int = GRACE_SECONDS,
-) -> Launched:
+) -> FinishedJob:
     """Run a command, write its output to a log and pass each line to `on_line`; always end its whole process tree."""
     started = time.monotonic()
     log = output / "job.log"
@@ -132,7 +132,7 @@ def run(
     with log.open("wb") as stream, signals as (stopping, _), processes.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
         tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
-        with _followed(log, on_line):
+        with _follow_log(log, on_line):
             try:
                 late = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
                 cut_short = late[tree.wait(time.monotonic() + timeout_seconds, stopping)]
@@ -144,7 +144,7 @@ def run(
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         tail = stream.read(_TAIL_BYTES).decode(errors="replace")
-    return Launched(
+    return FinishedJob(
         exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
         last_lines=tuple(redact(line.rstrip()) for line in tail.splitlines()[-12:]),
         raised=run_record.raised(tail) if code else "", cut_short=cut_short, killed=bool(killed),
@@ -153,7 +153,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _followed(log: Path, on_line: Callable[[str], None]) -> Iterator[None]:
+def _follow_log(log: Path, on_line: Callable[[str], None]) -> Iterator[None]:
     """Pass the lines of a growing file to `on_line` until the block is left."""
     ended = threading.Event()
 

@@ -53,7 +53,7 @@ def why_unavailable() -> str:
 
 
 @dataclass(slots=True)
-class Rig:
+class NamespaceHosts:
     """The hosts; one process holds the namespace of each."""
 
     networks: tuple[str, ...]  # name of each one's interface in every host
@@ -80,19 +80,19 @@ class Rig:
 
 
 @contextlib.contextmanager
-def hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[Rig]:
+def create_hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[NamespaceHosts]:
     """Create two hosts, connected by networks of these rates in bytes per second, and remove all at the end.
 
     Once `stop` is set, the ranks end. NamespaceError gives the reason.
     """
     with contextlib.ExitStack() as stack:
-        rig = Rig(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)
+        hosts = NamespaceHosts(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)
         for network, rate in rates.items():
-            _join(rig, network, rate)
+            _join(hosts, network, rate)
         if stop.is_set():
             raise NamespaceError("stopped by SIGTERM")
         _import_modules()
-        yield rig
+        yield hosts
 
 
 def _hold(stack: contextlib.ExitStack) -> int:
@@ -110,22 +110,22 @@ def _hold(stack: contextlib.ExitStack) -> int:
     return process.pid
 
 
-def _join(rig: Rig, network: str, rate: float) -> None:
+def _join(hosts: NamespaceHosts, network: str, rate: float) -> None:
     """Create a veth pair between the hosts, shaped at both ends."""
     from pyroute2.iproute.linux import NetNS
     from pyroute2.netlink.exceptions import NetlinkError
 
     burst = max(LEAST_BURST_BYTES, int(rate * BURST_SECONDS))
     try:
-        for host, pid in enumerate(rig.pids):
+        for host, pid in enumerate(hosts.pids):
             with NetNS(f"/proc/{pid}/ns/net", flags=0) as inside:
                 if host == 0:
-                    peer = {"ifname": network, "net_ns_pid": rig.pids[1]}
+                    peer = {"ifname": network, "net_ns_pid": hosts.pids[1]}
                     inside.link("add", ifname=network, kind="veth", peer=peer)
                 for name in ("lo", network):
                     (index,) = inside.link_lookup(ifname=name)
                     inside.link("set", index=index, state="up")
-                inside.addr("add", index=index, address=rig.address(network, host), prefixlen=24)
+                inside.addr("add", index=index, address=hosts.address(network, host), prefixlen=24)
                 inside.tc("add", "tbf", index, 0, rate=int(rate), burst=burst, latency="400ms")
     except (NetlinkError, OSError) as error:
         raise NamespaceError(f"{network}: {error}") from None

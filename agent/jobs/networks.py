@@ -20,23 +20,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import EMBEDDED_MODEL, Request, advise, in_pods, of_cluster, with_fsdp
+from agent.advice.advise import EMBEDDED_MODEL, Request, adapt_to_pods, advise, advise_cluster, with_fsdp
 from agent.advice.job_settings import (
-    base_request,
+    build_job_plan,
+    build_job_request,
+    build_request,
     complete_request,
-    job_plan,
-    job_request,
-    required_layout,
-    settings,
-    transport,
+    plan_transport,
+    read_settings,
+    require_layout,
 )
 from agent.base import units
-from agent.base.options import InputError, snapshots
+from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, print_text, render_template, write_atomic
 from agent.base.result_store import store_run
 from agent.cluster.client import Client, connect
 from agent.jobs import benchmark, cluster_job
-from agent.jobs.namespaces import HOSTS, NamespaceError, Rig, hosts, why_unavailable
+from agent.jobs.namespaces import HOSTS, NamespaceError, NamespaceHosts, create_hosts, why_unavailable
 from collectives.bench import processes, watch
 from collectives.bench.plan import BenchSpec, Case, write as write_plan
 from collectives.bench.results import BenchResult, Measurement
@@ -140,7 +140,7 @@ class NetworkBars:
         return 3 if "failed" in found else 5 if found & {"unproven", "unknown"} else 0
 
 
-def proof_of(record: run_record.RunRecord, interface: str, *, rdma: bool = False) -> tuple[bool, tuple[str, ...]]:
+def prove_network(record: run_record.RunRecord, interface: str, *, rdma: bool = False) -> tuple[bool, tuple[str, ...]]:
     """Return whether the run's log or sockets prove that it used this network between hosts, with the quotes."""
     nccl, seen = record.nccl, tuple(record.transports)
     if rdma:
@@ -154,13 +154,13 @@ def proof_of(record: run_record.RunRecord, interface: str, *, rdma: bool = False
     return bool(gloo) and all(f" over {interface} (" in name for name in gloo), seen
 
 
-def bar_of(bar: NetworkBar, record: run_record.RunRecord | None, interface: str, *, rdma: bool = False) -> NetworkBar:
+def add_run(bar: NetworkBar, record: run_record.RunRecord | None, interface: str, *, rdma: bool = False) -> NetworkBar:
     """Add the results of the run record to the network."""
     if record is None:
         return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
     if record.status != "complete":
         return replace(bar, status="failed", why=record.reason or f"the run has the status {record.status}")
-    proven, words = proof_of(record, interface, rdma=rdma)
+    proven, words = prove_network(record, interface, rdma=rdma)
     if not proven:
         transports = "; ".join(words) or "the record names no transport"
         return replace(bar, status="unproven", proof=words, why=f"no proof that it used {bar.network}: {transports}")
@@ -188,7 +188,7 @@ def add_cost(found: NetworkBars) -> NetworkBars:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Local:
+class _LocalComparison:
     """One comparison over namespaces of this host."""
 
     request: Request
@@ -196,7 +196,7 @@ class _Local:
     folder: Path
     layout: Layout | None = None  # of the first network; the others run the same layout
 
-    def bar(self, rig: Rig, network: Network, result: BenchResult, timed: Calibration) -> NetworkBar:
+    def bar(self, hosts: NamespaceHosts, network: Network, result: BenchResult, timed: Calibration) -> NetworkBar:
         """Forecast and run the job over one network."""
         bar = NetworkBar(network=network.name, description=f"shaped to {units.bits(network.bytes_per_second)}")
         measured = tuple(m for m in result.measurements if m.verified)
@@ -207,19 +207,19 @@ class _Local:
         advice = self._advice(measured, timed)
         output = self.folder / network.name
         output.mkdir(parents=True, exist_ok=True)
-        made = job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
+        made = build_job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
         environment = {"GLOO_SOCKET_IFNAME": network.name}
         write_atomic(output / "plan.json", dump_plan(replace(made, environment=environment)))
-        codes = rig.run(
+        codes = hosts.run(
             network.name, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
             seconds=self.options["timeout"],
         )  # fmt: skip
         path = output / "run.json"
         record = run_record.read(path) if path.exists() else None
         if any(codes) and (record is None or record.status in ("running", "complete")):
-            why = f"{_how_ended(codes, output)}; the logs of the ranks are in {output}"
+            why = f"{_describe_exit_codes(codes, output)}; the logs of the ranks are in {output}"
             return replace(bar, status="failed", why=why)
-        return replace(bar_of(bar, record, network.name), record=str(path))
+        return replace(add_run(bar, record, network.name), record=str(path))
 
     def _advice(self, measured: tuple[Measurement, ...], timed: Calibration) -> Recommendation:
         """Return the job's plan from the measurements; the layout is that of the first network."""
@@ -228,35 +228,35 @@ class _Local:
         cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
                         for n in range(HOSTS)])  # fmt: skip
         model = self.request.required_model()
-        advice = with_fsdp(of_cluster(self.request, cluster, (), measured=measured, calibration=timed))
-        self.layout = self.layout or required_layout(advice).layout
+        advice = with_fsdp(advise_cluster(self.request, cluster, (), measured=measured, calibration=timed))
+        self.layout = self.layout or require_layout(advice).layout
         planned = plan(
             cluster, (), model, self.request.train, measurements=measured, calibration=timed, ranks_per_node=1
         )
         return replace(advice, settings=(), chosen=forecast_layout(planned, self.layout))
 
 
-def measure(rig: Rig, network: str) -> BenchResult:
+def measure(hosts: NamespaceHosts, network: str) -> BenchResult:
     """Measure all-gathers and reduce-scatters of two ranks over one network."""
     spec = BenchSpec(
         cases=tuple(Case(op=op, bytes=BENCH_BYTES) for op in ("all_gather", "reduce_scatter")), backend="gloo",
-        ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=f"{rig.address(network, 0)}:29511",
+        ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=f"{hosts.address(network, 0)}:29511",
         budget_seconds=BENCH_SECONDS, warmup=1, min_iterations=3, max_iterations=20,
     )  # fmt: skip
     started, clock = time.time(), time.monotonic()
     with processes.run_folder() as folder:
         write_plan(spec, folder / "plan.json")
         seen = watch.Watch(spec, folder, lambda _event: None)
-        codes = rig.run(
+        codes = hosts.run(
             network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=spec.limit_seconds
         )
         seen.read_events()
         if any(codes):
-            seen.outcome.problems.append(_how_ended(codes, folder))
+            seen.outcome.problems.append(_describe_exit_codes(codes, folder))
         return assemble(spec, seen.outcome, started, time.monotonic() - clock, None)
 
 
-def _how_ended(codes: Sequence[int], folder: Path) -> str:
+def _describe_exit_codes(codes: Sequence[int], folder: Path) -> str:
     """Return the exit codes of the ranks, and the last output of the one that failed first; others lose connections."""
     rank, code = max(enumerate(codes), key=lambda each: (each[1] > 1, each[1] < 0, each[1] != 0, -each[0]))
     log = (folder / f"rank{rank}.log").read_text(errors="replace")
@@ -268,7 +268,7 @@ def _how_ended(codes: Sequence[int], folder: Path) -> str:
 def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
     """Measure and run over each network in turn. Raises NamespaceError if no namespace can be created."""
     over = parse(options["networks"] or DEFAULT_NETWORKS, here=True)
-    explicit = settings(options["config"], options["overrides"]).explicit
+    explicit = read_settings(options["config"], options["overrides"]).explicit
     defaults = {"max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no"}
     unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
     options = {**options, "overrides": (*options["overrides"], *unset)}
@@ -276,29 +276,29 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
         model=options["model"], method=options["method"], sequence_length=options["sequence_length"],
         global_batch=options["global_batch"] or HOSTS, nodes=HOSTS, ranks_per_node=1,
     )  # fmt: skip
-    request = job_request(request, options["config"], options["overrides"])
+    request = build_job_request(request, options["config"], options["overrides"])
     if why := why_unavailable():
         raise NamespaceError(why)
-    found = snapshots((), ALL)
+    found = read_snapshots((), ALL)
     place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    job = _Local(request=request, options=options, folder=place.absolute())
+    job = _LocalComparison(request=request, options=options, folder=place.absolute())
     job.folder.mkdir(parents=True, exist_ok=True)
     progress.step("networks: load torch")
     with (
         benchmark.stop_on_signals(signal.SIGTERM) as (stop, _),
         processes.lock_host(),
-        hosts({one.name: one.bytes_per_second for one in over}, stop) as rig,
+        create_hosts({one.name: one.bytes_per_second for one in over}, stop) as hosts,
     ):
         results = []
         for network in over:
             progress.step(f"networks: measure {network.name}, {network.rate}: all-gather and reduce-scatter")
-            results.append(measure(rig, network.name))
+            results.append(measure(hosts, network.name))
         progress.step("networks: measure GEMMs and a layer")
-        timed = benchmark.calibration_of(request, HOSTS, threads=1, stop=stop)  # as many threads as a rank has
+        timed = benchmark.calibrate_host(request, HOSTS, threads=1, stop=stop)  # as many threads as a rank has
         bars = []
         for network, result in zip(over, results, strict=True):
             progress.step(f"networks: run over {network.name}, {network.rate}")
-            bars.append(job.bar(rig, network, result, timed))
+            bars.append(job.bar(hosts, network, result, timed))
     devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
     why = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
     rdma = NetworkBar(network="RDMA", status="not available", why=why if devices else "no RDMA device on this host")
@@ -307,13 +307,13 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
         store_run(record)
     done = max((record.steps_done or 0 for record in records), default=0)
     return add_cost(NetworkBars(
-        title=_title(request.model, job.layout.family if job.layout else "", HOSTS),
+        title=_make_title(request.model, job.layout.family if job.layout else "", HOSTS),
         where="two network namespaces of this host, one rank each on the CPU; networks shaped by tc tbf",
         nodes=HOSTS, steps=options["steps"] or done, node_hour_price=options["price"], bars=(*bars, rdma),
     ))  # fmt: skip
 
 
-def _title(model: str | None, family: str, ranks: int) -> str:
+def _make_title(model: str | None, family: str, ranks: int) -> str:
     name = "a tiny Llama" if model == EMBEDDED_MODEL else model
     return f"One fine-tune of {name}, {family} over {ranks} ranks, by network"
 
@@ -326,34 +326,34 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     rate = storage_rate(options["storage_rate"])
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2, "storage_rate": rate}
     networks = parse(options["networks"], here=False)
-    request = complete_request(base_request(options), options["config"], options["overrides"])
-    found = snapshots(options["hosts"], ALL, root=options["root"])
+    request = complete_request(build_request(options), options["config"], options["overrides"])
+    found = read_snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
     advice = with_fsdp(advise(request, found))
-    layout = required_layout(advice).layout
-    cluster_job.refuse_what_cannot_train(advice, options)
-    advice, left_out = in_pods(advice, found, here=not options["hosts"])
+    layout = require_layout(advice).layout
+    cluster_job.refuse_untrainable(advice, options)
+    advice, left_out = adapt_to_pods(advice, found, here=not options["hosts"])
     for network in networks:
-        if network.rdma and not transport(advice, found):
+        if network.rdma and not plan_transport(advice, found):
             why = "no RDMA device was seen on the recorded hosts"
             bars.append(NetworkBar(network="rdma", status="not available", why=why))
         else:
-            jobs.append((network, documents(plan_on(advice, network, request, found), network, options, found)))
+            jobs.append((network, build_documents(plan_on(advice, network, request, found), network, options, found)))
     for line in left_out:
         print_text(f"note: {line}", err=True)
     if options["dry_run"]:
         for bar in bars:
             print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        made = [*cluster_job.storage(options), *(one for _, of_network in jobs for one in of_network)]
+        made = [*cluster_job.build_claim(options), *(one for _, of_network in jobs for one in of_network)]
         print_text(render_documents(made), nl=False)
         return None
     client = connect(options["context"])
     for number, (network, of_network) in enumerate(jobs):
-        made = [*(cluster_job.storage(options) if number == 0 else ()), *of_network]
+        made = [*(cluster_job.build_claim(options) if number == 0 else ()), *of_network]
         bars.append(run(client, made, network, options["api"], seconds=options["timeout"]))
     order = {network.name: place for place, network in enumerate(networks)}
     return add_cost(NetworkBars(
-        title=_title(request.model, layout.family, layout.world_size),
+        title=_make_title(request.model, layout.family, layout.world_size),
         where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
         nodes=options["nodes"], steps=options["steps"] or advice.total_steps or request.train.steps or 1,
         node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
@@ -362,11 +362,11 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
 
 def plan_on(advice: Recommendation, network: Network, request: Request, found: Sequence[Snapshot]) -> Recommendation:
     """Return the same plan over this network, and if its rate is given, the forecast of the same layout."""
-    chosen = required_layout(advice)
+    chosen = require_layout(advice)
     if not (network.rdma or network.attachment) and request.hosts:
         pods = [one for one in found if (facts := one.facts(InterfacesFacts))
                 and any(link.role == "pod-default" for link in facts.interfaces)]  # fmt: skip
-        if wrong := missing_interface(network.name, pods):  # of a host; a pod has its own interfaces
+        if wrong := why_no_interface(network.name, pods):  # of a host; a pod has its own interfaces
             raise InputError(f"--over {network.name}: {wrong}")
     if network.rate:
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
@@ -378,10 +378,10 @@ def plan_on(advice: Recommendation, network: Network, request: Request, found: S
         chosen = replace(chosen, forecast=there.chosen.forecast)
     needs = tuple(need for need in advice.needs if need.name != "network")
     advice = replace(advice, chosen=chosen, needs=needs)
-    return advice if network.rdma else over_tcp(advice, network.name)
+    return advice if network.rdma else use_tcp(advice, network.name)
 
 
-def missing_interface(name: str, found: Sequence[Snapshot]) -> str:
+def why_no_interface(name: str, found: Sequence[Snapshot]) -> str:
     """Return which recorded node lacks a usable interface of this name, and what it has; "" if none is known to."""
     for one in found:
         if facts := one.facts(InterfacesFacts):
@@ -392,7 +392,7 @@ def missing_interface(name: str, found: Sequence[Snapshot]) -> str:
     return ""
 
 
-def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
+def use_tcp(advice: Recommendation, interface: str) -> Recommendation:
     """Return the same plan over TCP on this interface, without settings that only RDMA needs."""
     why = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
     settings = tuple(
@@ -410,21 +410,21 @@ def over_tcp(advice: Recommendation, interface: str) -> Recommendation:
     )  # fmt: skip
 
 
-def documents(
+def build_documents(
     advice: Recommendation, network: Network, options: Mapping[str, Any], found: Sequence[Snapshot]
 ) -> tuple[Document, ...]:
     """Return the job of one network; its name and output folder end with the network's name."""
     options = {**options, "name": f"{options['name']}-{network.name}"}
-    spec = cluster_job.spec_of(advice, options)
+    spec = cluster_job.build_spec(advice, options)
     if network.attachment:
         inside = "" if network.rdma else f"@{network.name}"
         spec = replace(spec, networks=(f"{network.attachment}{inside}",))
     if not network.rdma:
         spec = replace(spec, preflight_skip=tuple(_TABLE["rdma_checks"]))
-    plan = cluster_job.plan_of(advice, options, found)
+    plan = cluster_job.build_plan(advice, options, found)
     if not (network.rate or network.rdma):  # without a known rate there is no forecast to compare with
         plan = replace(plan, forecast=RunForecast())
-    return cluster_job.documents(spec, options["api"], plan)
+    return cluster_job.build_documents(spec, options["api"], plan)
 
 
 def run(client: Client, made: Sequence[Document], network: Network, api: str, *, seconds: float) -> NetworkBar:
@@ -433,31 +433,34 @@ def run(client: Client, made: Sequence[Document], network: Network, api: str, *,
     for line in cluster_job.create(client, made):
         print_text(line, err=True)
     job, until = made[-1], time.monotonic() + seconds
-    while not (state := cluster_job.job_state(now := cluster_job.stored(client, job))) and time.monotonic() <= until:
+    while (
+        not (state := cluster_job.read_job_state(now := cluster_job.read_object(client, job)))
+        and time.monotonic() <= until
+    ):
         time.sleep(POLL_SECONDS)
-    pods = cluster_job.pods_of(client, job, api)
+    pods = cluster_job.list_pods(client, job, api)
     if not state:
         waiting = [text for pod in pods if (text := cluster_job.why_waiting(pod))]
-        waiting = waiting or cluster_job.condition_reasons(now, "Suspended")
+        waiting = waiting or cluster_job.list_condition_reasons(now, "Suspended")
         why = f"{cluster_job.object_name(job)} was not done within {seconds:.0f} s; it continues"
         return replace(bar, why="; ".join([why, *waiting]))
     record = next((found for pod in pods if (found := cluster_job.read_short_record(pod))), None)
     if record is None:
-        reasons = [text for pod in pods if (text := cluster_job.how_failed(pod))]
-        reasons = reasons or cluster_job.condition_reasons(now, "Failed")
+        reasons = [text for pod in pods if (text := cluster_job.describe_failure(pod))]
+        reasons = reasons or cluster_job.list_condition_reasons(now, "Failed")
         reason = "; ".join([*reasons, "no pod left a record"])
         return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
-    return bar_of(bar, record, network.name, rdma=network.rdma)
+    return add_run(bar, record, network.name, rdma=network.rdma)
 
 
-def picture(found: NetworkBars) -> str:
+def draw_bars(found: NetworkBars) -> str:
     """Draw the bars as a self-contained SVG: step time, the forecast's interval, time and cost of the whole run."""
     full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in found.bars)])
     best = min((b.step_seconds for b in found.bars if b.step_seconds), default=0.0)
-    return render_template(__file__, "networks.svg.j2", found=found, full=full, best=best, words_of=words_of)
+    return render_template(__file__, "networks.svg.j2", found=found, full=full, best=best, label_bar=label_bar)
 
 
-def words_of(bar: NetworkBar, best: float) -> tuple[str, str]:
+def label_bar(bar: NetworkBar, best: float) -> tuple[str, str]:
     """Return the two labels of a bar: the step and the whole run, then the forecast."""
     step = bar.step_seconds or 0.0
     factor = f" ({step / best:.2f} x)" if best and step > best else ""

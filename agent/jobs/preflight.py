@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.advice.advise import Request, advise, with_fsdp
-from agent.advice.job_settings import base_request, grace, job_plan, job_request, settings
+from agent.advice.job_settings import build_job_plan, build_job_request, build_request, estimate_grace, read_settings
 from agent.base import EXIT_PASS, result_store, units, version
-from agent.base.options import InputError, snapshots as read_snapshots
-from agent.base.output import Progress, document, render_template, write_atomic
+from agent.base.options import InputError, read_snapshots as read_snapshots
+from agent.base.output import Progress, render_template, to_document, write_atomic
 from agent.checks import measured, verdict as gate
-from agent.checks.findings import worst_first
-from agent.checks.host_checks import unmeasured
+from agent.checks.findings import sort_worst_first
+from agent.checks.host_checks import make_unmeasured
 from agent.checks.verdict import GateError, Verdict, View, build_view, judge, select
 from agent.jobs import benchmark, launch
 from collectives.bench.results import BenchResult
@@ -31,13 +31,13 @@ from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
-from probes.api import Snapshot, host_name
+from probes.api import Snapshot, read_host_name
 from probes.registry import ALL
 from topology.graph import NodeTopology
 from topology.paths import Due
 
 if TYPE_CHECKING:
-    from agent.checks.expect import Expected
+    from agent.checks.expect import NodeExpectation
     from agent.cluster.nodes import NodeRecord
 
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
@@ -81,10 +81,10 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     """
     started, clock = time.time(), time.monotonic()
     # first, so that a wrong word or file is rejected before the run
-    expected = expectation_of(options["expect"], options["expect_file"])
+    expected = require_expectations(options["expect"], options["expect_file"])
     needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
     before = measured.read_baseline(options["baseline"], needs)
-    settings(options["config"], options["overrides"])
+    read_settings(options["config"], options["overrides"])
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
     seconds = min(PROBE_SECONDS, options["timeout"])
     found = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
@@ -101,7 +101,7 @@ class _Stages:
     progress: Progress
     found: tuple[Snapshot, ...]
     before: measured.Baseline
-    expected: Sequence[Expected]
+    expected: Sequence[NodeExpectation]
     stop: threading.Event
     notes: list[str] = field(default_factory=list)
 
@@ -117,15 +117,16 @@ class _Stages:
         extra: list[Finding] = []
         if result is None:
             why = self.notes[-1] if self.notes else "not requested; add --measure"
-            extra += unmeasured(measured.BENCH_CODES, why)
+            extra += make_unmeasured(measured.BENCH_CODES, why)
         self.progress.step("recommend: environment and layout")
-        advice = self._recommend(request, result, calibration)
+        verified = tuple(m for m in result.measurements if m.verified) if result else ()
+        advice = with_fsdp(advise(request, found, measured=verified, calibrated=calibration))
         record, of_run = self._run(view, advice, result)
         stopped = "" if record is not None else self._stopped_by(result)
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
-        scanned = view.checks if stopped else measured.must_be_measured(view.checks)
-        found_checks = [*scanned, *extra, *of_run, *measured.missing_devices(self.before, found)]
+        scanned = view.checks if stopped else measured.require_measured(view.checks)
+        found_checks = [*scanned, *extra, *of_run, *measured.find_missing_devices(self.before, found)]
         checks = self._against(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
         return Report(
             snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
@@ -152,7 +153,7 @@ class _Stages:
         settings = {setting.name: setting.value for setting in advice.settings}
         hosts = [gate.with_environment(one, settings) for one in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
+        return list_blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
@@ -172,13 +173,13 @@ class _Stages:
             return None
 
     def _ranks(self) -> int:
-        return int(self.options["ranks"] or benchmark.default_ranks(self.found))
+        return int(self.options["ranks"] or benchmark.count_default_ranks(self.found))
 
     def _calibrate(self, request: Request) -> Calibration | None:
         """Measure GEMMs and a layer of the model for the forecast of the run."""
         self.progress.step(f"measure: GEMMs and a layer of {request.model}")
         try:
-            return benchmark.calibration_of(request, self._ranks(), gpu=benchmark.has_gpu(self.found), stop=self.stop)
+            return benchmark.calibrate_host(request, self._ranks(), gpu=benchmark.has_gpu(self.found), stop=self.stop)
         except (benchmark.BenchmarkError, ValueError) as error:
             self.notes.append(f"not calibrated: {error}")
             return None
@@ -187,14 +188,8 @@ class _Stages:
         """Return the request to the planner; a run without a named model trains the embedded job."""
         options = self.options
         # --nodes of this verb names nodes of a cluster; a job of this verb runs on this host
-        request = base_request({**options, "nodes": 1 if options["train"] else None})
-        return job_request(request, options["config"], options["overrides"]) if options["train"] else request
-
-    def _recommend(
-        self, request: Request, result: BenchResult | None, calibration: Calibration | None
-    ) -> Recommendation:
-        verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        return with_fsdp(advise(request, self.found, measured=verified, calibrated=calibration))
+        request = build_request({**options, "nodes": 1 if options["train"] else None})
+        return build_job_request(request, options["config"], options["overrides"]) if options["train"] else request
 
     def _run(
         self, view: View, advice: Recommendation, result: BenchResult | None
@@ -202,16 +197,16 @@ class _Stages:
         """Train, unless something prevents it; return the record, and the checks of the run."""
         stopped = self._stopped_by(result)
         if not self.options["train"] or (self.options["hosts"] and not stopped):
-            return None, unmeasured(measured.RUN_CODES, "not requested; add --train")
+            return None, make_unmeasured(measured.RUN_CODES, "not requested; add --train")
         if stopped:
-            return None, unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
+            return None, make_unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
         if failed := self._blocking_failures(view, advice):
             self.notes.append(f"not trained: {failed}")
-            return None, unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
+            return None, make_unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
         record, why = self._train(advice)
         if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
-            return None, unmeasured(measured.RUN_CODES, why)
-        return record, measured.checks_of_run(record, self.found[0].hostname, why)
+            return None, make_unmeasured(measured.RUN_CODES, why)
+        return record, measured.check_run(record, self.found[0].hostname, why)
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
         """Launch the job with exactly the recommended environment and layout."""
@@ -220,9 +215,9 @@ class _Stages:
         # A new folder for every run: otherwise the job would resume, and a finished run has no steps left
         output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         try:
-            plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
+            plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
             done = launch.train(
-                plan, output, timeout_seconds=options["timeout"], grace_seconds=grace(advice, None),
+                plan, output, timeout_seconds=options["timeout"], grace_seconds=estimate_grace(advice, None),
                 on_line=self.progress.note, stop=self.stop,
             )  # fmt: skip
         except (InputError, OSError) as error:
@@ -234,9 +229,9 @@ class _Stages:
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
+def list_blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
     """Return the failures that prevent a training run; empty without one, or with --force."""
-    checks = select(measured.must_be_measured(found), skip=options["skip"], known=measured.ALL_CODES)
+    checks = select(measured.require_measured(found), skip=options["skip"], known=measured.ALL_CODES)
     checks = measured.compare_with_baseline(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
@@ -245,38 +240,38 @@ def blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], befo
 def judge_nodes(options: Mapping[str, Any]) -> Report:
     """Judge other nodes by their published records. Nothing is scanned, measured or recommended."""
     from agent.cluster.client import connect
-    from agent.cluster.nodes import Fleet, checks_of_nodes, select_nodes, unknown_node
+    from agent.cluster.nodes import Fleet, check_nodes, make_unknown_node, select_nodes
 
     started, clock = time.time(), time.monotonic()
-    expected = expectation_of(options["expect"], options["expect_file"])
+    expected = require_expectations(options["expect"], options["expect_file"])
     client = connect(options["context"]).brief()
     names = select_nodes(client, expand_host_list(options["nodes"] or ""), options["selector"])
     fleet = Fleet()
     fleet.read(client)
-    found = checks_of_nodes(names, fleet, expected=expected)
+    found = check_nodes(names, fleet, expected=expected)
     checks = select(found, require=options["require"], skip=options["skip"], known=measured.ALL_CODES)
     checks = measured.compare_with_baseline(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(
         started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
         verdict=judge(checks, fail_on=options["fail_on"]),
-        nodes=tuple(replace(fleet.record(name) or unknown_node(name), facts=None) for name in names),
+        nodes=tuple(replace(fleet.record(name) or make_unknown_node(name), facts=None) for name in names),
         notes=("judged by what the nodes' agents published; nothing was measured in this run",),
     )  # fmt: skip
 
 
-def expectation_of(words: Sequence[str], path: Path | None) -> tuple[Expected, ...]:
+def require_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
     """Return the expectations. Raises GateError."""
     if not words and path is None:
         return ()
-    from agent.checks.expect import expectation
+    from agent.checks.expect import read_expectations
 
-    found = expectation(words, path)
+    found = read_expectations(words, path)
     if not found:  # an agent's ConfigMap may be empty, a gate may not
-        raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: states nothing that a node must have")
+        raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: contains no expectation")
     return found
 
 
-def due_of(expected: Sequence[Expected]) -> Due | None:
+def due_of(expected: Sequence[NodeExpectation]) -> Due | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
     first = {one.key: one.value for one in reversed(expected)}
     wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
@@ -287,9 +282,9 @@ def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
     """Write the report's files into `folder`, which is created if needed; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        "report.json": json.dumps(document(report), indent=1, sort_keys=True) + "\n",
+        "report.json": json.dumps(to_document(report), indent=1, sort_keys=True) + "\n",
         "report.html": html,
-        "junit.xml": junit(report),
+        "junit.xml": render_junit(report),
     }
     return tuple(write_atomic(folder / name, text) for name, text in files.items())
 
@@ -298,23 +293,23 @@ def _blocking(report: Report) -> list[Finding]:
     """Return the checks that prevent a pass; empty if the verdict is a pass."""
     if report.verdict.exit_code == EXIT_PASS:
         return []
-    found = [check for check in worst_first(report.checks) if check.status == report.verdict.word]
+    found = [check for check in sort_worst_first(report.checks) if check.status == report.verdict.word]
     return [check for check in found if check.required or check.status != "unknown"] or found
 
 
 def _slurm_node(check: Finding) -> str:
     """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
-    return slurm_name(check.node or host_name())
+    return slurm_name(check.node or read_host_name())
 
 
-def slurm_hosts(report: Report) -> str:
+def format_slurm_hosts(report: Report) -> str:
     """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
-    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [host_name()]
+    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [read_host_name()]
     names = {_slurm_node(check) for check in _blocking(report) if check.node or of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 
 
-def slurm_reasons(report: Report) -> str:
+def format_slurm_reasons(report: Report) -> str:
     """Return one line for each finding that prevents a node from passing: node, code, device and message.
 
     Checks of a node that were not measured are combined into one line.
@@ -328,13 +323,13 @@ def slurm_reasons(report: Report) -> str:
     return "".join(f"{' '.join(printable(line).split())[:REASON_CHARACTERS]}\n" for line in dict.fromkeys(lines))
 
 
-def junit(report: Report) -> str:
+def render_junit(report: Report) -> str:
     """Return JUnit XML: a suite per node, a case per check; an unknown check is an error only if it was required."""
     suites: dict[str, list[Finding]] = {}
-    for check in worst_first(report.checks):
+    for check in sort_worst_first(report.checks):
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
-    aside = gate.unjudged(report.checks)
+    aside = gate.warn_of_unchecked_gpus(report.checks)
     return printable(
         render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
     )

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import contracts
-from agent.advice.advise import Request, advise, in_pods
-from agent.advice.job_settings import grace, planned_for, run_forecast, shape_of
+from agent.advice.advise import Request, adapt_to_pods, advise
+from agent.advice.job_settings import add_job_settings, estimate_grace, look_up_shape, run_forecast
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
-from agent.jobs.benchmark import default_ranks
-from agent.jobs.launch import Launched, environment, run, torchrun
+from agent.jobs.benchmark import count_default_ranks
+from agent.jobs.launch import FinishedJob, build_environment, build_torchrun_command, run
 from agent.jobs.script_rank import REPORT
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
@@ -62,37 +62,37 @@ class ScriptPlan:
     grace_seconds: int  # time to save after SIGTERM
 
 
-def plan_of(
+def build_plan(
     script: Path, arguments: Sequence[str], found: Sequence[Snapshot], options: Mapping[str, Any], folder: Path
 ) -> ScriptPlan:
     """Return the torchrun command for this host, and the forecast if the arguments contain the layout."""
-    ranks = options["ranks"] or default_ranks(found)
-    command = read_command(["torchrun", str(script), *arguments], _text)
+    ranks = options["ranks"] or count_default_ranks(found)
+    command = read_command(["torchrun", str(script), *arguments], _read_text)
     request = Request(hosts=options["hosts"], root=options["root"], nodes=1, ranks_per_node=ranks)
-    advice, lines = forecast_of(command, request, found)
+    advice, lines = forecast_command(command, request, found)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
     settings = {s.name: s.value for s in advice.settings if s.name not in os.environ}
     if advice.backend == "nccl":
         log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder.absolute() / "nccl" / "nccl.%h.%p.log")}
         settings |= {name: value for name, value in log.items() if name not in os.environ}
-    python = _python()
+    python = _choose_python()
     # The script's folder stays on its path, as under plain torchrun; PYTHONSAFEPATH of the user is respected.
     unsafe = [] if "PYTHONSAFEPATH" in os.environ else ["env", "-u", "PYTHONSAFEPATH"]
     job = [*unsafe, python, str(script), *arguments]
     return ScriptPlan(
-        words=torchrun(job, ranks, python), ranks=ranks,
-        environment={**environment(settings, ranks), "TOPOFLIGHT_SCRIPT": str(script)},
+        words=build_torchrun_command(job, ranks, python), ranks=ranks,
+        environment={**build_environment(settings, ranks), "TOPOFLIGHT_SCRIPT": str(script)},
         document=JobPlan(
             layout=advice.chosen.layout if advice.chosen else None, environment=settings,
             forecast=run_forecast(advice), notes=tuple(lines),
         ),
         notes=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
-        grace_seconds=grace(advice, options["storage_rate"]),
+        grace_seconds=estimate_grace(advice, options["storage_rate"]),
     )  # fmt: skip
 
 
-def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+def add_monitor(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return the environment in which each rank's Python starts the monitor by itself (finetune/autostart).
 
     The folder is made, so that `topoflight why` recognises it before the ranks have met.
@@ -103,7 +103,7 @@ def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     return {**environment, "TOPOFLIGHT_RUN": str(folder.absolute()), "PYTHONPATH": path}
 
 
-def _python() -> str:
+def _choose_python() -> str:
     """Return the interpreter with the trainer's packages: of the first environment on PATH, else this one.
 
     An environment is a folder with pyvenv.cfg or conda-meta, or one with torchrun. Raises InputError without torch.
@@ -123,7 +123,7 @@ def _python() -> str:
     return chosen
 
 
-def _text(name: str) -> str | None:
+def _read_text(name: str) -> str | None:
     try:
         return bounded.read_text(Path(name), _LIMIT_BYTES)
     except (OSError, ValueError):
@@ -132,7 +132,7 @@ def _text(name: str) -> str | None:
 
 def train(
     plan: ScriptPlan, folder: Path, timeout_seconds: float, on_line: Callable[[str], None] = lambda _line: None
-) -> Launched:
+) -> FinishedJob:
     """Run it to its end; its record is run.json in `folder`."""
     (folder / "nccl").mkdir(parents=True, exist_ok=True)
     path = folder / "run.json"
@@ -144,18 +144,18 @@ def train(
     for old in folder.glob(f"{REPORT}*"):
         old.unlink()
     done = run(
-        plan.words, monitored(plan.environment, folder), folder, timeout_seconds, on_line,
+        plan.words, add_monitor(plan.environment, folder), folder, timeout_seconds, on_line,
         grace_seconds=plan.grace_seconds,
     )  # fmt: skip
     failed = run_record.first_failed_rank("\n".join(done.last_lines))
     reports = _read_reports(folder)
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
-    if done.exit_code and (error := _first_error(reports, failed.rank if failed else None)) and not done.cut_short:
+    if done.exit_code and (error := _find_first_error(reports, failed.rank if failed else None)) and not done.cut_short:
         done = replace(done, raised=error)
     record.reason = None if done.exit_code == 0 else done.ending
     record.ended_at = run_record.timestamp()
     log = plan.environment.get("NCCL_DEBUG_FILE")
-    record.nccl = _channels(Path(log).parent if log else folder / "nccl", began)
+    record.nccl = _read_channels(Path(log).parent if log else folder / "nccl", began)
     _add_reports(record, reports)
     run_record.save(path, record)
     return replace(done, record=record)
@@ -171,7 +171,7 @@ def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def _first_error(reports: Mapping[int, Mapping[str, Any]], failed: int | None) -> str:
+def _find_first_error(reports: Mapping[int, Mapping[str, Any]], failed: int | None) -> str:
     """Return the error of the rank that failed first, else of the lowest with an error: "rank 1: ValueError: ..."."""
     errors = {rank: str(one["error"]) for rank, one in reports.items() if one.get("error")}
     rank = failed if failed in errors else next(iter(errors), None)
@@ -195,7 +195,7 @@ def _add_reports(record: RunRecord, reports: Mapping[int, Mapping[str, Any]]) ->
     record.notes.append(f"step time: {measured if counted else 'unknown: no optimizer of PyTorch ran two steps'}")
 
 
-def _channels(where: Path, began: float) -> NcclChannels | None:
+def _read_channels(where: Path, began: float) -> NcclChannels | None:
     """Return what NCCL's log of this start shows; None if no rank wrote one."""
     logs = [each for each in sorted(where.glob("*.log")) if each.stat().st_mtime >= began] if where.is_dir() else []
     if not logs:
@@ -227,12 +227,12 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
                 additions.append(None)
                 continue
             advice, lines = advise_job(job, found, options)
-            advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
+            advice, left_out = adapt_to_pods(advice, found, here=not options["hosts"] and not options["machine"])
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in lines)]
             additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
                 gate_image=options["preflight_image"], log=advice.backend == "nccl", monitor=options["monitor"],
-                annotations=forecast(advice),
+                annotations=format_forecast(advice),
             ))  # fmt: skip
         made, of_wrap = wrap(text, additions)
         notes += others_in(manifest)
@@ -241,7 +241,7 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
         raise InputError(f"{error}{_RENDERED if template else ''}") from None
     except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
         # a user's manifest can have any YAML type in place of the type of the API
-        raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
+        raise InputError(f"the manifest does not have the structure of its kind: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
     return made, list(dict.fromkeys([*notes, *of_wrap]))
 
@@ -256,23 +256,26 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
         return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
 
     parsed = read_command(job.command, file)
-    nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, job.ranks_per_node or parsed.ranks_per_node
+    nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, parsed.ranks_per_node or job.ranks_per_node
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
         parsed.unknown.append("number of ranks: not in replicas, nprocPerNode, GPUs or the launcher's options"
                               + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
-    advice, lines = forecast_of(parsed, request, found)
+    advice, lines = forecast_command(parsed, request, found)
     gpus = None if job.kind.endswith("Runtime") else job.parts[0].gpus  # a TrainJob may replace those of its runtime
     if gpus and gpus != ranks:  # a pod gets the devices next to its GPUs, however many ranks it starts
         with contextlib.suppress(RequestError):  # the pod has more GPUs than the machine
             other = advise(request.changed(ranks_per_node=gpus), found)
             devices = (need for need in other.needs if need.name == "resource")
             advice = replace(advice, needs=(*(need for need in advice.needs if need.name != "resource"), *devices))
+    if gpus and ranks and ranks > gpus:
+        lines.append(f"starts {ranks} ranks in a pod of {gpus} GPUs. NCCL refuses two ranks on one GPU: "
+                     f"request {ranks} GPUs, or start fewer ranks")  # fmt: skip
     return advice, lines
 
 
-def forecast_of(
+def forecast_command(
     command: CommandSettings, request: Request, found: Sequence[Snapshot]
 ) -> tuple[Recommendation, list[str]]:
     """Return the advice with the forecast of the command's own layout, if it is known, and lines about it."""
@@ -282,25 +285,25 @@ def forecast_of(
     if not unknown:
         try:
             config, settings, _ = parse_config(as_run(command))
-            advice = advise(_question(request, config, settings), found)
+            advice = advise(_complete_question(request, config, settings), found)
             if advice.chosen is None:
                 why = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
                 unknown = [f"the layout of its arguments does not run: {why}"]
         except (ConfigError, ModelError, RequestError) as error:
             unknown = [f"forecast: unknown: {error}"]
     alone = advice or advise(request, found)
-    words = [f"forecast {line}" for line in forecast(alone).values()]
+    words = [f"forecast {line}" for line in format_forecast(alone).values()]
     words += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
     return alone, [*unknown, *words, *command.notes]
 
 
-def _question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:
+def _complete_question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:
     name = str(settings["model_name_or_path"])
-    named = request.changed(model=name, engine="trl", shape=shape_of(name, config.model_revision))
-    return planned_for(named, config, settings)
+    named = request.changed(model=name, engine="trl", shape=look_up_shape(name, config.model_revision))
+    return add_job_settings(named, config, settings)
 
 
-def forecast(advice: Recommendation) -> dict[str, str]:
+def format_forecast(advice: Recommendation) -> dict[str, str]:
     """Return annotations with the forecast that the run will be compared with."""
     if advice.chosen is None:
         return {}

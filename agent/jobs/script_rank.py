@@ -50,7 +50,7 @@ def wait_for_gloo() -> None:
         idle = 0 if _gloo_works() else idle + 1
 
 
-class Watch:
+class StepRecorder:
     """Counts the steps of the first optimizer that runs a step, after torch.optim is imported.
 
     Surface: torch.optim.optimizer.register_optimizer_step_post_hook, VmHWM and VmRSS (proc(5)).
@@ -111,7 +111,7 @@ def _resident(name: str) -> int:
 
 def start() -> None:
     """Watch this process, a rank, until its end."""
-    watch = Watch()
+    watch = StepRecorder()
     atexit.register(watch.end)  # registered before any other, so it runs last
     sys.exit = watch.record_exit  # type: ignore[assignment]
     runpy.run_path(str(_HOOK))["AfterImport"]("torch.optim.optimizer", watch.begin)

@@ -15,7 +15,7 @@ from typing import Any
 from agent.base import units
 from agent.base.output import render_template
 from agent.checks.measured import make_finding
-from agent.jobs.benchmark import gpu_processes, has_gpu, links_of, network_environment
+from agent.jobs.benchmark import advise_network_environment, describe_links, has_gpu, list_gpu_processes
 from collectives.bench.plan import SpecError
 from collectives.bench.run import visible_backend
 from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict
@@ -34,13 +34,13 @@ _TABLE = read_table(__file__, "search.toml")
 COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
 
 
-def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec:
+def build_spec(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec:
     """Create the spec of this node from the command line and the launcher's environment. Raises SpecError."""
     launched = from_environment(os.environ)
     nodes = options["nodes"] or launched.get("nodes", 1)
     node = launched.get("node", 0) if options["node_rank"] is None else options["node_rank"]
     default = launched.get("rendezvous", "127.0.0.1:29400" if nodes == 1 else "")
-    rendezvous = options["rendezvous"] or resolvable_address(default)
+    rendezvous = options["rendezvous"] or make_resolvable(default)
     host, _, port = rendezvous.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
@@ -60,34 +60,35 @@ def spec_of(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec
     )  # fmt: skip
     return SearchSpec(
         place=place, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=options["limit"],
-        gpu_pids=gpu_processes(found), force=options["force"],
-        environment={} if options["no_advice"] or nodes == 1 else network_environment(found),
+        gpu_pids=list_gpu_processes(found), force=options["force"],
+        environment={} if options["no_advice"] or nodes == 1 else advise_network_environment(found),
     )  # fmt: skip
 
 
-def resolvable_address(rendezvous: str) -> str:
+def make_resolvable(rendezvous: str) -> str:
     """Replace the name of a node that this host cannot resolve by its NodeAddr in Slurm's configuration."""
-    from agent.jobs.slurm import SlurmError, slurm
+    from agent.jobs.slurm import SlurmError, run_slurm
 
     host, _, port = rendezvous.rpartition(":")
     with suppress(OSError):
         socket.getaddrinfo(host or "localhost", None)
         return rendezvous
     with suppress(SlurmError):  # without Slurm there is no scontrol
-        if address := re.search(r"\bNodeAddr=(\S+)", slurm("scontrol", "show", "node", host)):
+        if address := re.search(r"\bNodeAddr=(\S+)", run_slurm("scontrol", "show", "node", host)):
             return f"{address[1]}:{port}"
     return rendezvous
 
 
 def _domains(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
     """Return the domain of the node (option, label, NVLink or Slurm's switch) and its NVLink domain; "" if unknown."""
-    label, domain = labelled_domain(options["topology"], name) if options["topology"] else ("", "")
-    nvlink = domain if label in _TABLE["nvlink_labels"] else str(links_of(found, ranks).get("nvlink_domain") or "")
+    label, domain = find_domain(options["topology"], name) if options["topology"] else ("", "")
+    by_label = label in _TABLE["nvlink_labels"]
+    nvlink = domain if by_label else str(describe_links(found, ranks).get("nvlink_domain") or "")
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")  # "core.leaf3.gpu-07" (srun(1))
     return options["domain"] or domain or nvlink or (switches[-2] if len(switches) > 1 else ""), nvlink
 
 
-def labelled_domain(path: Path, name: str) -> tuple[str, str]:
+def find_domain(path: Path, name: str) -> tuple[str, str]:
     """Return the nearest domain label of a node and its value, from the output of `kubectl get nodes -o json`."""
     read = plain.loads(bounded.read_text(path, MOST_TOPOLOGY_BYTES))
     for item in read.get("items", ()) if isinstance(read, dict) else ():
@@ -102,7 +103,7 @@ def labelled_domain(path: Path, name: str) -> tuple[str, str]:
 # The result as findings, text, picture, and input for schedulers.
 
 
-def findings_of(result: SearchResult) -> list[Finding]:
+def make_findings(result: SearchResult) -> list[Finding]:
     """Return one finding for each bad node, bad link, and node without a result."""
     found = [
         _finding(verdict, result.hosts[verdict.node], _evidence(verdict, result.passes))
@@ -146,31 +147,31 @@ def _share(loss: float) -> str:
     return f"{1 - loss:.0%}" if loss > 0.1 else f"{1 - loss:.1%}"
 
 
-def bad_nodes(result: SearchResult) -> list[str]:
+def list_bad_nodes(result: SearchResult) -> list[str]:
     """Return the names of the bad nodes."""
     return [result.hosts[verdict.node] for verdict in result.verdicts if verdict.state == "bad"]
 
 
-def slurm_hosts(result: SearchResult) -> str:
+def format_slurm_hosts(result: SearchResult) -> str:
     """Return the bad nodes as a Slurm host list, for --exclude."""
-    names = [slurm_name(host) for host in bad_nodes(result)]
+    names = [slurm_name(host) for host in list_bad_nodes(result)]
     return f"{compress_host_list(names)}\n" if names else ""
 
 
-def affinity(result: SearchResult) -> dict[str, Any]:
+def build_affinity(result: SearchResult) -> dict[str, Any]:
     """Return a pod affinity that excludes the bad nodes; empty if there are none.
 
     A field selector has one value (Kubernetes API reference, NodeSelectorTerm), and all parts of a term must hold. The
     node's name is used, because the label kubernetes.io/hostname may differ.
     """
-    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in bad_nodes(result)]
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in list_bad_nodes(result)]
     terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}} if fields else {}
 
 
-def summary(result: SearchResult) -> list[str]:
+def summarise(result: SearchResult) -> list[str]:
     """Name the bad nodes in the first line; then describe the search, and how to exclude the bad nodes from jobs."""
-    bad, count = bad_nodes(result), len(result.hosts)
+    bad, count = list_bad_nodes(result), len(result.hosts)
     open_count = sum(verdict.state == "not judged" for verdict in result.verdicts)
     first = f"Bad nodes: {list_names(bad)}" if bad else "No bad node was found"
     first += f"; {units.count(len(result.links), 'bad link')}" if result.links else ""
@@ -186,14 +187,14 @@ def summary(result: SearchResult) -> list[str]:
     ]
     if bad:
         lines += [
-            f"Slurm: --exclude={slurm_hosts(result).strip()}",
+            f"Slurm: --exclude={format_slurm_hosts(result).strip()}",
             f"Kubernetes: kubectl cordon {' '.join(bad)}",
-            f"Kubernetes, affinity of a pod: {json.dumps(affinity(result))}",
+            f"Kubernetes, affinity of a pod: {json.dumps(build_affinity(result))}",
         ]
     return lines
 
 
-def picture(result: SearchResult) -> str:
+def draw_pairs(result: SearchResult) -> str:
     """Draw the matrix of pairs as an `<svg>` with its own colors, for a file and a page."""
     places = {node: place for place, node in enumerate(result.drawn)}
     links = {(link.source, link.target) for link in result.links}
@@ -205,7 +206,7 @@ def picture(result: SearchResult) -> str:
     nodes = [
         {"name": plain.printable(result.hosts[node]), "state": result.verdicts[node].state} for node in result.drawn
     ]
-    title = f"{summary(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
+    title = f"{summarise(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
     words = ("no byte moves", "twice the time and more", "10 % more time and more", "less")
     legend = [(colour, text) for (_, colour), text in zip(COLOURS, words, strict=True)]
     return render_template(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.advice.advise import Request, advise
-from agent.advice.job_settings import grace, grace_notice, job_plan
+from agent.advice.job_settings import build_job_plan, describe_grace, estimate_grace
 from agent.base import units
 from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic
@@ -30,7 +30,7 @@ from planner.slurm import ScriptError, batch_script, check_options, check_word, 
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
-_LIKE_THIS_HOST = "this host was read in place of the nodes; give a recording of a node with --host FILE"
+_LIKE_THIS_HOST = "this host was scanned instead of the nodes; give a recording of a node with --host FILE"
 _AGAIN = read_table(__file__, "slurm.toml")["again"]
 _LIST_BYTES = 1 << 20  # of a file with host names
 
@@ -39,7 +39,7 @@ class SlurmError(RuntimeError):
     """A Slurm command was refused or did not answer."""
 
 
-def slurm(*words: str) -> str:
+def run_slurm(*words: str) -> str:
     """Run one command of Slurm and return its output. Raises SlurmError."""
     try:
         done = subprocess.run(
@@ -56,7 +56,7 @@ def slurm(*words: str) -> str:
     return done.stdout
 
 
-def script_of(
+def build_script(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
     """Return the batch script of the job described by the options, and notes. Raises InputError or ValueError."""
@@ -65,22 +65,22 @@ def script_of(
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if options["over"]:
-        from agent.jobs.networks import missing_interface, over_tcp
+        from agent.jobs.networks import use_tcp, why_no_interface
 
         check_word("--over", options["over"])
-        if wrong := missing_interface(options["over"], found):
+        if wrong := why_no_interface(options["over"], found):
             if options["hosts"]:
                 raise InputError(f"--over {options['over']}: {wrong}")
             notes.append(f"--over {options['over']}: {wrong}")
-        advice = over_tcp(advice, options["over"])
-    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
+        advice = use_tcp(advice, options["over"])
+    plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
     if options["over"]:  # the rate of this network is unknown
         plan = replace(plan, forecast=RunForecast())
     assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
         raise ScriptError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
-    seconds = grace(advice, options["storage_rate"], SAVE_SECONDS)
+    seconds = estimate_grace(advice, options["storage_rate"], SAVE_SECONDS)
     if "/" in exclude or os.path.isfile(exclude):
         exclude = read_input(exclude, _LIST_BYTES, hint="").decode(errors="replace")
     more = dict(word.partition("=")[::2] for word in options["sbatch"])
@@ -95,7 +95,7 @@ def script_of(
         ipc_lock=any(need.name == "memlock" for need in advice.needs), save_seconds=seconds,
         restarts=RESTARTS if options["restarts"] is None else options["restarts"],
     )  # fmt: skip
-    notice = grace_notice(advice, "the ranks", seconds, SAVE_SECONDS, options["storage_rate"])
+    notice = describe_grace(advice, "the ranks", seconds, SAVE_SECONDS, options["storage_rate"])
     return script, [*notes, *plan.notes, *filter(None, [notice])]
 
 
@@ -103,19 +103,19 @@ def submit(script: str, folder: Path) -> str:
     """Write the script to the output folder and submit it; return the job id. Raises SlurmError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
-    rows = slurm("squeue", "--me", "-h", "-o", "%A %o").splitlines()
+    rows = run_slurm("squeue", "--me", "-h", "-o", "%A %o").splitlines()
     queued = [row.split()[0] for row in rows if row.endswith(f" {path}")]
     if queued and "#SBATCH --dependency" not in script:
         raise SlurmError(f"--output {folder}: job {queued[0]} writes there. Cancel it, choose another folder, or start "
                          f"after it with --sbatch dependency=afterany:{queued[0]}")  # fmt: skip
     write_atomic(path, script)
     try:
-        return slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+        return run_slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
     except SlurmError as error:
         raise SlurmError(f"{error}. Nothing was submitted; the options are at the top of {path}") from None
 
 
-def wrapped_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def add_to_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Add missing settings to the script; return it with notes. Raises ScriptError that names the line."""
     from agent.jobs.script import AUTOSTART
 
@@ -147,13 +147,13 @@ class JobFiles(NamedTuple):
     again: str  # text: what a requeued job does now; empty: it was not requeued, or it has ended for good
 
 
-def job_files(job_id: str) -> JobFiles:
+def find_job_files(job_id: str) -> JobFiles:
     """Return the run's folder of a job, its logs, and where they were found. Raises SlurmError.
 
     `launch` writes the log into the run's folder, which also contains the script. A script changed by `wrap` has NCCL's
     logs and the ranks' states in topoflight-ID below the folder from which the job was submitted.
     """
-    fields = _shown(job_id)
+    fields = _read_job(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
     words = ", ".join(filter(None, (state, fields.get("Reason"), fields.get("Restarts"))))
     does = _AGAIN.get(fields.get("Reason", ""), _AGAIN.get(state)) if fields.get("Restarts") else ""
@@ -192,13 +192,13 @@ def _find_later_job(log: Path, job_id: str) -> int | None:
     return newest if job_id.isdecimal() and newest > int(job_id) else None
 
 
-def _shown(job_id: str) -> dict[str, str]:
+def _read_job(job_id: str) -> dict[str, str]:
     """Return what the controller shows of a job, by field; empty if it does not know the job, as minutes after its end.
 
     Raises SlurmError for the id of an array or a heterogeneous job, which are several jobs.
     """
     try:
-        shown = slurm("scontrol", "show", "job", job_id)
+        shown = run_slurm("scontrol", "show", "job", job_id)
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise SlurmError(f"{error}. Give the job's logs, or --run FOLDER") from None

@@ -42,10 +42,12 @@ def _print_environment(out: Console, advice: Recommendation) -> None:
     for note in advice.notes:
         print_bullet(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
-        print_bullet(out, "·", f"the pod needs {escape(need_words(need.name, need.value))}: {escape(need.reason.rule)}")
+        print_bullet(
+            out, "·", f"the pod needs {escape(describe_need(need.name, need.value))}: {escape(need.reason.rule)}"
+        )
 
 
-def need_words(name: str, value: str) -> str:
+def describe_need(name: str, value: str) -> str:
     """Describe a pod's requirement: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
     if name == "shm_bytes" and value.isdigit():
         return f"{units.size(float(value))} of shared memory (/dev/shm)"
@@ -59,7 +61,7 @@ def _print_brief(out: Console, advice: Recommendation) -> None:
     rows = []
     if advice.chosen is not None:
         _print_title(out, advice, advice.chosen)
-        rows = [row for row in layout_properties(advice, advice.chosen) if row[0] in FIRST_ROWS]
+        rows = [row for row in list_layout_properties(advice, advice.chosen) if row[0] in FIRST_ROWS]
     else:
         sentence = f"set {units.count(len(advice.settings), 'variable')}" if advice.settings else "nothing to set"
         out.print(f"Environment: ✓ {sentence} → add --model for a layout, its speed and cost")
@@ -81,7 +83,7 @@ def _print_title(out: Console, advice: Recommendation, chosen: RankedLayout) -> 
 
 
 def _print_remarks(out: Console, advice: Recommendation) -> None:
-    for line in cost_of_faults(advice):
+    for line in describe_cost_of_faults(advice):
         print_bullet(out, "!", escape(line))
     for help_ in advice.helps_most:
         print_bullet(out, "→", escape(help_))
@@ -120,7 +122,7 @@ def _print_layout(out: Console, advice: Recommendation, chosen: RankedLayout) ->
     """Print the chosen layout, the next best ones, the rejected ones, and the parts of the forecast."""
     out.print()
     _print_title(out, advice, chosen)
-    print_properties(out, layout_properties(advice, chosen))
+    print_properties(out, list_layout_properties(advice, chosen))
     for ranked in advice.runners_up[:3]:
         out.print(f"  {layout_title(ranked.layout)}")
         memory = units.interval(ranked.forecast.memory_bytes, "B")
@@ -138,13 +140,13 @@ OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
 Rows = list[tuple[str, str]]
 
 
-def layout_properties(advice: Recommendation, chosen: RankedLayout, options: tuple[str, str] = OPTIONS) -> Rows:
+def list_layout_properties(advice: Recommendation, chosen: RankedLayout, options: tuple[str, str] = OPTIONS) -> Rows:
     """Return speed, time, cost and memory, then the batch and the bottleneck, each with its name.
 
     `options` name what the user adds to get run time and cost: the length of the run, and the price.
     """
     forecast, device = chosen.forecast, device_of(advice)
-    lines = [("speed", f"step {units.interval(forecast.step_seconds, 's')}: {speed_words(advice, chosen)}")]
+    lines = [("speed", f"step {units.interval(forecast.step_seconds, 's')}: {describe_speed(advice, chosen)}")]
     if advice.total_seconds is not None:
         whole = advice.total_seconds
         low, mid, high = (units.duration(value) for value in (whole.low, whole.mid, whole.high))
@@ -159,13 +161,13 @@ def layout_properties(advice: Recommendation, chosen: RankedLayout, options: tup
         missing = [options[1]] if advice.node_hour_price is None else []
         missing += [options[0]] if advice.total_seconds is None else []
         lines.append(("cost", f"not estimated. Add {' and '.join(missing)}."))
-    lines.append(("memory", f"{memory_words(chosen)} per {device}"))
-    lines.append(("batch", batch_words(chosen.layout)))
+    lines.append(("memory", f"{describe_memory(chosen)} per {device}"))
+    lines.append(("batch", describe_batch(chosen.layout)))
     lines.append(("bottleneck", forecast.dominant))
     return lines
 
 
-def speed_words(advice: Recommendation, ranked: RankedLayout) -> str:
+def describe_speed(advice: Recommendation, ranked: RankedLayout) -> str:
     """Return the tokens per second of a layout, also per device, and its MFU if that is known."""
     forecast = ranked.forecast
     mfu = f", MFU {forecast.mfu:.0%}" if forecast.mfu is not None else ""
@@ -173,13 +175,13 @@ def speed_words(advice: Recommendation, ranked: RankedLayout) -> str:
     return f"{forecast.tokens_per_second:,.0f} tokens/s, {each}{mfu}"
 
 
-def memory_words(ranked: RankedLayout) -> str:
+def describe_memory(ranked: RankedLayout) -> str:
     """Return the memory that a layout needs on one device, and the capacity of the device if that is known."""
     capacity = ranked.forecast.capacity_bytes
     return units.interval(ranked.forecast.memory_bytes, "B") + (f" of {units.size(capacity)}" if capacity else "")
 
 
-def batch_words(shape: Layout) -> str:
+def describe_batch(shape: Layout) -> str:
     """Describe the batch: "64 sequences a step: micro-batch 4 on 16 data-parallel ranks"."""
     times = shape.gradient_accumulation
     often = "" if times == 1 else f", {times} times before each optimizer step (gradient accumulation)"
@@ -187,7 +189,7 @@ def batch_words(shape: Layout) -> str:
     return f"{units.count(shape.global_batch, 'sequence')} a step: micro-batch {shape.micro_batch} on {ranks}{often}"
 
 
-def cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
+def describe_cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
     """Return the time these nodes lose compared with healthy ones, and the findings that cause it; empty if healthy."""
     chosen, healthy = advice.chosen, advice.healthy
     if chosen is None or not advice.slowed:
@@ -196,7 +198,7 @@ def cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
         text = "The forecast is for these nodes with their faults. `topoflight scan` says what they cost."
         return (text, *advice.slowed)
     times = healthy.forecast.tokens_per_second / chosen.forecast.tokens_per_second
-    words = f"With their faults these nodes are {slowdown_words(times)} than healthy nodes"
+    words = f"With their faults these nodes are {describe_slowdown(times)} than healthy nodes"
     if advice.total_seconds is not None and times >= _SAME:
         words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
     step = units.seconds(healthy.forecast.step_seconds.mid)
@@ -206,7 +208,7 @@ def cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
 _SAME = 1.01
 
 
-def slowdown_words(times: float) -> str:
+def describe_slowdown(times: float) -> str:
     """Describe how much slower it is: "3.0 times slower", "12% slower", "no slower"."""
     if times < _SAME:
         return "no slower"
@@ -215,10 +217,10 @@ def slowdown_words(times: float) -> str:
 
 def layout_title(shape: Layout) -> str:
     """Return all settings of a layout, in a line of markup."""
-    return f"[bold]{shape.family}[/bold], {layout_words(shape)}"
+    return f"[bold]{shape.family}[/bold], {describe_layout(shape)}"
 
 
-def layout_words(shape: Layout) -> str:
+def describe_layout(shape: Layout) -> str:
     """Return all settings of a layout but its family: "16 ranks, micro-batch 2 x 4, no recompute, bf16"."""
     recompute = {"none": "no recompute"}.get(shape.checkpointing, f"{shape.checkpointing} recompute")
     not_resharded = shape.sharding == "zero3" and shape.dp_shard > 1 and not shape.reshard_after_forward

@@ -12,17 +12,17 @@ from agent.base import units
 from agent.base.lines import SHOWN, mark, print_indented
 
 if TYPE_CHECKING:  # loaded with checks; a topology read from a file has only findings
-    from agent.checks.findings import Group
+    from agent.checks.findings import FindingGroup
     from contracts.finding import Finding
 
 
 def print_findings(out: Console, checks: Iterable[Finding], *, everything: bool = False) -> None:
     """Print findings worst first, equal ones of several subjects once; unknown checks by name, passes as a count."""
-    from agent.checks.findings import codes_of, grouped, is_problem
+    from agent.checks.findings import group_findings, is_problem, list_codes
 
-    quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
+    quiet: dict[str, list[FindingGroup]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
-    groups = grouped(checks)
+    groups = group_findings(checks)
     named = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if everything or group.status == "info" or is_problem(group):
@@ -30,25 +30,25 @@ def print_findings(out: Console, checks: Iterable[Finding], *, everything: bool 
         else:
             quiet[group.status].append(group)
     print_unknown_checks(out, quiet["unknown"])
-    passed = len(codes_of(groups, "pass"))
+    passed = len(list_codes(groups, "pass"))
     if passed and quiet["pass"]:
         out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
 
 
-def print_unknown_checks(out: Console, groups: Sequence[Group]) -> None:
+def print_unknown_checks(out: Console, groups: Sequence[FindingGroup]) -> None:
     """Print the checks that were not measured, grouped by the reason."""
     if groups:
         number = units.count(len({group.id for group in groups}), "check")
         out.print(f"{mark('unknown')} {number} could not run")
-    from agent.checks.findings import reasons
+    from agent.checks.findings import group_by_reason
 
-    for why, codes in reasons(groups).items():
+    for why, codes in group_by_reason(groups).items():
         print_indented(out, escape(why))
         print_indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
 def print_group(
-    out: Console, group: Group, *, named: bool = False, brief: bool = False,
+    out: Console, group: FindingGroup, *, named: bool = False, brief: bool = False,
     names: Callable[[Sequence[str]], str] = units.some,
 ) -> None:  # fmt: skip
     """Print one finding: what, where and the remedy, and unless `brief` the evidence and every message.
@@ -71,7 +71,7 @@ def print_group(
 
 
 def _print_places(
-    out: Console, group: Group, *, named: bool, one: bool, most: int, names: Callable[[Sequence[str]], str]
+    out: Console, group: FindingGroup, *, named: bool, one: bool, most: int, names: Callable[[Sequence[str]], str]
 ) -> None:
     """Print every place that no message names; equal messages share a line, and so do nodes with the same devices."""
     by_message: dict[str, dict[str, dict[str, None]]] = {}

@@ -12,17 +12,17 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import mark, print_bullet, print_headline, print_properties, table
-from agent.checks.findings import ORDER, Group, codes_of, grouped, is_problem
+from agent.checks.findings import ORDER, FindingGroup, group_findings, is_problem, list_codes
 from agent.checks.verdict import Verdict, View
 from agent.terminal.findings import print_findings, print_group
-from agent.terminal.topology import link_properties
+from agent.terminal.topology import list_link_properties
 from contracts.finding import Finding
 from contracts.host_list import list_names
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.limits.probe import LimitsFacts, size as limit_words
+from probes.limits.probe import LimitsFacts, format_size as limit_words
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
@@ -50,7 +50,7 @@ def print_hosts_brief(
     """Print one machine in a few rows; for several hosts, the healthy ones by hardware."""
     found = list(zip(snapshots, topologies, strict=True))
     if len(found) == 1:
-        print_properties(out, hardware_properties(*found[0]))
+        print_properties(out, list_hardware_properties(*found[0]))
     else:
         kinds = [(snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}") for snapshot, node in found]
         print_healthy_nodes(out, kinds, checks)
@@ -61,20 +61,20 @@ def print_host(out: Console, snapshot: Snapshot) -> None:
     out.print(f"\n[bold]{escape(snapshot.hostname)}[/bold]")
     rows = table("probe", "found")
     for name, outcome in snapshot.outcomes.items():
-        for number, line in enumerate(outcome_lines(outcome)):
+        for number, line in enumerate(describe_outcome(outcome)):
             shown = f"[red]{escape(line)}[/red]" if isinstance(outcome, Failed) else escape(line)
             rows.add_row("" if number else name, shown)
     out.print(rows)
 
 
-def outcome_lines(outcome: Ok[Any] | Absent | Failed) -> list[str]:
+def describe_outcome(outcome: Ok[Any] | Absent | Failed) -> list[str]:
     """Return what a probe found in a few lines, or why it found nothing."""
     if isinstance(outcome, Absent):
         return [f"absent: {outcome.why}"]
-    return [f"failed: {outcome.error}"] if isinstance(outcome, Failed) else facts_lines(outcome.facts)
+    return [f"failed: {outcome.error}"] if isinstance(outcome, Failed) else describe_facts(outcome.facts)
 
 
-def facts_lines(facts: Any) -> list[str]:
+def describe_facts(facts: Any) -> list[str]:
     """Return one probe's facts in a few lines."""
     if isinstance(facts, HostinfoFacts):
         sockets = units.count(facts.sockets, "socket") if facts.sockets else "sockets unknown"
@@ -122,24 +122,24 @@ TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measu
 
 def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str = "") -> None:
     """Print the verdict, its reason, and the first action."""
-    bad = [group for group in by_weight(checks) if group.status in ("fail", "warn")]
+    bad = [group for group in sort_by_weight(checks) if group.status in ("fail", "warn")]
     first = next((group for group in bad if group.status == judged.word), None)
     line, todo = judged.why, TODO.get(judged.word, "")
     if first is not None:
         more = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
         line, todo = f"{first.title} {_where(first, at)}".rstrip() + f"{more} ({line})", first.remedy
     elif judged.word == "unknown":
-        required = (group for group in grouped(checks) if group.status == "unknown" and group.required)
+        required = (group for group in group_findings(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
     print_headline(out, judged.word, f"{at}: {line}" if at else line, todo)
 
 
-def by_weight(checks: Iterable[Finding]) -> list[Group]:
+def sort_by_weight(checks: Iterable[Finding]) -> list[FindingGroup]:
     """Return faults worst first; of equal severity, those on most nodes first."""
-    return sorted(grouped(checks), key=lambda group: (ORDER.index(group.status), -len(group.nodes)))
+    return sorted(group_findings(checks), key=lambda group: (ORDER.index(group.status), -len(group.nodes)))
 
 
-def _where(group: Group, at: str) -> str:
+def _where(group: FindingGroup, at: str) -> str:
     several = len(group.nodes) > 1
     place = group.places if several or len(group.subjects) != 1 else group.place
     node = "" if at or several or not group.nodes else group.nodes[0]
@@ -164,7 +164,7 @@ def print_healthy_nodes(out: Console, found: Sequence[tuple[str, str]], checks: 
 
 def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
     """Print failures, warnings and required checks that were not measured, each once with its nodes; count the rest."""
-    groups = by_weight(checks)
+    groups = sort_by_weight(checks)
     checks = [check for group in groups for check in group.checks]
     named = len({check.node for check in checks if check.node}) > 1
     for group in groups:
@@ -172,17 +172,17 @@ def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
             print_group(out, group, named=named, brief=True, names=list_names)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
-    if unknown := codes_of(groups, "unknown"):
+    if unknown := list_codes(groups, "unknown"):
         families = Counter(code.split(".")[0] for code in unknown)
         each = ", ".join(f"{name} {number}" for name, number in families.items())
         quiet.append(f"{units.count(len(unknown), 'check')} could not run ({each})")
     out.print(f"[dim]{'; '.join([*quiet, '-v shows details'])}[/dim]")
 
 
-def hardware_properties(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:
+def list_hardware_properties(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:
     """Return the hardware of a host: GPUs, links, RDMA, sockets; a probe without a result shows the reason."""
     yield "GPUs", _gpus(snapshot, topology)
-    yield from link_properties(topology)
+    yield from list_link_properties(topology)
     yield "RDMA", _rdma(snapshot)
     sockets = snapshot.facts(InterfacesFacts)
     chosen = next((i for i in sockets.interfaces if i.name == sockets.nccl_choice), None) if sockets else None
@@ -214,4 +214,4 @@ def _rdma(snapshot: Snapshot) -> str:
 
 def _why_no_facts(snapshot: Snapshot, probe: str) -> str:
     outcome = snapshot.outcomes.get(probe)
-    return outcome_lines(outcome)[0] if isinstance(outcome, Absent | Failed) else ""
+    return describe_outcome(outcome)[0] if isinstance(outcome, Absent | Failed) else ""

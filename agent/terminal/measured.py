@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import Grid, table_of
-from agent.checks.measured import bar_words, expected_words
+from agent.checks.measured import format_bar, format_expected
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Comparison, RunRecord, compare
@@ -23,7 +23,7 @@ def results_grid(found: Sequence[Measurement]) -> Grid:
         (m.op, units.size(m.bytes), units.seconds(m.median_seconds),
          f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?",
          units.rate(m.algbw_bytes_per_second), units.rate(m.busbw_bytes_per_second),
-         *([expected_words(m)] if expected else []), "yes" if m.verified else "NO")
+         *([format_expected(m)] if expected else []), "yes" if m.verified else "NO")
         for m in found
     ]  # fmt: skip
     columns = ("op", "size", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
@@ -34,7 +34,7 @@ def print_benchmark(out: Console, result: BenchResult, *, verbose: bool = False)
     """Print measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     shown = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
-    where = ranks_words(result)
+    where = describe_ranks(result)
     left = len(result.measurements) - len(shown)
     out.print(_benchmark_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(where + (f"; -v shows {left} smaller sizes" if left else "")))
@@ -42,15 +42,15 @@ def print_benchmark(out: Console, result: BenchResult, *, verbose: bool = False)
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
     if result.evidence is not None:
-        out.print(escape(transport_words(result.evidence)))
+        out.print(escape(describe_transport(result.evidence)))
 
 
-def ranks_words(result: BenchResult) -> str:
+def describe_ranks(result: BenchResult) -> str:
     """Return who measured: "16 nccl ranks on node-a, node-b"."""
     return f"{result.world_size} {result.backend} ranks on {units.some(sorted(set(result.hosts))) or 'this host'}"
 
 
-def transport_words(e: Evidence) -> str:
+def describe_transport(e: Evidence) -> str:
     """Return which transport NCCL's log shows between and within nodes, and how many channels use GPUDirect RDMA."""
     channels = f"send {e.send.gdrdma}/{e.send.total}, receive {e.receive.gdrdma}/{e.receive.total}"
     return (
@@ -78,7 +78,7 @@ def print_rdma_writes(out: Console, result: RdmaResult) -> None:
     bars = [next((bar for bar in write.bars if bar.low is not None), None) for write in result.writes]
     rows = [
         (write.port, units.bits(write.rate_bytes_per_second), str(write.mtu_bytes or "?"),
-         units.rate(write.bytes_per_second), bar_words(bar) if bar else "unknown")
+         units.rate(write.bytes_per_second), format_bar(bar) if bar else "unknown")
         for write, bar in zip(result.writes, bars, strict=True)
     ]  # fmt: skip
     out.print(f"\n[bold]RDMA writes[/bold] from {escape(result.host)} to {escape(result.peer)}")
@@ -92,17 +92,17 @@ def print_comparison(out: Console, record: RunRecord) -> None:
     """Print the forecast and the measurement of step time and memory."""
     out.print("\n[bold]Forecast against run[/bold]")
     for line in compare(record):
-        forecast, measured = compared_words(line)
+        forecast, measured = describe_comparison(line)
         out.print(f"{line.title}: forecast {forecast}, measured {measured}: {line.verdict}")
 
 
-def compared_words(line: Comparison) -> tuple[str, str]:
+def describe_comparison(line: Comparison) -> tuple[str, str]:
     """Return a forecast and the measured value in the same unit."""
     show = units.seconds if line.unit == "s" else units.size
     return units.interval(line.forecast, line.unit), show(line.measured)
 
 
-def run_words(record: RunRecord) -> str:
+def describe_run(record: RunRecord) -> str:
     """Return steps, loss, tokens per second and exposed communication of a run, in one line."""
     loss, measured = "loss unknown", record.measured
     if record.loss.first is not None and record.loss.last is not None:
@@ -117,12 +117,12 @@ def run_words(record: RunRecord) -> str:
 def print_run(out: Console, record: RunRecord) -> None:
     """Print the job's own report."""
     out.print(f"\n[bold]Run[/bold] {escape(record.placements)}")
-    out.print(run_words(record))
+    out.print(describe_run(record))
     saved = f"model: {record.saved_model}" if record.saved_model else f"adapter: {record.adapter or 'none'}"
     out.print(f"{saved}\ncheckpoint: {record.checkpoint or 'none'}", markup=False)
 
 
-def transports_of(record: RunRecord) -> str:
+def list_transports(record: RunRecord) -> str:
     """Return the transports of a run without the numbers of devices, and the interfaces of NCCL's TCP."""
     names = [re.sub(r"/\d+(?=/|$)", "", name) for name in record.transports]
     interfaces = record.nccl.interfaces if record.nccl and "NET/Socket" in names else ()

@@ -52,7 +52,7 @@ def print_brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) 
     what = topology.sku or ("unknown machine type, no reference" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
     print_headline(out, word, f"{topology.hostname}: {what}; {counted}", todo)
-    print_properties(out, link_properties(topology))
+    print_properties(out, list_link_properties(topology))
     for departure in departures(topology):
         print_bullet(out, "[yellow]![/yellow]", escape(f"differs from the reference: {departure}"))
     for warning in topology.warnings:
@@ -72,7 +72,7 @@ def print_nearest_nics(out: Console, topology: NodeTopology) -> None:
         out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))
 
 
-def link_properties(topology: NodeTopology) -> Iterator[tuple[str, str]]:
+def list_link_properties(topology: NodeTopology) -> Iterator[tuple[str, str]]:
     """Return the links between GPUs and to their nearest NICs, and the rate that they should reach."""
     gpus = {gpu.name for gpu in topology.gpus}
     labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base.options import InputError
-from agent.why.ranks import newest, of_run
+from agent.why.ranks import find_newest_call, read_settled_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence, LogProblem
@@ -29,8 +29,6 @@ from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, cause_named
 _MOST_LOG_LINES = 20_000_000
 # Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
 _REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
-_MONITOR = ("this command again, after the ranks have called init_process_group. Only a job with the monitor writes "
-            "there (topoflight launch, wrap or run)")  # fmt: skip
 
 
 class WhyError(InputError):
@@ -71,9 +69,7 @@ def answer(sources: WhySources) -> Verdict:
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
         if sources.run is not None:
-            hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks yet",
-                           command=_MONITOR)  # fmt: skip
-            verdict = replace(verdict, unknown=(hint,))
+            verdict = replace(verdict, unknown=()).left_open("unwritten", folder=sources.run)
     again = sources.again
     if again is None and (requeued := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
         again = f"it {requeued[1]}"
@@ -87,14 +83,14 @@ def answer(sources: WhySources) -> Verdict:
 
 def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
-    seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
+    seen, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
         own = rank_files.NAME.format(rank="*")  # of the ranks' monitors
         dumps = (path for path in sources.recorder.glob("*") if not path.match(own))
         traces, bad = rank_files.read_ranks(dumps, rank_files.read_file)
         seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
     if not seen.states and seen.traces:
-        seen = replace(seen, now=newest(seen.traces))
+        seen = replace(seen, now=find_newest_call(seen.traces))
     try:
         found = evidence.read_files(sources.logs) if sources.logs else None
         lines = chain.from_iterable(map(_lines_of, evidence.files_of(sources.logs)))
@@ -314,10 +310,9 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
     after a signal have not failed. The codes of `_ENDS` say that the job ended, not why.
     """
-    lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines) for p in found.problems}
-    verdict = replace(
-        verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes)
-    )
+    lines = {p.code: _cause_of(p).evidence for p in found.problems}
+    verdict = replace(verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ()))
+                                            for one in verdict.causes))  # fmt: skip
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
     known = (*known, *(code for cause, code in _MORE_EXACT.items() if cause in known))
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):

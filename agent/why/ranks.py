@@ -34,7 +34,7 @@ COPIED_SECONDS = 300.0  # larger than any clock error of a cluster that can stil
 _START = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
-def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
+def read_process_states(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
     """Return the state of ranks' processes that started since this host's boot: "runs", "stopped", "gone"."""
     boot = numbers = ""
     with suppress(OSError):
@@ -57,7 +57,7 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
     return found
 
 
-def starting(states: Mapping[int, RankState], alive: Mapping[int, str]) -> dict[int, int]:
+def find_starting_ranks(states: Mapping[int, RankState], alive: Mapping[int, str]) -> dict[int, int]:
     """Return the pids of ranks that run on this host, as their environment shows, and have not come to the rendezvous.
 
     Environments of other users' processes cannot be read.
@@ -95,7 +95,7 @@ class Heartbeats:
         return {rank: newest_of_all - self.heard[rank][1] for rank in states}
 
 
-def of_run(folder: Path) -> tuple[RunFacts, list[str]]:
+def read_settled_run(folder: Path) -> tuple[RunFacts, list[str]]:
     """Read a run's folder; return its facts, and what could not be read.
 
     If a rank, or all, seem to have stopped writing, the folder is read again, because file clocks may differ. If some
@@ -129,9 +129,11 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     since = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
     nodes, _ = rank_files.read_ranks(ranks.glob("state_node_*.json"), read_state)
     nodes = {node: state for node, state in nodes.items() if _modified(ranks / NODE.format(rank=node)) > since}
-    nodes |= {node: replace(nodes[node], ended=True) for node, kind in processes(nodes).items() if kind == "gone"}
+    nodes |= {
+        node: replace(nodes[node], ended=True) for node, kind in read_process_states(nodes).items() if kind == "gone"
+    }
     newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
-    alive = processes(states)
+    alive = read_process_states(states)
     written = {rank: state.written for rank, state in states.items()}
     # File times come from one clock, that of the file system, unless the folder was copied: then they are not write
     # times
@@ -153,9 +155,9 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
         silence, ages = None, {}
     first, stopped = _end_by_torchrun(ranks / FIRST)
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied, full=full,
-                     starting=starting(states, alive), first=first, stopped=stopped,
+                     starting=find_starting_ranks(states, alive), first=first, stopped=stopped,
                      silence=silence, world=newest_state.world_size or None,
-                     now=at if is_running else newest_state.written or newest(traces))  # fmt: skip
+                     now=at if is_running else newest_state.written or find_newest_call(traces))  # fmt: skip
     return facts, wrong + bad
 
 
@@ -181,7 +183,7 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def newest(traces: Mapping[int, rank_files.RankTrace]) -> float:
+def find_newest_call(traces: Mapping[int, rank_files.RankTrace]) -> float:
     """Return the time of the newest call in Unix seconds; 0 if no dump contains it."""
     return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
 

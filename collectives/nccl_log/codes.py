@@ -92,8 +92,8 @@ def _read_signs() -> tuple[Sign, ...]:
 
 
 SIGNS = _read_signs()
-_DIGITS = b"0123456789"
-_SHAPES = tuple((sign.needle.translate(None, _DIGITS), sign) for sign in SIGNS)
+DIGITS = b"0123456789"
+_SHAPES = tuple((sign.needle.translate(None, DIGITS), sign) for sign in SIGNS)
 LOGGING: dict[str, str] = _MESSAGES["logging"]
 HARMLESS = re.compile(_MESSAGES["harmless"].encode())
 WORDS_OF = {name: tuple(_MESSAGES[name]) for name in ("tuning", "set_by_ofi", "bridges", "local")}
@@ -118,7 +118,7 @@ def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
 
     ``foreign``: the line may not be NCCL's; only texts that no other library prints count.
     """
-    candidates = _signs_in(message.translate(None, _DIGITS))  # lines of one kind differ in their digits
+    candidates = _signs_in(message.translate(None, DIGITS))  # lines of one kind differ in their digits
     signs = (sign for sign in candidates if sign.needle in message and (sign.own or not foreign))
     found = tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))
     causes = any(not CODES[code].symptom and not CODES[code].vague for code in found)

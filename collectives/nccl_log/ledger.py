@@ -6,11 +6,12 @@ The number of distinct hosts, variables, devices and codes limits the memory, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from collectives.nccl_log import messages as nccl_messages
+from collectives.nccl_log.channels import Channel
 from collectives.nccl_log.codes import cut_to_sign
 from collectives.nccl_log.messages import Firsts, Lasts, Tally, merge_attributes
 from collectives.nccl_log.transport import ChannelCount, ProofLine
@@ -36,28 +37,6 @@ class Writer:
     process: str = ""  # "host:pid"
     device: str = ""  # "0" of "[0]": the CUDA device of the thread that wrote
     rank: int | None = None  # as a launcher or PyTorch puts it before the line
-
-
-class Channel(NamedTuple):
-    """One end of one channel."""
-
-    transport: str  # "NET/IB", "COLLNET/SHARP", "P2P/CUMEM/read", "SHM"
-    direction: str | None = None  # "send", "receive"; None if the line does not say
-    gdrdma: bool | None = None  # None: not a network channel, or cut before the tag
-    device: int | None = None  # of the network
-    proxied: bool = False  # sent through the GPU of another rank (PXN)
-    torn: bool = False
-
-    @property
-    def network(self) -> str | None:
-        """Return the name of the network; None for a channel within a node."""
-        family, _, name = self.transport.partition("/")
-        return name if family in ("NET", "COLLNET") else None
-
-    @property
-    def is_cut(self) -> bool:
-        """Return whether the line ends before it proves what the channel is."""
-        return self.gdrdma is None if self.network else self.torn
 
 
 def host_name(name: bytes) -> str:
@@ -167,9 +146,9 @@ class Ledger:
         known = self.rank_hosts | {rank: host for rank, (host, _) in self.facts.rank_places.items()}
         return [writer.host or known.get(-1 if writer.rank is None else writer.rank, "") for writer in writers]
 
-    def ranks_on(self, host: str) -> tuple[int, ...]:
-        """Return the ranks of the processes of a host."""
-        places = (place for place in self.facts.places if place.host == host)
+    def ranks_on(self, hosts: Collection[str]) -> tuple[int, ...]:
+        """Return the ranks of the processes of these hosts."""
+        places = (place for place in self.facts.places if place.host in hosts)
         return self.ranks_of({Writer(process=place.process, device=place.device) for place in places})
 
     def is_of_another_job(self, other: Ledger) -> bool:

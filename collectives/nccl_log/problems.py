@@ -147,11 +147,8 @@ class _Findings:
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
         proof = proof or (*self.variable_proof(*meaning.variables), *self.proof(*meaning.proof))
         writers = self.ledger.writers_of(code) if not hosts else ()
-        hosts = hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof)
-        if writers:
-            ranks = self.ledger.ranks_of(writers)
-        else:
-            ranks = tuple(sorted({rank for host in hosts for rank in self.ledger.ranks_on(host)}))
+        hosts = set(hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof))
+        ranks = self.ledger.ranks_of(writers) if writers else self.ledger.ranks_on(hosts)
         self.problems[code] = problem_of(
             code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
             hosts=tuple(sorted(hosts)), ranks=ranks, severity=severity or meaning.severity,
@@ -195,11 +192,13 @@ class _Findings:
         short = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
         return tuple(name for name in names if name not in short)
 
-    def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
+    def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
-        mine = tuple(row for row in rows if set(self._named([row.host])) & set(hosts)) or rows
-        firsts = tuple(row for at, row in enumerate(mine) if all(row.origin != other.origin for other in mine[:at]))
-        return firsts[:4] if len(firsts) > 1 else mine[:2]
+        mine = tuple(row for row in rows if hosts.intersection(self._named([row.host]))) or rows
+        firsts: dict[tuple[str, str], ProofLine] = {}
+        for row in mine:
+            firsts.setdefault(row.origin, row)
+        return tuple(firsts.values())[:4] if len(firsts) > 1 else mine[:2]
 
     def proof(self, *starts: str) -> tuple[ProofLine, ...]:
         """Return the lines that prove facts with these beginnings."""

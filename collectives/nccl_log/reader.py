@@ -5,11 +5,6 @@ and log rotation do to them: gzip, bzip2 and xz, colours (ECMA-48 SGR), HTML and
 a line by carriage return, many messages in one JSON string. Container logs of Kubernetes split long entries: a part
 that is tagged P continues in the next entry of its stream, until one is tagged F (k8s.io/cri-client, pkg/logs/logs.go).
 
-Channel lines name the transport that joins two ranks. Surface: NCCL src/transport/net.cc, p2p.cc, shm.cc, coll_net.cc
-from 2.4 to 2.32, and RCCL: ``Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0(6)/GDRDMA``. The tags have the order
-``/GDRDMA``, ``(PCI)``, ``/Shared``, ``/flush=``. A line that is cut before its tag proves the transport, but says
-nothing about GPUDirect RDMA.
-
 Most lines repeat each other: a channel line whose end is known is only counted. A line without any word of the tables
 is recognised by its shape: the line without digits.
 """
@@ -18,11 +13,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, BinaryIO, Final
 
-from collectives.nccl_log.codes import CODES, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, codes_of
-from collectives.nccl_log.ledger import Channel, Ledger, Runs, Writer, host_name
+from collectives.nccl_log.channels import MOST_HEAD_BYTES, TAG, Channel, direction_of, parse_channels
+from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, codes_of
+from collectives.nccl_log.ledger import Ledger, Runs, Writer, host_name
 from collectives.nccl_log.messages import END, STEP, Firsts, Place
 from contracts.bounded import utf16
 from contracts.tables import read_patterns, read_table
@@ -32,7 +28,6 @@ BLOCK_BYTES: Final = 1 << 20
 # A longer line is cut. No NCCL message is near this length, and a file without newlines must not need more memory.
 MAX_LINE_BYTES: Final = 16_384
 
-_FORMS = read_patterns(__file__, "facts.toml", "reader", str.encode)
 _ESCAPES = read_table(__file__, "facts.toml")["escapes"]
 _COLOUR_MARKS: Final = tuple(mark.encode() for mark in _ESCAPES["marks"])
 _PLAIN_TEXTS: Final = tuple((escaped.encode(), plain.encode()) for escaped, plain in _ESCAPES["plain"])
@@ -41,7 +36,6 @@ _PACKED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}  
 _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04", "zip", "unzip -p"))
 
 WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
-_DIGITS: Final = b"0123456789"
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; the time of the patterns must be limited
 MOST_PREFIX_BYTES: Final = 300  # of the names of a host and a process, with what a launcher puts before them
@@ -60,9 +54,6 @@ _INFO = b"NCCL INFO "
 _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
 # These messages are clear only with the name of their source file, which precedes the header.
 _WITH_FILE = (b"hip", b"Call to bind", b"Call to listen")
-TAG = b"/GDRDMA"
-
-_MOST_HEAD_BYTES = 72  # between "Channel" and "via"
 _MOST_NAME_BYTES = 160  # "ip: 10.100.100.100", or "host : " and a name
 _BELOW = (b"The actor ", b"(local_rank: ", b" exitcode ")  # lines about the process that the line above names
 
@@ -125,9 +116,9 @@ def split_long(line: bytes) -> list[bytes]:
 def clean(line: bytes) -> list[bytes]:
     """Return the logical lines of one physical line, without colours and escapes."""
     if b"\x1b" in line:
-        line = _FORMS["escape"].sub(b"", _FORMS["colour"].sub(b"", line))
+        line = _TEXTS["escape"].sub(b"", _TEXTS["colour"].sub(b"", line))
     elif any(mark in line for mark in _COLOUR_MARKS):
-        line = _FORMS["colour"].sub(b"", line)
+        line = _TEXTS["colour"].sub(b"", line)
     for escaped, plain in _PLAIN_TEXTS:
         if escaped in line:
             line = line.replace(escaped, plain)
@@ -163,7 +154,7 @@ class Reader:
         if self.held or any(mark in block for mark in (b" stdout P", b" stderr P")):
             block = b"\n".join(map(self._join_parts, block.split(b"\n")))
         lines = block.split(b"\n")
-        shapes = block.translate(None, _DIGITS).split(b"\n")
+        shapes = block.translate(None, DIGITS).split(b"\n")
         self._remember_quiet(shapes)
         last = self.ledger.lines + len(lines)
         for line, shape in zip(lines, shapes, strict=True):
@@ -189,7 +180,7 @@ class Reader:
 
     def _join_parts(self, line: bytes) -> bytes:
         """Return the whole entry if this line completes it, nothing if it does not."""
-        entry = _FORMS["entry"].match(line)
+        entry = _TEXTS["entry"].match(line)
         if entry is None:
             return line
         start, stream, tag, content = entry.groups()
@@ -226,7 +217,7 @@ class Reader:
             return True
         head, via, end = message.rpartition(b"via ")
         # A longer head contains the message of another writer.
-        if not via or len(head) > _MOST_HEAD_BYTES or not head.startswith(b"Channel "):
+        if not via or len(head) > MOST_HEAD_BYTES or not head.startswith(b"Channel "):
             return False
         writer, channel = self._writers.get(prefix), self._ends.get((direction_of(head), end))
         if writer is None or channel is None:
@@ -248,11 +239,11 @@ class Reader:
         if has_header:
             self._meet_process(line)
             self.ledger.began.add(self.file, self.ledger.lines)
-        found = self._channels(line) if b"via " in line else 0
+        found = self._take_channels(line) if b"via " in line else 0
         if has_header:
-            self._messages(line)
+            self._take_messages(line)
         elif not found:
-            self._headless(line)
+            self._take_headless(line)
         if match := _TEXTS["above"].search(line[-_MOST_NAME_BYTES:]):
             self._above = self.ledger.lines, above + match[0] + b" ", _label_of(line)
         self.cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self.cause_lines - 1)
@@ -308,13 +299,13 @@ class Reader:
 
     # --- channels
 
-    def _channels(self, text: bytes) -> int:
+    def _take_channels(self, text: bytes) -> int:
         found = list(parse_channels(text, cut=self.cut))
         via, host = text.find(b"via "), self.ledger.writer.host
         for channel in found:
             self.ledger.channels.add((host, channel))
             self.ledger.prove_channel(channel, text)
-            self.ledger.facts.channel_places.add(text[max(0, via - _MOST_HEAD_BYTES) : via], host)
+            self.ledger.facts.channel_places.add(text[max(0, via - MOST_HEAD_BYTES) : via], host)
             self._tags_read += channel.gdrdma is True
         if len(found) == 1 and text.count(TAG) == self._tags_read:
             self._remember_end(text, found[0])
@@ -329,12 +320,12 @@ class Reader:
 
     # --- messages
 
-    def _messages(self, line: bytes) -> None:
+    def _take_messages(self, line: bytes) -> None:
         marks = list(_TEXTS["header"].finditer(line))
         before = line[: marks[0].start()] if marks else b""
         # Another message precedes the first header: NCCL's version, or one of a page that has joined lines.
         if b"CCL version" in before or len(before) > MOST_PREFIX_BYTES:
-            self._message(before, warn=False, shown=line, foreign=b"NCCL" not in before)
+            self._take_message(before, warn=False, shown=line, foreign=b"NCCL" not in before)
         for index, mark in enumerate(marks):
             host = self.ledger.writer.host if index == 0 else _writer_in(line[: mark.start()]).host
             message = line[mark.end() :]
@@ -343,21 +334,21 @@ class Reader:
             warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 prints harmless warnings as ATTN
             if b" failure " in message or message.startswith(_WITH_FILE):
                 message = b" ".join([*line[: mark.start()].split()[-2:], message])
-            self._message(message, warn=warn, host=host, shown=line)
+            self._take_message(message, warn=warn, host=host, shown=line)
 
-    def _headless(self, line: bytes) -> None:
+    def _take_headless(self, line: bytes) -> None:
         """Read a line without a header of NCCL."""
         body = _TEXTS["launcher"].sub(b"", line)
         if body.startswith(TAG):
             return
-        self._exception(body, line)
+        self._take_exception(body, line)
         before, cause, text = body.partition(_CAUSE)
         if cause and text.strip():
             body, self.cause_lines = before + text, 1
         unclear = _TEXTS["error_level"].search(body) is not None
-        self._message(body, warn=unclear, shown=body, foreign=b"NCCL" not in body and not self.cause_lines)
+        self._take_message(body, warn=unclear, shown=body, foreign=b"NCCL" not in body and not self.cause_lines)
 
-    def _exception(self, body: bytes, line: bytes) -> None:
+    def _take_exception(self, body: bytes, line: bytes) -> None:
         """A traceback and the exception below it, at the start of a line, prove that a program ended."""
         if _TRACEBACK in body:  # after other words it is a message about an exception that was caught
             is_caught = self.ledger.lines <= self._ignored + 2 or not body.startswith(_TRACEBACK)
@@ -374,7 +365,7 @@ class Reader:
         elif _TEXTS["bare"].match(body):
             self._bare = self.ledger.lines, line
 
-    def _message(self, message: bytes, *, warn: bool, shown: bytes, host: str = "", foreign: bool = False) -> None:
+    def _take_message(self, message: bytes, *, warn: bool, shown: bytes, host: str = "", foreign: bool = False) -> None:
         if message in self._dull or (not warn and message.startswith(DULL_STARTS + _ORDERS)):
             return
         ledger = self.ledger
@@ -420,59 +411,3 @@ def _writer_of(line: bytes) -> Writer:
     found = (_TEXTS[name].search(line[:600]) for name in ("rank", "host"))
     rank, host = (next(filter(None, match.groups()), b"") if match else b"" for match in found)
     return Writer(host=host.decode(), rank=int(rank) if rank else None)
-
-
-def parse_channels(line: bytes, *, cut: bool = False) -> Iterator[Channel]:
-    """Parse every channel in a line, because several writers may share it; `cut`: the line has no end."""
-    start = line.find(b"via ")
-    while start >= 0:
-        match = _TEXTS["tail"].match(line, start)
-        if match is not None:
-            head = line[max(0, start - _MOST_HEAD_BYTES) : start]
-            direction = direction_of(head)
-            if direction is not None or _TEXTS["peer"].search(head) or not head.strip(b"> \t*-`"):
-                yield _channel(match, direction, cut=cut and match.end() == len(line))
-        start = line.find(b"via ", start + 4)
-
-
-def direction_of(head: bytes) -> str | None:
-    """Return the direction of the channel that follows this part of a line."""
-    head = head.rstrip()
-    if head.endswith(b"[send]"):
-        return "send"
-    return "receive" if head.endswith(b"[receive]") else None
-
-
-def _channel(match: re.Match[bytes], direction: str | None, *, cut: bool) -> Channel:
-    if match["net"]:
-        gdrdma, torn = _gdrdma_of(match["run"])
-        if cut and not gdrdma:
-            gdrdma, torn = None, True
-        return Channel(
-            transport=f"{match['net'].decode()}/{match['name'].decode()}",
-            direction=direction,
-            gdrdma=gdrdma,
-            device=int(match["dev"][:6]),
-            proxied=match["proxy"] is not None,
-            torn=torn,
-        )
-    if match["shm"]:
-        return Channel(transport="SHM")
-    kind, tags = match["p2p"].decode(), match["p2prun"].decode()
-    if match.string[match.start("p2pglue") :] in (b"/r", b"/re", b"/rea"):
-        return Channel(transport=f"P2P/{kind}{tags}/read")
-    # If another writer's text follows where "/read" may stand, only the family of the transport is proven.
-    torn = bool(match["p2pglue"]) and match["p2pglue"] not in b".)*`" and not tags
-    return Channel(transport=f"P2P/{kind}{tags}", torn=torn)
-
-
-def _gdrdma_of(tags: bytes) -> tuple[bool | None, bool]:
-    """Return whether GPUDirect RDMA is on, and whether the line is torn in its tags."""
-    if not tags or tags in (b".", b")", b"`", b"*", b"**"):
-        return False, False
-    if TAG in tags:
-        return (True, False) if tags.startswith(b"/") else (None, True)
-    if tags.startswith(b"/GD"):  # no other tag starts like this, so a part of "/GDRDMA" is proof
-        return True, True
-    # "/Shared", "/flush=None" or a tag of a later version; anything else is the text of another writer.
-    return (False, False) if _TEXTS["other_tag"].match(tags) else (None, True)

@@ -31,7 +31,7 @@ from planner.nccl_env.situation import (
     some,
 )
 from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.facts import Interface, InterfacesFacts, preferred_by_nccl
+from probes.interfaces.facts import Interface, InterfacesFacts, select_preferred_by_nccl
 from probes.rdma.facts import is_link_local
 
 UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
@@ -129,7 +129,7 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
 
 def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
     """Return the interfaces that NCCL's sockets use by default, in NCCL's order."""
-    return tuple(each.name for each in preferred_by_nccl(running_interfaces(facts)))
+    return tuple(each.name for each in select_preferred_by_nccl(running_interfaces(facts)))
 
 
 def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from probes.api import F, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.pci.facts import PciFacts, amd_gpus, is_cassini
+from probes.pci.facts import PciFacts, is_cassini, list_amd_gpus
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NicNode, NodeTopology, PathClass
 
@@ -86,7 +86,7 @@ class NodeView:
     def amd_gpus(self) -> tuple[str, ...]:
         """Return bus ids of AMD GPUs, by PCI class and vendor, without the CPU's graphics next to NVIDIA GPUs."""
         facts = self.facts(PciFacts)
-        return tuple(device.bus_id for device in amd_gpus(facts)) if facts is not None else self.amd_of_catalogue()
+        return tuple(device.bus_id for device in list_amd_gpus(facts)) if facts is not None else self.amd_of_catalogue()
 
     def amd_of_catalogue(self) -> tuple[str, ...]:
         """Return the names of AMD GPUs in the topology; they can only come from the catalogue."""

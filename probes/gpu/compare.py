@@ -21,7 +21,7 @@ from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import compute_clock_share, gpu_named, is_card, refuses_peers, soldered
 from hardware.units import some
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
-from probes.gpu.health import WORDS, finding, subject_of
+from probes.gpu.health import WORDS, finding, name_subject
 from probes.pci.facts import DEVICES
 
 
@@ -36,7 +36,7 @@ def compare(facts: GpuFacts) -> Iterator[Finding]:
     yield from _check_p2p(facts)
 
 
-def visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
+def count_visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
     """Return (number of GPUs that CUDA_VISIBLE_DEVICES leaves to this process, error in its value).
 
     The number is None if the value names MIG slices. CUDA accepts indices and UUID prefixes, stops at the first entry
@@ -67,7 +67,7 @@ def _find_visible_index(facts: GpuFacts, entry: str) -> int | None:
 
 
 def _check_visible(facts: GpuFacts) -> Iterator[Finding]:
-    count, wrong = visible_gpus(facts)
+    count, wrong = count_visible_gpus(facts)
     total = len(facts.gpus)
     if facts.granted and count is not None:
         variable, granted = facts.granted
@@ -147,7 +147,7 @@ def _check_cliques(gpus: list[Gpu]) -> Iterator[Finding]:
 # NVLinks ------------------------------------------------------------------------------------------------------------
 
 
-def active_links(gpu: Gpu) -> int:
+def count_active_links(gpu: Gpu) -> int:
     """Count the NVLinks that are connected to a peer."""
     return sum(link.active is True for link in gpu.nvlinks)
 
@@ -155,12 +155,12 @@ def active_links(gpu: Gpu) -> int:
 def _check_nvlinks(gpus: list[Gpu]) -> Iterator[Finding]:
     """Compare the active NVLinks of a GPU with other GPUs of its model in this host, and with its board."""
     for twins in _group_by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
-        name, most = twins[0].name, max(active_links(gpu) for gpu in twins)
+        name, most = twins[0].name, max(count_active_links(gpu) for gpu in twins)
         if most == 0 and len(twins) > 1 and soldered(name):
-            yield finding("gpu.nvlink.none", subject_of(twins), count=len(twins), name=name)
+            yield finding("gpu.nvlink.none", name_subject(twins), count=len(twins), name=name)
         for gpu in twins:
             unread = sum(link.active is None for link in gpu.nvlinks)
-            if active_links(gpu) + unread < max(most, _count_fitted_links(gpu)):
+            if count_active_links(gpu) + unread < max(most, _count_fitted_links(gpu)):
                 yield _report_missing_links(gpu, most)
 
 
@@ -171,7 +171,7 @@ def _count_fitted_links(gpu: Gpu) -> int:
     """
     known = gpu_named(gpu.name) if soldered(gpu.name) else None
     of_board = known.links if known and known.interconnect == "NVSwitch" else 0  # a mesh may use fewer links
-    return max(len(gpu.nvlinks), of_board) if active_links(gpu) else 0
+    return max(len(gpu.nvlinks), of_board) if count_active_links(gpu) else 0
 
 
 def _report_missing_links(gpu: Gpu, most: int) -> Finding:
@@ -181,7 +181,7 @@ def _report_missing_links(gpu: Gpu, most: int) -> Finding:
     may not be installed or a peer may not be assigned to this VM: WARN on a soldered board, INFO on a PCIe card. A PCIe
     card without any active link has no bridge, even if others have one: INFO.
     """
-    active, whole = active_links(gpu), max(most, _count_fitted_links(gpu))
+    active, whole = count_active_links(gpu), max(most, _count_fitted_links(gpu))
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
     alone = not active and is_card(gpu.name)

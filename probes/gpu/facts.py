@@ -178,7 +178,7 @@ SOURCE = Source(name="gpu", facts=GpuFacts, timeout_seconds=45.0)
 
 
 @cache
-def row_of(question: str) -> dict[str, Any]:
+def find_question(question: str) -> dict[str, Any]:
     """Return the row of `questions.toml` with the longest key that is a prefix of an NVML call.
 
     The call is written as "nvmlDeviceGetTemperature(0)". The result is empty if no key matches.

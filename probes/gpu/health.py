@@ -29,15 +29,15 @@ Cause = Literal["gpu", "program", "driver"]
 XID_CAUSES: tuple[Cause, ...] = ("gpu", "driver", "program")  # most serious first
 
 
-def xid_cause(xid: int) -> Cause:
+def explain_xid(xid: int) -> Cause:
     """Return the cause of an Xid. An Xid that is in no catalogue is not attributed to the program."""
     table = read_table(__file__, "xids.toml")  # read only when an Xid was found
     return "gpu" if str(xid) in table["gpu"] else "program" if str(xid) in table["program"] else "driver"
 
 
-def named_xids(xids: Iterable[int], of: Cause) -> str:
+def name_xids(xids: Iterable[int], of: Cause) -> str:
     """Describe the Xids of one cause: "Xid 74 (NVLink error, 2 times), Xid 79 (GPU has fallen off the bus, once)"."""
-    counts = Counter(xid for xid in xids if xid_cause(xid) == of)
+    counts = Counter(xid for xid in xids if explain_xid(xid) == of)
     words = read_table(__file__, "xids.toml")[of] if counts else {}
     return ", ".join(
         f"Xid {xid} ({words.get(str(xid), 'no cause named')}, {'once' if count == 1 else f'{count} times'})"
@@ -67,7 +67,7 @@ HELD_RATIO = 0.1  # fraction of memory in use by others at which a memory foreca
 FULL_RATIO = 0.9  # above this, no model sized for the board fits
 
 
-def subject_of(gpus: Gpu | Iterable[Gpu]) -> str:
+def name_subject(gpus: Gpu | Iterable[Gpu]) -> str:
     """Return "GPU3", or "GPU0, GPU1"."""
     return f"GPU{gpus.index}" if isinstance(gpus, Gpu) else ", ".join(f"GPU{gpu.index}" for gpu in gpus)
 
@@ -77,7 +77,7 @@ def finding(
 ) -> Finding:
     """Create a finding from `findings.toml`. If its subject is a GPU, the text may refer to the GPU's facts."""
     if isinstance(about, Gpu):
-        return api.finding(TEXTS, key, status, subject_of(about), evidence, gpu=about, **values)
+        return api.finding(TEXTS, key, status, name_subject(about), evidence, gpu=about, **values)
     return api.finding(TEXTS, key, status, about, evidence, **values)
 
 
@@ -174,7 +174,7 @@ def _check_ecc(gpu: Gpu) -> Iterator[Finding]:
         yield finding("gpu.ecc.off pending", gpu)
 
 
-def held_bytes(gpu: Gpu) -> int | None:
+def count_held_bytes(gpu: Gpu) -> int | None:
     """Return the memory that processes use, without the driver's reservation. None if NVML does not report it."""
     if not gpu.memory_bytes or gpu.memory_used_bytes is None:
         return None
@@ -187,7 +187,7 @@ def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
 
     In the gate before a job, full memory fails even on a busy GPU: `agent.checks.verdict.fail_full_gpus`.
     """
-    held, size = held_bytes(gpu), gpu.memory_bytes or 0
+    held, size = count_held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:
         return
     used = gpu.memory_used_bytes or 0
@@ -230,7 +230,7 @@ def _get_clock_loss(gpu: Gpu, least: float) -> float:
 
 def _describe_slow(gpu: Gpu, why: str) -> str:
     """Describe the current effect of a throttle reason, based on the GPU's clock and utilization."""
-    now, most, name = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, subject_of(gpu)
+    now, most, name = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, name_subject(gpu)
     clock = f" {now / 1e6:.0f}" + (f" of {most / 1e6:.0f}" if most else "") + " MHz" if now else ""
     to = f" to{clock}" if clock else ""
     case = "idle" if gpu.utilization_ratio == 0 else "slowed"
@@ -275,10 +275,10 @@ def _check_clocks(gpu: Gpu) -> Iterator[Finding]:
     if now >= (LOW_CLOCK_RATIO_CAPPED if "sw_power_cap" in reasons else LOW_CLOCK_RATIO) * most:
         return
     why = f"The driver names {', '.join(sorted(reasons))}." if reasons else "The driver names no reason."
-    yield finding("gpu.clocks.low", gpu, now=now / 1e6, most=most / 1e6, why=why, remedy=_free_clocks(gpu, reasons))
+    yield finding("gpu.clocks.low", gpu, now=now / 1e6, most=most / 1e6, why=why, remedy=_name_remedy(gpu, reasons))
 
 
-def _free_clocks(gpu: Gpu, reasons: set[str]) -> str:
+def _name_remedy(gpu: Gpu, reasons: set[str]) -> str:
     """Return the command that removes the limit named by the driver; locked clocks are only one such limit."""
     default = f" {gpu.power_limit_default_watts:.0f}" if gpu.power_limit_default_watts else ""
     what = next((name for name in ("sw_power_cap", "sync_boost") if name in reasons), "another")
@@ -298,7 +298,7 @@ def _check_power(gpu: Gpu) -> Iterator[Finding]:
 # Xids ---------------------------------------------------------------------------------------------------------------
 
 
-def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
+def list_xids(gpu: Gpu) -> tuple[int, ...] | None:
     """Return every known Xid, from the kernel log and from NVML events; most Xids are in both."""
     if gpu.xids is None or gpu.xid_events is None:
         return gpu.xids if gpu.xid_events is None else gpu.xid_events
@@ -309,10 +309,10 @@ _XID_CODES = {"gpu": "gpu.xid.hardware", "driver": "gpu.xid.driver", "program": 
 
 
 def _check_xids(gpu: Gpu) -> Iterator[Finding]:
-    known = xids_of(gpu) or ()
+    known = list_xids(gpu) or ()
     sources = [name for name, found in (("kernel log, NVRM", gpu.xids), ("NVML events", gpu.xid_events)) if found]
     for cause in XID_CAUSES:
-        if what := named_xids(known, cause):
+        if what := name_xids(known, cause):
             yield finding(_XID_CODES[cause], gpu, what=what, sources=" and ".join(sources))
 
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.units import some
-from probes.api import Sample, fact_samples, known_samples, probe_of
+from probes.api import Sample, probe_of, sample_facts, sample_known
 from probes.gpu.compare import check_bus, compare
-from probes.gpu.facts import SOURCE, Gpu, GpuFacts, row_of
-from probes.gpu.health import RULES, TEXTS, WORDS, finding, named_xids, subject_of, unjudged
+from probes.gpu.facts import SOURCE, Gpu, GpuFacts, find_question
+from probes.gpu.health import RULES, TEXTS, WORDS, finding, name_subject, name_xids, unjudged
 from probes.pci.facts import DEVICES
 
 
@@ -41,8 +41,8 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
             yield from rule(gpu)
     yield from _report_notes(answering)
     if facts.confidential:
-        yield finding("gpu.device.confidential", subject_of(answering))
-    yield from unread_findings(facts)
+        yield finding("gpu.device.confidential", name_subject(answering))
+    yield from report_unread(facts)
 
 
 # Errors of nvmlInit that describe the state of the driver. Any other error leaves the cause open.
@@ -62,7 +62,7 @@ def _report_fallen(facts: GpuFacts) -> Iterator[Finding]:
 
     NVML may still count a lost GPU for a while, without its address. `_report_refused` reports those GPUs.
     """
-    gone = [(place, what) for place, xids in facts.xids_off_bus if (what := named_xids(xids, "gpu"))]
+    gone = [(place, what) for place, xids in facts.xids_off_bus if (what := name_xids(xids, "gpu"))]
     if len(gone) > sum(gpu.bus_id is None for gpu in facts.gpus):
         for place, what in gone:
             yield finding("gpu.device.missing gone", place, what=what, bus=DEVICES)
@@ -83,9 +83,9 @@ def _report_notes(gpus: list[Gpu]) -> Iterator[Finding]:
     """Report notes, each once for all GPUs that it applies to."""
     small = [gpu for gpu in gpus if gpu.bar1_bytes and gpu.memory_bytes and gpu.bar1_bytes < gpu.memory_bytes]
     if small:
-        yield finding("gpu.bar1.small", subject_of(small), gpu=small[0], size=(small[0].bar1_bytes or 0) >> 20)
+        yield finding("gpu.bar1.small", name_subject(small), gpu=small[0], size=(small[0].bar1_bytes or 0) >> 20)
     if off := [gpu for gpu in gpus if gpu.persistence_mode is False]:
-        yield finding("gpu.persistence.off", subject_of(off))
+        yield finding("gpu.persistence.off", name_subject(off))
     for gpu in gpus:
         if gpu.processes:
             pids = ", ".join(str(process.pid) for process in gpu.processes[:8])
@@ -101,22 +101,22 @@ EVIDENCE_MAX = 16
 _ROOT_ONLY = "nvmlDeviceGetSramEccErrorStatus"  # nvml.h: "Requires root/admin permissions"
 
 
-def codes_of_question(question: str) -> tuple[str, ...]:
+def list_codes_of_question(question: str) -> tuple[str, ...]:
     """Return the codes of the checks that need the result of a failed NVML call."""
-    return tuple(row_of(question).get("codes", ())) or (IDENTITY,)
+    return tuple(find_question(question).get("codes", ())) or (IDENTITY,)
 
 
-def unread_findings(facts: GpuFacts) -> Iterator[Finding]:
+def report_unread(facts: GpuFacts) -> Iterator[Finding]:
     """Yield one finding for each check that could not run, with every NVML call that failed."""
     unread = [("", facts.unread)]
-    unread += [(subject_of(gpu), gpu.unread) for gpu in facts.gpus if gpu.error is None]
+    unread += [(name_subject(gpu), gpu.unread) for gpu in facts.gpus if gpu.error is None]
     unread += [(f"GPU{pair.a}", pair.unread) for pair in facts.pairs]
     found: dict[tuple[str, Status], dict[str, list[str]]] = {}
     for subject, questions in unread:
         for question in questions:
             known = question.startswith(_ROOT_ONLY) and question.endswith("= NO_PERMISSION")
             status = Status.INFO if known else Status.UNKNOWN
-            for code in codes_of_question(question):
+            for code in list_codes_of_question(question):
                 found.setdefault((code, status), {}).setdefault(subject, []).append(question)
     for (code, status), subjects in found.items():
         yield _report_unread(code, status, subjects)
@@ -148,9 +148,9 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
     """Yield samples of known values; an unknown value has no sample."""
     reasons = tuple(read_table(__file__, "names.toml")["throttle_bit"].values())
     for gpu in facts.gpus:
-        labels = (str(gpu.index), gpu.uuid or "", nvml_bus_id(gpu.bus_id))
-        yield from fact_samples(__file__, gpu, labels)
-        yield from known_samples(_list_values(gpu), labels)
+        labels = (str(gpu.index), gpu.uuid or "", format_nvml_bus_id(gpu.bus_id))
+        yield from sample_facts(__file__, gpu, labels)
+        yield from sample_known(_list_values(gpu), labels)
         yield Sample(metric="gpu_info", value=1.0, labels=(*labels, gpu.name or ""))
         yield from _sample_links(gpu, labels)
         for reason in reasons if gpu.throttle_reasons is not None else ():
@@ -162,7 +162,7 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
                 yield Sample(metric="gpu_p2p_ok", value=float(pair.p2p_read == "ok"), labels=(str(one), str(other)))
 
 
-def nvml_bus_id(sysfs_: str | None) -> str:
+def format_nvml_bus_id(sysfs_: str | None) -> str:
     """Return the bus id as NVML and dcgm-exporter write it: "00000000:1B:00.0"; empty if unknown."""
     if not sysfs_:
         return ""

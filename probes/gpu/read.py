@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from contracts.tables import read_table
 from probes.api import UnavailableError
-from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink, row_of
+from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink, find_question
 from probes.host import sysfs
 from probes.host.nvml import ERROR_NAMES, HANDLE, INIT, NO_DEVICE_FILES, XIDS, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, NvmlError
@@ -50,7 +50,7 @@ _NAMES: dict[str, dict[str, Any]] = read_table(__file__, "names.toml")
 _Found = dict[str, Any]  # keyword arguments for `Gpu`
 
 
-def named(kind: str, number: Any) -> Any:
+def translate(kind: str, number: Any) -> Any:
     """Translate a number of an NVML enumeration with `names.toml`; None if the table does not have it."""
     return _NAMES[kind].get(str(number)) if isinstance(number, int) else None
 
@@ -60,7 +60,7 @@ def does_not_apply(error: NvmlError) -> bool:
     return error.name in _NOT_THERE or (error.name in _OLD_DRIVER and error.symbol != _LINK_STATE)
 
 
-def question_of(symbol: str, arguments: Sequence[GpuHandle | int | str]) -> str:
+def format_question(symbol: str, arguments: Sequence[GpuHandle | int | str]) -> str:
     """Format an NVML call for reports: "nvmlDeviceGetTemperature(0)"."""
     words = ", ".join(f"GPU{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments[:3])
     words += f", {len(arguments) - 3} more" if len(arguments) > 3 else ""
@@ -87,11 +87,12 @@ class NvmlCalls:
 
     def query(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
         """Return the answer, with out-of-range numbers replaced by None and recorded. Raises NvmlError."""
-        return self._drop_impossible(question_of(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
+        answer = self.host.nvml(symbol, self.handle, *arguments)
+        return self._drop_impossible(format_question(symbol, arguments), answer)
 
     def _drop_impossible(self, question: str, answer: Any) -> Any:
         """Return the answer with None in place of each number that is out of range."""
-        row = row_of(question)
+        row = find_question(question)
         if "range" in row:
             return self._check_range(question, answer, row["range"])
         if "items" in row and isinstance(answer, list) and len(answer) >= len(row["items"]):
@@ -129,7 +130,7 @@ class NvmlCalls:
 
     def note(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], why: str) -> None:
         """Record that a call was not answered."""
-        self.unread[f"{question_of(symbol, arguments)} = {why}"] = None
+        self.unread[f"{format_question(symbol, arguments)} = {why}"] = None
 
     def numbers(self, symbol: str, count: int) -> Sequence[int | None]:
         """Return a list of `count` numbers; unknown numbers are None."""
@@ -155,7 +156,7 @@ class NvmlCalls:
         if isinstance(value, str):  # name of an NVML error
             self.note(_FIELDS, (field_id,), value)
             return None
-        number = self._drop_impossible(question_of(_FIELDS, (field_id,)), value)
+        number = self._drop_impossible(format_question(_FIELDS, (field_id,)), value)
         return number if isinstance(number, int) else None
 
 
@@ -274,7 +275,7 @@ def _read_xids(host: Host) -> dict[str, list[int]] | None:
         return None
     found: dict[str, list[int]] = {}
     for line in lines:
-        if (parsed := xid_of_line(line)) is not None:
+        if (parsed := parse_xid_line(line)) is not None:
             found.setdefault(parsed[0], []).append(parsed[1])
     return found
 
@@ -298,17 +299,17 @@ def _read_gpus(calls: list[NvmlCalls]) -> tuple[Gpu, ...]:
     by_model: dict[Any, list[LinkStates]] = defaultdict(list)
     for nvml, facts in readable:
         facts.update(_read_faults(nvml))
-        states[nvml.handle.index] = link_states(nvml)
+        states[nvml.handle.index] = read_link_states(nvml)
         by_model[facts["name"]].append(states[nvml.handle.index])
     for twins in by_model.values():
         for one in twins:
             reconcile_links(one, twins)
     for nvml, facts in readable:
         mine, bus_id = states[nvml.handle.index], facts["bus_id"]
-        facts.update(nvlinks_known=mine.known, nvlinks=nvlinks(nvml, mine.states, facts["compute_capability"]))
+        facts.update(nvlinks_known=mine.known, nvlinks=read_nvlinks(nvml, mine.states, facts["compute_capability"]))
         for stage in (_read_load, _read_fabric, _read_ecc, _read_rest):
             facts.update(stage(nvml))
-        in_sysfs = _width_in_sysfs(nvml.host, bus_id)
+        in_sysfs = _is_width_in_sysfs(nvml.host, bus_id)
         facts.update(numa_node=_read_numa(nvml, bus_id), link_in_sysfs=in_sysfs, error=nvml.lost)
     rows = zip(calls, found, strict=True)
     return tuple(Gpu(index=nvml.handle.index, unread=tuple(nvml.unread), **facts) for nvml, facts in rows)
@@ -354,16 +355,16 @@ def _read_faults(nvml: NvmlCalls) -> _Found:
     if rows is not None:  # the histogram never returns NOT_SUPPORTED
         banks = nvml("nvmlDeviceGetRowRemapperHistogram") or {}
     action, exhausted, pending, nvml.link_count = nvml.fields(_RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT)
-    split, split_later = (flag(mode) for mode in nvml.numbers("nvmlDeviceGetMigMode", 2))
+    split, split_later = (to_bool(mode) for mode in nvml.numbers("nvmlDeviceGetMigMode", 2))
     # All drivers so far answer the older function, but it will be removed.
     mask = nvml.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
     bits = _NAMES["throttle_bit"].items()
     return {
-        "recovery_action": recovery_action(action),
+        "recovery_action": decode_recovery_action(action),
         "ecc_uncorrected": nvml("nvmlDeviceGetTotalEccErrors", 1, 0),
         "remapped_rows_uncorrectable": rows,
-        "remapping_pending": flag(max((n for n in (waiting, pending) if n is not None), default=None)),
-        "remapping_failed": flag(failed),
+        "remapping_pending": to_bool(max((n for n in (waiting, pending) if n is not None), default=None)),
+        "remapping_failed": to_bool(failed),
         "remap_banks_exhausted": max((n for n in (banks.get("none"), exhausted) if n is not None), default=None),
         "mig_enabled": split,
         "mig_pending": split_later,
@@ -381,7 +382,7 @@ def _read_stage(nvml: NvmlCalls, stage: str) -> _Found:
         if "field" in row:
             answer = (answer or {}).get(row["field"])
         if "as" in row:
-            answer = flag(answer) if row["as"] == "flag" else named(row["as"], answer)
+            answer = to_bool(answer) if row["as"] == "flag" else translate(row["as"], answer)
         found[fact] = answer * row["scale"] if "scale" in row and answer is not None else answer
     return found
 
@@ -389,18 +390,18 @@ def _read_stage(nvml: NvmlCalls, stage: str) -> _Found:
 def _read_load(nvml: NvmlCalls) -> _Found:
     busy = (nvml("nvmlDeviceGetUtilizationRates") or {}).get("gpu")
     ratio = None if busy is None else busy / 100
-    return {**_read_stage(nvml, "load"), "utilization_ratio": ratio, "processes": processes(nvml)}
+    return {**_read_stage(nvml, "load"), "utilization_ratio": ratio, "processes": read_processes(nvml)}
 
 
 def _read_fabric(nvml: NvmlCalls) -> _Found:
     fabric = nvml("nvmlDeviceGetGpuFabricInfoV") or nvml("nvmlDeviceGetGpuFabricInfo") or {}
     return {
-        "fabric_state": named("fabric_state", fabric.get("state")),
-        "fabric_clique": fabric_clique(fabric),
-        "fabric_status": fabric_status(fabric),
-        "fabric_degraded": fabric_degraded(fabric.get("healthMask")),
-        "fabric_faults": fabric_faults(fabric.get("healthMask")),
-        "fabric_summary": named("fabric_summary", fabric.get("healthSummary")),
+        "fabric_state": translate("fabric_state", fabric.get("state")),
+        "fabric_clique": decode_fabric_clique(fabric),
+        "fabric_status": decode_fabric_status(fabric),
+        "fabric_degraded": decode_fabric_degraded(fabric.get("healthMask")),
+        "fabric_faults": decode_fabric_faults(fabric.get("healthMask")),
+        "fabric_summary": translate("fabric_summary", fabric.get("healthSummary")),
     }
 
 
@@ -409,11 +410,11 @@ def _read_ecc(nvml: NvmlCalls) -> _Found:
     default = None if enabled is None else nvml.numbers("nvmlDeviceGetDefaultEccMode", 1)[0]
     sram = nvml("nvmlDeviceGetSramEccErrorStatus") or {}
     return {
-        "ecc_enabled": flag(enabled),
-        "ecc_pending": flag(pending),
-        "ecc_default": flag(default),
+        "ecc_enabled": to_bool(enabled),
+        "ecc_pending": to_bool(pending),
+        "ecc_default": to_bool(default),
         "ecc_uncorrected_lifetime": nvml("nvmlDeviceGetTotalEccErrors", 1, 1),
-        "sram_threshold_exceeded": flag(sram.get("bThresholdExceeded")),
+        "sram_threshold_exceeded": to_bool(sram.get("bThresholdExceeded")),
         "sram_uncorrected": _add_fields(sram, "volatileUncParity", "volatileUncSecDed"),
         "sram_uncorrected_lifetime": _add_fields(sram, "aggregateUncParity", "aggregateUncSecDed"),
         "retired_pages": _count_retired_pages(nvml),
@@ -431,7 +432,7 @@ def _read_rest(nvml: NvmlCalls) -> _Found:
         **_read_stage(nvml, "rest"),
         "c2c_links": nvml.fields(_C2C_LINK_COUNT)[0],
         "gpu_numa_node": None if numa == -1 else numa,
-        "cpu_affinity": cpu_list(nvml("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
+        "cpu_affinity": format_cpu_list(nvml("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
     }
 
 
@@ -448,16 +449,16 @@ def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
         GpuPair(
             a=a,
             b=b,
-            ancestor=named("ancestor", level),
-            p2p_read=named("p2p", read_),
-            p2p_nvlink=named("p2p", nvlink),
+            ancestor=translate("ancestor", level),
+            p2p_read=translate("p2p", read_),
+            p2p_nvlink=translate("p2p", nvlink),
             unread=tuple(calls[a, b].unread),
         )
         for (a, b), (level, nvlink, read_) in found.items()
     )
 
 
-def _width_in_sysfs(host: Host, bus_id: str | None) -> bool:
+def _is_width_in_sysfs(host: Host, bus_id: str | None) -> bool:
     """Whether the pci probe can check this link. The file may exist without a valid width (0, 255 or "Unknown")."""
     folder = f"{DEVICES}/{bus_id}"
     widths = [sysfs.number(host, f"{folder}/{end}_link_width") for end in ("current", "max")] if bus_id else []
@@ -469,7 +470,7 @@ def _read_numa(nvml: NvmlCalls, bus_id: str | None) -> int | None:
     node = sysfs.number(nvml.host, f"{DEVICES}/{bus_id}/numa_node")
     if node is not None and node >= 0:
         return node
-    nodes = cpu_list(nvml("nvmlDeviceGetMemoryAffinity", 1, 0))
+    nodes = format_cpu_list(nvml("nvmlDeviceGetMemoryAffinity", 1, 0))
     return int(nodes) if nodes and nodes.isdecimal() else None
 
 
@@ -499,7 +500,7 @@ class LinkStates:
     unlisted: set[int] = field(default_factory=set)  # INVALID_ARGUMENT: no such link
 
 
-def link_states(nvml: NvmlCalls) -> LinkStates:
+def read_link_states(nvml: NvmlCalls) -> LinkStates:
     """Query the state of every link that a board may have."""
     found = LinkStates(known=True)
     for link in range(LINKS_MAX):
@@ -516,7 +517,7 @@ def link_states(nvml: NvmlCalls) -> LinkStates:
                 nvml.note(_LINK_STATE, (link,), error.name)
                 found.states[link] = None
             continue
-        found.states[link] = flag(state)
+        found.states[link] = to_bool(state)
     found.known = found.states == {} or any(state is not None for state in found.states.values())
     return found
 
@@ -534,11 +535,13 @@ def reconcile_links(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
     found.known = found.known and (not known_links or bool(found.states) or found.absent)
 
 
-def nvlinks(nvml: NvmlCalls, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
+def read_nvlinks(
+    nvml: NvmlCalls, states: dict[int, bool | None], capability: tuple[int, int] | None
+) -> tuple[NvLink, ...]:
     """Return the existing links. A link without a peer is inactive; a link whose state could not be read is None."""
     up = [link for link, active in states.items() if active]
     errors = _read_errors(nvml, up)
-    version = named("nvlink_generation", _query_link(nvml, "nvmlDeviceGetNvLinkVersion", up[0])) if up else None
+    version = translate("nvlink_generation", _query_link(nvml, "nvmlDeviceGetNvLinkVersion", up[0])) if up else None
     if version == 5 and capability is not None and capability[0] == 9:
         version = 4  # H100 reports 7 (5.0) for its fourth-generation NVLink
     return tuple(
@@ -554,7 +557,7 @@ def _read_active_link(nvml: NvmlCalls, link: int, version: int | None, errors: d
         link=link,
         active=True,
         version=version,
-        remote_kind=UNREAD if kind == UNREAD else named("remote_kind", kind),
+        remote_kind=UNREAD if kind == UNREAD else translate("remote_kind", kind),
         remote_bus_id=UNREAD if remote == UNREAD else sysfs_bus_id(remote["busId"]) if remote else None,
         errors=errors,
     )
@@ -593,7 +596,7 @@ def _query_link(nvml: NvmlCalls, symbol: str, *arguments: int) -> Any:
 # Enumerations and encodings -----------------------------------------------------------------------------------------
 
 
-def cpu_list(words: Any) -> str | None:
+def format_cpu_list(words: Any) -> str | None:
     """Format a bit mask of 64-bit words as "0-47,96-143"; None if it is empty."""
     if not words:
         return None
@@ -611,7 +614,7 @@ def _format_runs(numbers: list[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def fabric_clique(fabric: dict[str, Any]) -> str | None:
+def decode_fabric_clique(fabric: dict[str, Any]) -> str | None:
     """Return None for the all-zero cluster id of a single NVSwitch host: two such hosts share no domain.
 
     The status is valid only in state "completed", and a failed probe has no clique (NCCL: src/mnnvl.cc).
@@ -622,7 +625,7 @@ def fabric_clique(fabric: dict[str, Any]) -> str | None:
     return f"{cluster.hex()}/{fabric['cliqueId']}"
 
 
-def fabric_status(fabric: dict[str, Any]) -> str | None:
+def decode_fabric_status(fabric: dict[str, Any]) -> str | None:
     """Return the error with which the GPU's fabric probe completed; None if it succeeded or is still running."""
     status = fabric.get("status")
     if fabric.get("state") != 3 or not isinstance(status, int) or status == 0:
@@ -630,12 +633,12 @@ def fabric_status(fabric: dict[str, Any]) -> str | None:
     return ERROR_NAMES.get(status, f"CODE_{status}")
 
 
-def fabric_degraded(mask: int | None) -> bool | None:
+def decode_fabric_degraded(mask: int | None) -> bool | None:
     """Decode bits 0 and 1 of the health mask: 1 degraded, 2 not degraded, 0 unknown."""
     return {1: True, 2: False}.get(mask & 3) if mask is not None else None
 
 
-def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
+def decode_fabric_faults(mask: int | None) -> tuple[str, ...] | None:
     """Return the faults in the other fields of the health mask; None if the mask has no information.
 
     nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_* and _WIDTH_*. In a two-bit field, 1 is a fault and 2 is no fault, except
@@ -646,11 +649,11 @@ def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
     faults = [name for name, (shift, bad) in _NAMES["fabric_fault"].items() if mask >> shift & 3 == bad]
     wrong = mask >> 8 & 0xF
     if wrong > 1:
-        faults.append(named("fabric_configuration", wrong) or f"incorrect_configuration_{wrong}")
+        faults.append(translate("fabric_configuration", wrong) or f"incorrect_configuration_{wrong}")
     return tuple(faults)
 
 
-def processes(nvml: NvmlCalls) -> tuple[GpuProcess, ...] | None:
+def read_processes(nvml: NvmlCalls) -> tuple[GpuProcess, ...] | None:
     """Return the compute processes. For a process in another container the memory is unknown."""
     symbol = "nvmlDeviceGetComputeRunningProcesses"
     answer = nvml(symbol)
@@ -664,12 +667,12 @@ def processes(nvml: NvmlCalls) -> tuple[GpuProcess, ...] | None:
     return tuple(GpuProcess(pid=p["pid"], memory_bytes=memory) for p, memory in zip(answer, used, strict=True))
 
 
-def recovery_action(number: int | None) -> str | None:
+def decode_recovery_action(number: int | None) -> str | None:
     """Decode nvmlDeviceGpuRecoveryAction_t; a number without a name in the header is kept as an action."""
-    return None if number is None else named("recovery_action", number) or f"action_{number}"
+    return None if number is None else translate("recovery_action", number) or f"action_{number}"
 
 
-def flag(value: Any) -> bool | None:
+def to_bool(value: Any) -> bool | None:
     """Convert NVML's 0 and 1 to bool."""
     return None if value is None else bool(value)
 
@@ -680,7 +683,7 @@ _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-f:]{7,16})[^)]{0,40}\): (\d{1,4
 _RECOVERED = re.compile(r"changed from .* to (?:0x0\b|.*\(None\))", re.IGNORECASE)
 
 
-def xid_of_line(line: str) -> tuple[str, int] | None:
+def parse_xid_line(line: str) -> tuple[str, int] | None:
     """Return (bus id without function, Xid) of a kernel log line; None if the line is not an error.
 
     Xid 154 reports a change of the recovery action. A change to "None" is not an error.

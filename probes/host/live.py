@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from probes.api import host_name
+from probes.api import read_host_name
 from probes.host import netlink
 from probes.host.nvml import Nvml
 from probes.host.protocol import GpuHandle, Json
@@ -142,7 +142,7 @@ class LiveHost:
     def identity(self) -> dict[str, Json]:
         """Return a dict with hostname, pid, uid, kernel, architecture, time (Unix seconds), home."""
         return {
-            "hostname": host_name(),
+            "hostname": read_host_name(),
             "pid": os.getpid(),
             "uid": os.getuid(),
             "kernel": platform.release(),

@@ -129,7 +129,7 @@ def ask_port(name: str) -> dict[str, int | list[int]]:
 def _ask_speed(name: str) -> dict[str, int]:
     with _open_socket(_GENERIC) as link:
         about = _exchange(link, _CONTROL, _encode_generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
-        family = dict(pieces(about[4:]))
+        family = dict(split_attributes(about[4:]))
         number = int.from_bytes(family.get(_FAMILY_ID, b""), sys.byteorder)
         header = _encode_attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
         return parse_modes(_exchange(link, number, _encode_generic(_LINKMODES_GET, header)))
@@ -138,10 +138,10 @@ def _ask_speed(name: str) -> dict[str, int]:
 def parse_modes(body: bytes) -> dict[str, int]:
     """Return the fastest link mode in an answer to ETHTOOL_MSG_LINKMODES_GET."""
     speeds = []
-    for kind, bitset in pieces(body[4:]):
-        bits = dict(pieces(bitset)).get(_BITSET_BITS, b"") if kind == _OURS else b""
-        for number, bit in pieces(bits):
-            mode = dict(pieces(bit)).get(_BIT_NAME, b"") if number == _BITS_BIT else b""
+    for kind, bitset in split_attributes(body[4:]):
+        bits = dict(split_attributes(bitset)).get(_BITSET_BITS, b"") if kind == _OURS else b""
+        for number, bit in split_attributes(bits):
+            mode = dict(split_attributes(bit)).get(_BIT_NAME, b"") if number == _BITS_BIT else b""
             if found := _SPEED.match(mode.rstrip(b"\0").decode(errors="replace")):
                 speeds.append(int(found[1]))
     return {"speed_max_megabits": max(speeds)} if speeds else {}
@@ -157,11 +157,11 @@ def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
     """Parse an answer to DCB_CMD_IEEE_GET: the first two bytes of struct ieee_pfc, and the DSCP entries in the table of
     struct dcb_app (selector, priority, protocol). The result is empty if the driver reports neither.
     """
-    found = dict(pieces(dict(pieces(body[4:])).get(_IEEE, b"")))
+    found = dict(split_attributes(dict(split_attributes(body[4:])).get(_IEEE, b"")))
     pfc, table = found.get(_IEEE_PFC, b""), found.get(_IEEE_APP_TABLE)
     answer: dict[str, int | list[int]] = {"pfc_classes": pfc[0], "pfc_mask": pfc[1]} if len(pfc) >= 2 else {}
     if table is not None:
-        entries = (value for kind, value in pieces(table) if kind & ~_NESTED == _IEEE_APP and len(value) >= 4)
+        entries = (value for kind, value in split_attributes(table) if kind & ~_NESTED == _IEEE_APP and len(value) >= 4)
         apps = (struct.unpack_from("=BBH", value) for value in entries)
         answer["app_dscp"] = [8 * code + to for by, to, code in apps if by == _SELECTOR_DSCP and code < 64 and to < 8]
     return answer
@@ -177,7 +177,7 @@ def _open_socket(protocol: int) -> socket.socket:
 def _exchange(link: socket.socket, kind: int, body: bytes) -> bytes:
     """Send a request and return the body of the answer. Raises OSError."""
     link.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST, 1, 0) + body)
-    for answered, content in messages(link.recv(1 << 16)):
+    for answered, content in split_messages(link.recv(1 << 16)):
         if answered != _ERROR:
             return content
         number = -int(struct.unpack_from("=i", content)[0])
@@ -197,7 +197,7 @@ def _text(kind: int, value: str) -> bytes:
     return _encode_attribute(kind, value.encode() + b"\0")
 
 
-def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
+def split_messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (type, body) of every netlink message in a datagram; stops at a truncated one."""
     while len(datagram) >= 16:
         length, kind = struct.unpack_from("=IH", datagram)
@@ -207,7 +207,7 @@ def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
         datagram = datagram[(length + 3) & ~3 :]
 
 
-def pieces(body: bytes) -> Iterator[tuple[int, bytes]]:
+def split_attributes(body: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (type without flags, value) of every attribute of a message; stops at a truncated one."""
     while len(body) >= 4:
         length, kind = _ATTRIBUTE.unpack_from(body)

@@ -31,7 +31,7 @@ _IN_BUNDLE = re.compile(r"[^/]+/recording\.json")
 T = TypeVar("T")
 
 
-def question(*arguments: GpuHandle | int | str) -> str:
+def format_question(*arguments: GpuHandle | int | str) -> str:
     """Return the key of a query in the file: its arguments, with a GPU handle as "gpu3"."""
     return ",".join(f"gpu{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments)
 
@@ -64,9 +64,9 @@ class RecordingHost:
         """Store an answer: NVML answers below their symbol, others below their method."""
         if method == "nvml":
             symbols = self.answers.setdefault("nvml", {})
-            symbols.setdefault(str(arguments[0]), {})[question(*arguments[1:])] = answer
+            symbols.setdefault(str(arguments[0]), {})[format_question(*arguments[1:])] = answer
         else:
-            self.answers.setdefault(method, {})[question(*arguments)] = answer
+            self.answers.setdefault(method, {})[format_question(*arguments)] = answer
 
 
 def _make_query(method: str, kind: Callable[[Any], T]) -> Callable[..., T]:
@@ -93,7 +93,7 @@ class RecordedHost:
         self._answers: dict[str, dict[str, Json]] = content["answers"]
 
     def _get_answer(self, method: str, *arguments: GpuHandle | int | str) -> Any:
-        answers, key = self._answers.get(method, {}), question(*arguments)
+        answers, key = self._answers.get(method, {}), format_question(*arguments)
         if key not in answers:
             raise FileNotFoundError(errno.ENOENT, "not in the recording", f"{method}({key})")
         return _raise_error(without_secrets(answers[key]), key)
@@ -135,7 +135,7 @@ class RecordedHost:
         symbols = self._answers.get("nvml")
         if not symbols:
             raise failure(symbol, "LIBRARY_NOT_FOUND")
-        answers, key = symbols.get(symbol, {}), question(*arguments)
+        answers, key = symbols.get(symbol, {}), format_question(*arguments)
         return _raise_error(without_secrets(answers.get(key, {"$nvml": "NOT_SUPPORTED"})), symbol)
 
     def cpu(self) -> dict[str, Json]:

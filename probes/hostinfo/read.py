@@ -34,7 +34,7 @@ def read(host: Host) -> HostinfoFacts:
     cpuinfo = sysfs.text(host, "/proc/cpuinfo")
     first = _parse_processor(cpuinfo)
     vendor, product = sysfs.text(host, DMI + "sys_vendor"), sysfs.text(host, DMI + "product_name")
-    conf, conf_files = nccl_conf(host, str(identity.get("home") or ""))
+    conf, conf_files = read_nccl_conf(host, str(identity.get("home") or ""))
     balancing = sysfs.number(host, "/proc/sys/kernel/numa_balancing")
     load = cpu.get("load_average")
     return HostinfoFacts(
@@ -50,14 +50,14 @@ def read(host: Host) -> HostinfoFacts:
         cores=cpu.get("physical"),
         threads=cpu.get("logical"),
         memory_bytes=cpu.get("memory_bytes"),
-        numa=numa_nodes(host),
-        virtual_machine=virtual_machine(host, first),
+        numa=read_numa_nodes(host),
+        virtual_machine=read_virtual_machine(host, first),
         product=product,
         vendor=vendor,
         chassis_asset_tag=sysfs.text(host, DMI + "chassis_asset_tag"),
         cloud_id=sysfs.text(host, "/run/cloud-init/cloud-id"),
         vendor_files=tuple(path for path in NAMES["vendor_files"] if host.exists(path)),
-        storage_servers=storage_servers(sysfs.text(host, "/proc/self/mounts")),
+        storage_servers=read_storage_servers(sysfs.text(host, "/proc/self/mounts")),
         boot_id=sysfs.text(host, "/proc/sys/kernel/random/boot_id"),
         load=load[0] if load else None,
         nccl_environment={
@@ -69,7 +69,7 @@ def read(host: Host) -> HostinfoFacts:
     )
 
 
-def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str | None:
+def read_virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str | None:
     """Return the name of the hypervisor; None on bare metal or if there is no evidence of one."""
     if processor is None:
         processor = _parse_processor(sysfs.text(host, "/proc/cpuinfo"))
@@ -83,7 +83,7 @@ def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str 
     return named or sysfs.text(host, "/sys/hypervisor/type") or ("unknown hypervisor" if flags is not None else None)
 
 
-def storage_servers(mounts: str | None) -> tuple[str, ...]:
+def read_storage_servers(mounts: str | None) -> tuple[str, ...]:
     """Return the IPv4 servers of network file systems: "10.1.2.3:/data" (NFS), "10.1.2.3@o2ib:/fs" (Lustre)."""
     found: dict[str, None] = {}
     for line in (mounts or "").splitlines():
@@ -98,7 +98,7 @@ def storage_servers(mounts: str | None) -> tuple[str, ...]:
     return tuple(found)[:SERVERS_MAX]
 
 
-def numa_nodes(host: Host) -> tuple[NumaNode, ...]:
+def read_numa_nodes(host: Host) -> tuple[NumaNode, ...]:
     """Return the NUMA nodes by number. Numbers may have gaps (POWER9: 0 and 8)."""
     numbers = sorted(int(name[4:]) for name in sysfs.names(host, NODES) if re.fullmatch(r"node\d{1,4}", name))
     nodes = []
@@ -110,7 +110,7 @@ def numa_nodes(host: Host) -> tuple[NumaNode, ...]:
     return tuple(nodes)
 
 
-def nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, ...]]:
+def read_nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, ...]]:
     """Read the user's file ($NCCL_CONF_FILE, else ~/.nccl.conf), then /etc/nccl.conf; a name's first value is used."""
     user = host.environment().get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
     settings: dict[str, str] = {}
@@ -150,7 +150,7 @@ _GROUPS = {kind: re.compile(pattern) for kind, pattern in NAMES["cgroups"].items
 _POD_MOUNT = re.compile(r" (?:\S*/pods/[0-9a-f-]{36}/etc-hosts /etc/hosts|\S+ /dev/termination-log) ")
 
 
-def container(host: Host) -> str | None:
+def detect_container(host: Host) -> str | None:
     """Return the kind of container of this process ("kubernetes", "podman", ...); None if there is no evidence of one.
 
     The most reliable evidence is checked first: evidence of a pod, which also shows evidence of its engine; files
@@ -190,6 +190,6 @@ def _find_candidates(host: Host) -> Iterator[str]:
     yield from kinds
 
 
-def of_agent(host: Host) -> bool:
+def is_of_agent(host: Host) -> bool:
     """Whether this is the container of the resident agent, whose settings differ from those of a job's pod."""
-    return host.environment().get(ROLE) == "agent" and container(host) is not None
+    return host.environment().get(ROLE) == "agent" and detect_container(host) is not None

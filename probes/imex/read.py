@@ -7,7 +7,7 @@ import re
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host
-from probes.hostinfo.read import of_agent
+from probes.hostinfo.read import is_of_agent
 from probes.imex.probe import CHANNELS, DEVICE, NODES, ImexFacts
 
 
@@ -22,5 +22,5 @@ def read(host: Host) -> ImexFacts:
         channels=channels,
         usable=tuple(name for name in channels if host.usable(f"{CHANNELS}/{name}")),
         nodes=None if listed is None else sum(bool(row) and not row.startswith("#") for row in rows),
-        of_agent=of_agent(host),
+        of_agent=is_of_agent(host),
     )

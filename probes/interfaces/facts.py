@@ -62,7 +62,7 @@ ON_A_WIRE = {"macvlan", "ipvlan", "vlan", "bond", "ipoib", "team", "macvtap"}
 _LAST = ("docker", "lo", "virbr")  # NCCL uses these last, in this order; virbr since 2.28
 
 
-def usable_by_nccl(interface: Interface) -> bool:
+def is_usable_by_nccl(interface: Interface) -> bool:
     """Whether the interface is up and running and has an address."""
     return bool(interface.up and interface.running and interface.addresses)
 
@@ -80,16 +80,16 @@ def matches(name: str, setting: str) -> bool:
     return found is not exclude
 
 
-def nccl_choice(interfaces: Iterable[Interface], setting: str | None = None) -> str | None:
+def choose_for_nccl(interfaces: Iterable[Interface], setting: str | None = None) -> str | None:
     """Return the first interface that NCCL would select for this NCCL_SOCKET_IFNAME if NCCL_COMM_ID is not set."""
-    usable = [interface for interface in interfaces if usable_by_nccl(interface)]
+    usable = [interface for interface in interfaces if is_usable_by_nccl(interface)]
     usable.sort(key=lambda i: all(":" in address for address in i.addresses))  # stable sort: IPv4 first, then by index
     if setting and len(setting) > 1:  # NCCL ignores values of a single character
         return next((i.name for i in usable if matches(i.name, setting)), None)
-    return next((interface.name for interface in preferred_by_nccl(usable)), None)
+    return next((interface.name for interface in select_preferred_by_nccl(usable)), None)
 
 
-def preferred_by_nccl(usable: Sequence[Interface]) -> Sequence[Interface]:
+def select_preferred_by_nccl(usable: Sequence[Interface]) -> Sequence[Interface]:
     """Return the interfaces that NCCL uses if NCCL_SOCKET_IFNAME is not set, in the given order."""
     steps = [
         [i for i in usable if i.name.startswith("ib")],

@@ -15,7 +15,7 @@ from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.units import gigabits
 from probes.api import Sample, finding, probe_of
-from probes.interfaces.facts import ON_A_WIRE, SOURCE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
+from probes.interfaces.facts import ON_A_WIRE, SOURCE, Interface, InterfacesFacts, choose_for_nccl, is_usable_by_nccl
 
 NET = "/sys/class/net"
 TEXTS = read_table(__file__, "findings.toml")
@@ -55,12 +55,12 @@ def _fast(interface: Interface) -> tuple[bool, float]:
 def _find_default_interface(facts: InterfacesFacts) -> str | None:
     """Return the interface that this host's collective library (NCCL or gloo) would use."""
     if facts.backend == "gloo":
-        usable = [i.name for i in facts.interfaces if usable_by_nccl(i)]
+        usable = [i.name for i in facts.interfaces if is_usable_by_nccl(i)]
         if facts.gloo_ifname:
             return next((name for name in facts.gloo_ifname.split(",") if name in usable), None)
         return facts.default_route if facts.default_route in usable else facts.nccl_choice
     if facts.socket_ifname:
-        return nccl_choice(facts.interfaces, facts.socket_ifname)
+        return choose_for_nccl(facts.interfaces, facts.socket_ifname)
     return facts.nccl_choice
 
 
@@ -79,13 +79,13 @@ def _check_choice(facts: InterfacesFacts) -> Iterator[Finding]:
     others = [i for i in facts.interfaces if i is not chosen]
     # The host has a network card, but only loopback is usable, so other nodes cannot be reached. A host or container
     # without a network card is not checked.
-    cut_off = any(i.bus_id for i in others) and not any(usable_by_nccl(i) for i in others)
+    cut_off = any(i.bus_id for i in others) and not any(is_usable_by_nccl(i) for i in others)
     if chosen is None or (chosen.role == "loopback" and cut_off):
         seen = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
         key = "interfaces.choice.none" + " loopback" * (chosen is not None)
         yield finding(TEXTS, key, Status.FAIL, "", seen, name=name)
         return
-    others = [i for i in others if usable_by_nccl(i) and i.role in ("secondary", "host")]
+    others = [i for i in others if is_usable_by_nccl(i) and i.role in ("secondary", "host")]
     better = max(others, key=_fast, default=None)
     if better is None:
         return

@@ -24,10 +24,10 @@ from contracts.tables import read_table
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
-from probes.hostinfo.read import container, of_agent
-from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice
+from probes.hostinfo.read import detect_container, is_of_agent
+from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, choose_for_nccl
 from probes.pci.facts import DEVICES
-from probes.rdma.facts import ipv4_of
+from probes.rdma.facts import find_ipv4
 from probes.rdma.read import read_gids
 
 NAMES = read_table(__file__, "names.toml")
@@ -80,15 +80,16 @@ def read(host: Host) -> InterfacesFacts:
     entries = status.by_interface if status else {}
     rdma = _map_rdma(host)
     facts = {names[link.get("index")]: _read_interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
-    wired = neighbours(host, {index: name for index, name in names.items() if name in facts and facts[name].bus_id})
-    in_pod = status is not None or container(host) == "kubernetes"
+    cards = {index: name for index, name in names.items() if name in facts and facts[name].bus_id}
+    wired = read_neighbours(host, cards)
+    in_pod = status is not None or detect_container(host) == "kubernetes"
     finished = []
     for interface in facts.values():
         entry = entries.get(interface.name)
         finished.append(
             replace(
                 interface,
-                role=role_of(interface, entry, default=default, in_pod=in_pod),
+                role=find_role(interface, entry, default=default, in_pod=in_pod),
                 multus_network=entry.network if entry else None,
                 multus_mtu_bytes=entry.mtu_bytes if entry else None,
                 rdma_device=(entry.rdma_device if entry else None) or _find_rdma_device(interface, facts, rdma),
@@ -98,7 +99,7 @@ def read(host: Host) -> InterfacesFacts:
     return InterfacesFacts(
         interfaces=tuple(finished),
         default_route=default,
-        nccl_choice=nccl_choice(finished),
+        nccl_choice=choose_for_nccl(finished),
         socket_ifname=host.environment().get("NCCL_SOCKET_IFNAME") or None,
         gloo_ifname=host.environment().get("GLOO_SOCKET_IFNAME") or None,
         networks_missing={
@@ -106,13 +107,13 @@ def read(host: Host) -> InterfacesFacts:
             for name, entry in entries.items()
             if name not in facts and not entry.default and not _is_for_userspace(host, entry)
         },
-        of_agent=of_agent(host),
+        of_agent=is_of_agent(host),
         network_status_source=status.source if status else None,
         network_status_error=status.error if status else None,
     )
 
 
-def role_of(interface: Interface, entry: Entry | None, *, default: str | None, in_pod: bool) -> str:
+def find_role(interface: Interface, entry: Entry | None, *, default: str | None, in_pod: bool) -> str:
     """Return "loopback", "pod-default", "secondary", "host", "docker", "bridge" or "virtual"."""
     if interface.name == "lo":
         return "loopback"
@@ -256,7 +257,7 @@ def _map_rdma(host: Host) -> dict[str, str]:
             found.setdefault(key, device)
         for port in sysfs.names(host, f"{folder}/ports"):
             for gid in read_gids(host, f"{folder}/ports/{port}")[0]:
-                if ipv4 := ipv4_of(gid):
+                if ipv4 := find_ipv4(gid):
                     found.setdefault(ipv4, device)
     return found
 
@@ -291,7 +292,7 @@ def read_network_status(host: Host) -> NetworkStatus | None:
         if content is None:
             continue
         if path.endswith("annotations"):
-            content = annotation(content)
+            content = find_annotation(content)
             if content is None:
                 continue
         try:
@@ -301,7 +302,7 @@ def read_network_status(host: Host) -> NetworkStatus | None:
     return None
 
 
-def annotation(content: str) -> str | None:
+def find_annotation(content: str) -> str | None:
     """Return the annotation's value in a downward API file of all annotations: one key="Go-quoted string" per line."""
     for line in content.splitlines():
         key, _, value = line.partition("=")
@@ -354,20 +355,20 @@ _TEXT = {_CHASSIS: (6, 7), _PORT: (1, 5, 7)}  # subtypes with text: interface na
 _NAME_MAX = 64
 
 
-def neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
+def read_neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
     """Return the neighbour of each interface: "leaf1 Ethernet1/5". An interface without LLDP is left out."""
     there = set(sysfs.names(host, LLDP_FOLDER))
     found = {}
     for index, name in indices.items():
         if str(index) in there:
             content = sysfs.attempt(host.read_bytes, f"{LLDP_FOLDER}/{index}", _BYTES_MAX) or b""
-            names = list(dict.fromkeys(filter(None, map(neighbour, frames(content)))))
+            names = list(dict.fromkeys(filter(None, map(parse_neighbour, split_frames(content)))))
             if len(names) == 1:  # several names: a hub or bridge is in between, so the neighbour is unknown
                 found[name] = names[0]
     return found
 
 
-def frames(content: bytes) -> Iterator[bytes]:
+def split_frames(content: bytes) -> Iterator[bytes]:
     """Yield the frames in one file; a truncated last frame is left out."""
     at = 0
     while at + 8 <= len(content):
@@ -378,7 +379,7 @@ def frames(content: bytes) -> Iterator[bytes]:
         yield content[at - size : at]
 
 
-def neighbour(frame: bytes) -> str | None:
+def parse_neighbour(frame: bytes) -> str | None:
     """Return the system name and port, if they are text; None if the frame has no system name."""
     if frame[12:_FRAME_HEADER] != _ETHERTYPE:
         return None

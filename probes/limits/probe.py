@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from probes.api import Sample, Source, fact_samples, finding, probe_of
+from probes.api import Sample, Source, finding, probe_of, sample_facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def samples(facts: LimitsFacts) -> Iterator[Sample]:
     if facts.memlock_known:
         for bound, value in (("soft", facts.memlock_soft_bytes), ("hard", facts.memlock_hard_bytes)):
             yield Sample(metric="limits_memlock_bytes", value=float("inf") if value is None else value, labels=(bound,))
-    yield from fact_samples(__file__, facts)
+    yield from sample_facts(__file__, facts)
 
 
 NCCL_BUFFER_BYTES = 4 << 20  # default of NCCL_BUFFSIZE: buffer of one channel, for one peer and direction
@@ -73,7 +73,7 @@ TEXTS = read_table(__file__, "findings.toml")
 REMEDIES = read_table(__file__, "remedies.toml")
 
 
-def size(value: int | None) -> str:
+def format_size(value: int | None) -> str:
     """Format a limit in bytes; None is unlimited."""
     if value is None:
         return "unlimited"
@@ -106,7 +106,7 @@ def _check_memlock(facts: LimitsFacts) -> Iterator[Finding]:
         return
     if facts.memlock_soft_bytes is None or facts.elsewhere:
         return
-    soft, hard = size(facts.memlock_soft_bytes), size(facts.memlock_hard_bytes)
+    soft, hard = format_size(facts.memlock_soft_bytes), format_size(facts.memlock_hard_bytes)
     # A connection registers at least two buffers, one to send and one to receive, plus control structures. At or below
     # that size NCCL cannot set up any RDMA connection.
     too_small = facts.memlock_soft_bytes <= 2 * NCCL_BUFFER_BYTES
@@ -127,10 +127,11 @@ def _check_shm(facts: LimitsFacts) -> Iterator[Finding]:
         seen = ("statvfs(/dev/shm) failed", facts.whose)
         yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, seen, remedy=remedy)
         return
-    seen = (f"statvfs(/dev/shm): {size(total)}, {'unknown' if free is None else size(free)} free", facts.whose)
+    left = "unknown" if free is None else format_size(free)
+    seen = (f"statvfs(/dev/shm): {format_size(total)}, {left} free", facts.whose)
     gpus = facts.gpus or 0
     needed = gpus * SHM_SEGMENT_BYTES if gpus > 1 else 0
-    sizes = {"size": size(total), "free": size(free), "needed": size(needed)}
+    sizes = {"size": format_size(total), "free": format_size(free), "needed": format_size(needed)}
     values = {"shm": SHM, "remedy": remedy, "gpus": gpus, **sizes}
     if free is not None and free < NCCL_BUFFER_BYTES:
         yield finding(TEXTS, "limits.shm.full", Status.FAIL, SHM, seen, **values)

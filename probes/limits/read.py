@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from probes.host import sysfs
 from probes.host.protocol import Host
-from probes.hostinfo.read import container, of_agent
+from probes.hostinfo.read import detect_container, is_of_agent
 from probes.limits.probe import SHM, LimitsFacts
 
 IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
@@ -30,7 +30,7 @@ def read(host: Host) -> LimitsFacts:
     shm = sysfs.attempt(host.statvfs, SHM)
     environment = host.environment()
     of_job = f", Slurm job {environment.get('SLURM_JOB_ID')}" if "SLURM_PROCID" in environment else ""
-    where, agent = container(host), of_agent(host)
+    where, agent = detect_container(host), is_of_agent(host)
     cpus, is_read = _read_cgroup_cpus(host)
     whose = f"{where} container" + (" of the agent" if agent else "") if where else f"no container{of_job}"
     return LimitsFacts(

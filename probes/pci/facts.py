@@ -93,18 +93,18 @@ def is_passed_through(driver: str | None) -> bool:
     return driver is not None and ("vfio" in driver or driver in _STUBS)
 
 
-def nvidia_gpus(facts: PciFacts) -> list[PciDevice]:
+def list_nvidia_gpus(facts: PciFacts) -> list[PciDevice]:
     """Return NVIDIA GPUs on the bus, including GPUs passed to virtual machines, and virtual functions."""
     # The display adapter of a management controller also has class 03 00, so only NVIDIA devices are counted.
     return [d for d in facts.devices if is_gpu(d.class_code) and d.vendor_id == NVIDIA]
 
 
-def amd_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
+def list_amd_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
     """Return AMD GPUs by class and vendor: accelerators (12 00), 3D and other display controllers (03 02, 03 80).
 
     A VGA controller (03 00) counts only without NVIDIA GPUs: next to one, it is the CPU's integrated graphics.
     """
-    nvidia = bool(nvidia_gpus(facts))
+    nvidia = bool(list_nvidia_gpus(facts))
     return tuple(
         device
         for device in facts.devices

@@ -14,20 +14,20 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from hardware.nics import MELLANOX, is_efa, is_virtual
-from probes.api import Sample, fact_samples, finding, probe_of
+from probes.api import Sample, finding, probe_of, sample_facts
 from probes.pci.facts import (
     AMD,
     DEVICES,
     SOURCE,
     PciDevice,
     PciFacts,
-    amd_gpus,
     ancestors,
     is_bridge,
     is_gpu,
     is_network,
     is_passed_through,
-    nvidia_gpus,
+    list_amd_gpus,
+    list_nvidia_gpus,
 )
 
 EVIDENCE_MAX = 16
@@ -38,22 +38,22 @@ DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # default of
 TEXTS = read_table(__file__, "findings.toml")
 
 
-def gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
+def list_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
     """Return NVIDIA GPUs for use by this host: none passed to a virtual machine, and no virtual function of those."""
-    return tuple(d for d in nvidia_gpus(facts) if not is_passed_through(d.driver) and d.physical_function is None)
+    return tuple(d for d in list_nvidia_gpus(facts) if not is_passed_through(d.driver) and d.physical_function is None)
 
 
-def bare_metal_gpus(facts: PciFacts) -> int | None:
+def count_bare_metal_gpus(facts: PciFacts) -> int | None:
     """Count NVIDIA GPUs on the bus, including GPUs passed to virtual machines; None in a container or VM.
 
     A container or VM may see fewer GPUs than the board has, which is not a fault.
     """
     if facts.hypervisor is not None or facts.container is not None:
         return None
-    return sum(device.physical_function is None for device in nvidia_gpus(facts))
+    return sum(device.physical_function is None for device in list_nvidia_gpus(facts))
 
 
-def foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
+def list_foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
     """Return other vendors' accelerators: processing accelerators, and AMD display controllers without VGA (Instinct).
 
     VGA controllers of other vendors are for screens (management controllers, integrated graphics) and are left out.
@@ -68,7 +68,7 @@ def foreign_accelerators(facts: PciFacts) -> tuple[PciDevice, ...]:
     )
 
 
-def hcas(facts: PciFacts) -> tuple[PciDevice, ...]:
+def list_hcas(facts: PciFacts) -> tuple[PciDevice, ...]:
     """Return network functions made for RDMA (InfiniBand, EFA, ConnectX, BlueField) or with an RDMA device.
 
     A virtual function without an RDMA device may be Ethernet only, or belong to another pod. It is left out.
@@ -97,7 +97,7 @@ def check(facts: PciFacts) -> Iterator[Finding]:
     if facts.hypervisor is None:
         yield from _check_acs(facts)
         yield from _check_iommu(facts)
-    if found := amd_gpus(facts):  # visible on the bus; no probe reads AMD GPUs
+    if found := list_amd_gpus(facts):  # visible on the bus; no probe reads AMD GPUs
         seen = tuple(
             f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
             for d in found[:EVIDENCE_MAX]
@@ -162,10 +162,10 @@ def _describe_device(device: PciDevice) -> str:
     return "The NIC" if is_network(device.class_code) else "The switch's uplink"
 
 
-def peer_ports(facts: PciFacts) -> set[str]:
+def list_peer_ports(facts: PciFacts) -> set[str]:
     """Return the ports that traffic between two GPUs, or a GPU and an RDMA NIC, crosses below their common bridge."""
     parents = {d.bus_id: d.parent for d in facts.devices}
-    ends = gpus(facts)
+    ends = list_gpus(facts)
     chains = {d.bus_id: ancestors(parents, d.bus_id) for d in (*ends, *_list_rdma_nics(facts))}
     ports: set[str] = set()
     for a, b in combinations(chains, 2):
@@ -178,7 +178,7 @@ def peer_ports(facts: PciFacts) -> set[str]:
 
 
 def _check_acs(facts: PciFacts) -> Iterator[Finding]:
-    ports = peer_ports(facts)
+    ports = list_peer_ports(facts)
     judged = [d for d in facts.devices if d.bus_id in ports]
     redirecting = [d.bus_id for d in judged if d.acs_source_validation]
     if redirecting:  # only ports on paths between GPUs and their peers are checked
@@ -190,10 +190,10 @@ def _check_acs(facts: PciFacts) -> Iterator[Finding]:
 
 
 def _check_iommu(facts: PciFacts) -> Iterator[Finding]:
-    ends = len(gpus(facts)) + len(_list_rdma_nics(facts))
-    if facts.iommu_mode == "translated" and gpus(facts) and ends > 1:
+    ends = len(list_gpus(facts)) + len(_list_rdma_nics(facts))
+    if facts.iommu_mode == "translated" and list_gpus(facts) and ends > 1:
         # Traffic of devices on one switch is then sent through the root complex. Other traffic takes this path anyway.
-        status = Status.FAIL if peer_ports(facts) else Status.WARN
+        status = Status.FAIL if list_peer_ports(facts) else Status.WARN
         seen = ("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",)
         yield finding(TEXTS, "pci.iommu.translated", status, "", seen)
 
@@ -206,12 +206,12 @@ def _check_rdma(facts: PciFacts) -> Iterator[Finding]:
         theirs = device.physical_function is not None and not made_for_it
         if device.rdma is not False or theirs or is_passed_through(device.driver):
             continue
-        if not (made_for_it or device.driver == "mlx5_core" or device in hcas(facts)):
+        if not (made_for_it or device.driver == "mlx5_core" or device in list_hcas(facts)):
             continue
         # Ethernet cards may serve storage or management, but not if a GPU node has no other card with RDMA. Of the only
         # card of a virtual machine, the provider may have turned RDMA off.
         nics = [d for d in facts.devices if is_network(d.class_code)]
-        alone = bool(gpus(facts)) and not any(d.rdma for d in nics) and (facts.hypervisor is None or len(nics) > 1)
+        alone = bool(list_gpus(facts)) and not any(d.rdma for d in nics) and (facts.hypervisor is None or len(nics) > 1)
         status = Status.FAIL if made_for_it or alone else Status.WARN
         where = " in this container, which may be another network namespace's" if facts.container else ""
         seen = (f"{DEVICES}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}")
@@ -221,7 +221,7 @@ def _check_rdma(facts: PciFacts) -> Iterator[Finding]:
 
 def _check_peermem(facts: PciFacts) -> Iterator[Finding]:
     nics = [d for d in facts.devices if is_network(d.class_code) and d.rdma]
-    if not gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
+    if not list_gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
         return
     known = facts.peermem_loaded is False and facts.dmabuf_possible is False
     loaded, opened, dmabuf = (
@@ -233,20 +233,20 @@ def _check_peermem(facts: PciFacts) -> Iterator[Finding]:
 
 
 def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:
-    if facts.virtual_tree is None or not gpus(facts):
+    if facts.virtual_tree is None or not list_gpus(facts):
         return
     files = facts.topology_files
     is_automatic = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
-    seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files
+    seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in list_gpus(facts)[:EVIDENCE_MAX]) + files
     # with one GPU and no RDMA NIC there is only one path
-    alone = len(gpus(facts)) == 1 and not _list_rdma_nics(facts)
+    alone = len(list_gpus(facts)) == 1 and not _list_rdma_nics(facts)
     key = "pci.tree.virtual" + (" automatic" if is_automatic else " alone" if alone else " files" * bool(files))
     yield finding(TEXTS, key, None, "", seen, why=facts.virtual_tree, files=", ".join(files))
 
 
 def samples(facts: PciFacts) -> Iterator[Sample]:
     """Export the host-wide settings, and the fraction of the maximum link width of each GPU and NIC."""
-    yield from fact_samples(__file__, facts)
+    yield from sample_facts(__file__, facts)
     if facts.iommu_mode:
         yield Sample(metric="pci_iommu_info", value=1, labels=(facts.iommu_mode,))
     acs = [d.acs_source_validation for d in facts.devices if d.acs_source_validation is not None]

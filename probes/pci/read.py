@@ -22,7 +22,7 @@ from probes.api import UnavailableError
 from probes.gpu.facts import PROC, BusGpu, GpuBus
 from probes.host import sysfs
 from probes.host.protocol import Host
-from probes.hostinfo.read import container, virtual_machine
+from probes.hostinfo.read import detect_container, read_virtual_machine
 from probes.pci.facts import DEVICES, PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network, is_passed_through
 
 NAMES = read_table(__file__, "names.toml")
@@ -47,16 +47,16 @@ def read(host: Host) -> PciFacts:
     devices = _with_config(host, [d for name in addresses if (d := read_device(host, name)) is not None])
     version = sysfs.text(host, "/proc/driver/nvidia/version")
     opened = None if version is None else "Open Kernel Module" in version
-    hypervisor = virtual_machine(host)
+    hypervisor = read_virtual_machine(host)
     return PciFacts(
         devices=devices,
         iommu_mode=_read_iommu_mode(host, devices),
         peermem_loaded=any(host.exists(path) for path in NAMES["peermem"]) if host.exists("/sys/module") else None,
         nvidia_open_module=opened,
         dmabuf_possible=_has_dmabuf(opened, str(host.identity().get("kernel") or "")),
-        virtual_tree=virtual_tree(devices, hypervisor),
+        virtual_tree=explain_virtual_tree(devices, hypervisor),
         hypervisor=hypervisor,
-        container=container(host),
+        container=detect_container(host),
         topology_files=tuple(
             f"{folder}/{name}"
             for folder in NAMES["topology_folders"]
@@ -151,7 +151,7 @@ def _read_iommu_mode(host: Host, devices: tuple[PciDevice, ...]) -> str | None:
     return "passthrough" if {"iommu=pt", "iommu.passthrough=1"} & set(options) else None
 
 
-def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str | None:
+def explain_virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str | None:
     """Return the reason that the tree shows no distances: a hypervisor gave GPUs and NICs one root each, or all one."""
     ends = [d for d in devices if is_gpu(d.class_code) or is_network(d.class_code)]
     if hypervisor is None or len(ends) < 2 or any(d.root is None for d in ends):
@@ -182,7 +182,7 @@ def read_bus(host: Host) -> GpuBus | None:
     nodes = sum(sysfs.attempt(host.usable, f"/dev/nvidia{n}") or False for n in range(len(found)))
     visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
     return GpuBus(
-        gpus=found, container=container(host) if found else None, nodes=nodes,
+        gpus=found, container=detect_container(host) if found else None, nodes=nodes,
         requested=_count_requested(visible), all_requested=visible == "all",
     )  # fmt: skip
 

@@ -100,7 +100,7 @@ RAIL, OTHER = "rail", "other"
 """Roles of a device: RAIL carries GPU traffic, as the nearest device of a GPU; OTHER serves storage or management."""
 
 
-def ipv4_of(gid: Gid) -> str | None:
+def find_ipv4(gid: Gid) -> str | None:
     """Return the IPv4 address in a GID (::ffff:a.b.c.d), None for other GIDs."""
     try:
         mapped = ipaddress.IPv6Address(gid.gid).ipv4_mapped

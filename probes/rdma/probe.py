@@ -21,8 +21,8 @@ from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
 from hardware.units import gigabits, some
-from probes.api import Sample, fact_samples, finding, known_samples, probe_of
-from probes.rdma.facts import OTHER, RAIL, ROCE_V2, SOURCE, RdmaDevice, RdmaFacts, RdmaPort, ipv4_of, is_link_local
+from probes.api import Sample, finding, probe_of, sample_facts, sample_known
+from probes.rdma.facts import OTHER, RAIL, ROCE_V2, SOURCE, RdmaDevice, RdmaFacts, RdmaPort, find_ipv4, is_link_local
 
 TEXTS, WORDS = read_table(__file__, "findings.toml"), read_table(__file__, "words.toml")
 _WAITING = ("INIT", "ARMED")  # for the subnet manager
@@ -34,22 +34,22 @@ ROCE_WIRE_BYTES = 8 + 14 + 20 + 8 + 12 + 4 + 4 + 12  # IEEE 802.3; InfiniBand Ar
 Ports = list[tuple[RdmaDevice, RdmaPort]]
 
 
-def nccl_gid_index(port: RdmaPort) -> int | None:
+def find_nccl_gid_index(port: RdmaPort) -> int | None:
     """Return the GID index that NCCL 2.21 and newer selects by default: IPv4 first, RoCE v2 before v1, else entry 0.
 
     None for InfiniBand, where the index has another meaning, and if the table is unknown.
     """
     if port.link_layer != "Ethernet" or not port.gids_known or not port.gids:
         return None
-    ipv4 = [gid for gid in port.gids if ipv4_of(gid)]
+    ipv4 = [gid for gid in port.gids if find_ipv4(gid)]
     best = [gid for gid in ipv4 if gid.type == ROCE_V2] or ipv4
     return best[0].index if best else 0
 
 
-def rocev2_gid_index(port: RdmaPort) -> int | None:
+def find_rocev2_gid_index(port: RdmaPort) -> int | None:
     """Return the first routable RoCE v2 entry: with IPv4, else global IPv6; else a link-local one."""
     routed = [gid for gid in port.gids if gid.type == ROCE_V2]
-    routed.sort(key=lambda gid: (ipv4_of(gid) is None, is_link_local(gid), gid.index))
+    routed.sort(key=lambda gid: (find_ipv4(gid) is None, is_link_local(gid), gid.index))
     return routed[0].index if routed else None
 
 
@@ -112,14 +112,14 @@ def _report_port(
     **values: object,
 ) -> Finding:  # fmt: skip
     """Create a finding about a port; its text may refer to `device`, `port` and `where`, the port's path in sysfs."""
-    name, where = subject(device, port), where_of(device, port)
+    name, where = subject(device, port), locate_port(device, port)
     return finding(TEXTS, key, status, name, evidence, device=device, port=port, where=where, **values)
 
 
 def _check_active(facts: RdmaFacts) -> Iterator[Finding]:
     states = [port.state for _, port in _list_ports(facts.devices)]
     if states and None not in states and "ACTIVE" not in states:
-        seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:EVIDENCE_MAX])
+        seen = tuple(f"{locate_port(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:EVIDENCE_MAX])
         waiting = " waiting" * (set(states) <= set(_WAITING))
         yield finding(TEXTS, "rdma.port.none_active" + waiting, None, "", seen, count=len(states))
 
@@ -153,7 +153,7 @@ def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
     cabled alike. A virtual function without address, next to an active physical device, is not in use yet.
     """
     if device.is_vf and port.state == "DOWN":
-        idle = all(each.state == "DOWN" and not any(map(ipv4_of, each.gids)) for each in device.ports)
+        idle = all(each.state == "DOWN" and not any(map(find_ipv4, each.gids)) for each in device.ports)
         if idle and any(each.state == "ACTIVE" and not other.is_vf for other, each in _list_ports(facts.devices)):
             return False
     elsewhere = {gid.gid for _, other in _list_ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
@@ -215,7 +215,7 @@ def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
     active = [(d, p) for d, p in _list_ports(devices) if p.state == "ACTIVE" and p.link_layer]
     layers = sorted({port.link_layer for _, port in active if port.link_layer})
     if len(layers) > 1:
-        seen = tuple(f"{where_of(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
+        seen = tuple(f"{locate_port(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
         yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", seen, layers=" and ".join(layers))
     groups = [
         [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
@@ -258,7 +258,7 @@ def subject(device: RdmaDevice, port: RdmaPort) -> str:
     return f"{device.name}:{port.port}"
 
 
-def where_of(device: RdmaDevice, port: RdmaPort) -> str:
+def locate_port(device: RdmaDevice, port: RdmaPort) -> str:
     """Return the port's path in sysfs."""
     return f"{SYSFS}/{device.name}/ports/{port.port}"
 
@@ -281,9 +281,9 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Check whether the port has RoCE v2, and whether NCCL would select it."""
     if port.link_layer != "Ethernet" or not port.gids_known:
         return
-    where = f"{where_of(device, port)}/gid_attrs/types"
+    where = f"{locate_port(device, port)}/gid_attrs/types"
     listed = tuple(f"{where}/{gid.index}: {gid.type or 'unknown'} ({gid.gid})" for gid in port.gids[:8])
-    best, choice = rocev2_gid_index(port), nccl_gid_index(port)
+    best, choice = find_rocev2_gid_index(port), find_nccl_gid_index(port)
     if best is None:
         unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
         status = Status.UNKNOWN if unknown else Status.FAIL
@@ -291,8 +291,8 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
         yield _report_port(key, device, port, status, listed or (f"{where}: no used entry",))
         return
     chosen = next((gid for gid in port.gids if gid.index == choice), None)
-    v4 = any(ipv4_of(gid) for gid in port.gids)
-    v6 = any(gid.type == ROCE_V2 and not ipv4_of(gid) and not is_link_local(gid) for gid in port.gids)
+    v4 = any(find_ipv4(gid) for gid in port.gids)
+    v6 = any(gid.type == ROCE_V2 and not find_ipv4(gid) and not is_link_local(gid) for gid in port.gids)
     reach = "ipv4" if v4 else "ipv6" if v6 else "local"
     remedy = WORDS["gid_remedy"][reach].format(best=best)
     place = WORDS["gid_place"][reach].format(best=best)
@@ -362,15 +362,15 @@ def _list_evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
 def samples(facts: RdmaFacts) -> Iterator[Sample]:
     """Export what node_exporter's infiniband collector lacks, with its labels: GIDs, MTU, netdev, NUMA node, access."""
     for device in facts.devices:
-        yield from fact_samples(__file__, device, (device.name,))
+        yield from sample_facts(__file__, device, (device.name,))
         for port in device.ports:
             labels = (device.name, str(port.port))
             about = (port.link_layer or "", port.netdev or "", device.kind)
             yield Sample(metric="rdma_port_info", value=1, labels=(*labels, *about))
-            by_nccl, by_type = nccl_gid_index(port), rocev2_gid_index(port)
+            by_nccl, by_type = find_nccl_gid_index(port), find_rocev2_gid_index(port)
             indices = (("rdma_port_nccl_gid_index", by_nccl), ("rdma_port_rocev2_gid_index", by_type))
-            yield from known_samples(indices, labels)
-            yield from fact_samples(__file__, port, labels)
+            yield from sample_known(indices, labels)
+            yield from sample_facts(__file__, port, labels)
     if facts.memlock_proof:
         proof = facts.memlock_proof
         yield Sample(metric="rdma_registered_bytes", value=float(proof.registered_bytes), labels=(proof.device,))

@@ -15,7 +15,7 @@ from hardware.nics import models
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
-from probes.hostinfo.read import container, of_agent
+from probes.hostinfo.read import detect_container, is_of_agent
 from probes.rdma.facts import Gid, MemlockProof, RdmaDevice, RdmaFacts, RdmaPort
 
 DEVICES = "/sys/class/infiniband"
@@ -44,7 +44,7 @@ def read(host: Host) -> RdmaFacts:
         devices=devices,
         pyverbs=version,
         memlock_proof=prove_memlock(host, candidates[0].name) if usable and candidates else None,
-        in_container=container(host) is not None and not of_agent(host),
+        in_container=detect_container(host) is not None and not is_of_agent(host),
     )
 
 
@@ -139,7 +139,7 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         rate_bytes_per_second=parse_rate(rate_text),
         rate_text=rate_text,
         netdev=netdev,
-        active_mtu_bytes=roce_mtu(mtu) if link_layer == "Ethernet" else None,
+        active_mtu_bytes=compute_roce_mtu(mtu) if link_layer == "Ethernet" else None,
         netdev_mtu_bytes=mtu,
         gids=gids,
         gids_known=known,
@@ -184,7 +184,7 @@ def parse_rate(value: str | None) -> float | None:
     return float(found[1]) * 1e9 / 8 if found else None
 
 
-def roce_mtu(netdev_mtu_bytes: int | None) -> int | None:
+def compute_roce_mtu(netdev_mtu_bytes: int | None) -> int | None:
     """Return the MTU of a RoCE port for the MTU of its netdev: 1500 gives 1024, 4200 and more give 4096."""
     if netdev_mtu_bytes is None:
         return None

@@ -12,7 +12,7 @@ from rigs.command import topoflight
 from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import Request, advise, of_cluster, prices_of
+from agent.advice.advise import Request, advise, advise_cluster, read_prices
 from agent.advice.job_settings import with_rows
 from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
@@ -120,7 +120,7 @@ def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None,
     """`--nodes 1` says that the job stays there; without the option it may come to span more."""
     efa = [snapshot("aws-p4d-8xA100-4efa")]
     request = Request.of(nodes=nodes)
-    found = of_cluster(request, request.cluster(efa), efa)
+    found = advise_cluster(request, request.cluster(efa), efa)
     topics = {each.topic for each in found.notes} | {each.name for each in found.settings}
     assert ("NCCL_IB_HCA" in topics) is networked
     assert ("NCCL_NET" in topics) is networked
@@ -240,11 +240,11 @@ def test_money_is_node_hours_times_the_users_price(tmp_path: Path) -> None:
         assert getattr(advice.total_cost, end) == pytest.approx(getattr(advice.total_seconds, end) / 3600 * 2 * 90)
     file = tmp_path / "prices.yaml"
     file.write_text("p5: 90\np4d.24xlarge: 30.5\n", encoding="utf-8")
-    assert prices_of(str(file), files=True) == {"p5.48xlarge": 90.0, "p4d.24xlarge": 30.5}
+    assert read_prices(str(file), files=True) == {"p5.48xlarge": 90.0, "p4d.24xlarge": 30.5}
     assert ask(nodes=2, steps=1000, price=str(file)).total_cost == advice.total_cost
     assert ask(nodes=2, steps=1000).total_cost is None, "no price is shipped"
     with pytest.raises(RequestError):
-        prices_of("/etc/hostname", files=False)
+        read_prices("/etc/hostname", files=False)
 
 
 def test_mfu_and_tokens_per_gpu_follow_from_the_step() -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import subprocess
+import sys
 
 import pytest
 from agent_pod import OVERLAYS, PodHost, agent_of, healthy, in_pod
@@ -50,10 +51,11 @@ def test_what_the_engine_gives_every_pod_is_judged_in_the_agents(memlock: int | 
 def test_one_verb_at_a_time_runs_in_the_agents_container(tmp_path):
     """A second verb waits until the first has ended; the agent itself does not wait. Each uses 60 of 256 MiB."""
     environment = {**os.environ, "TOPOFLIGHT_ROLE": "agent", "TOPOFLIGHT_STATE": str(tmp_path)}
+    command = (sys.executable, *MODULE)
     with (tmp_path / "verb.lock").open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        assert subprocess.run([*MODULE, "serve", "--help"], env=environment, capture_output=True).returncode == 0
-        second = subprocess.Popen([*MODULE, "--version"], env=environment, stdout=subprocess.DEVNULL)
+        assert subprocess.run([*command, "serve", "--help"], env=environment, capture_output=True).returncode == 0
+        second = subprocess.Popen([*command, "--version"], env=environment, stdout=subprocess.DEVNULL)
         with pytest.raises(subprocess.TimeoutExpired):
             second.wait(1.0)
     assert second.wait(30.0) == 0

@@ -24,7 +24,7 @@ TABLES = yaml.safe_load(Path(__file__).with_name("bundle_tables.yaml").read_text
 
 
 def host(state: Path, machine: Path = SOUND) -> Files:
-    return bundle.of_host(scan(load(machine)), load(machine).content, state=state)
+    return bundle.collect_host(scan(load(machine)), load(machine).content, state=state)
 
 
 def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:

@@ -130,10 +130,12 @@ def options(verb: str) -> dict[str, click.Parameter]:
 
 
 def texts_of_the_product() -> Iterator[tuple[str, str]]:
-    """(Place, text) of each string in the code and each line of its tables; what is filled in is 7."""
+    """(Place, text) of each string in code that names a command, and each line of tables; what is filled in is 7."""
     for folder in ("agent", "planner", "probes", "collectives", "finetune", "topology", "contracts"):
         for source in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(source.read_text())):
+            if "topoflight " not in (code := source.read_text()):
+                continue
+            for node in ast.walk(ast.parse(code)):
                 parts = node.values if isinstance(node, ast.JoinedStr) else [node]
                 yield f"{source.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", "".join(
                     str(one.value) if isinstance(one, ast.Constant) else "7" for one in parts

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from rigs.command import interpreter
 from rigs.tables import ROOT, each_row
 
-from agent.checks.findings import PAGES, sections
+from agent.checks.findings import PAGES, read_entries
 from agent.checks.history import AT_ONCE
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, explain
@@ -51,7 +51,7 @@ def test_what_others_link_to_is_there(site):
         path, _, anchor = alert.rule["annotations"]["runbook_url"].removeprefix(f"{DOCS}/").partition("#")
         assert f'id="{anchor}"' in texts[site / path / "index.html"], alert.name
     headings = re.findall(r"<h[23] id=\"([^\"]+)\"", "".join(texts.values()))
-    assert [name for name in sections() if name.startswith("Topoflight") and name.lower() not in headings] == []
+    assert [name for name in read_entries() if name.startswith("Topoflight") and name.lower() not in headings] == []
     assert set(VERBS) <= set(re.findall(r"<h2 id=\"([^\"]+)\"", texts[site / "reference/cli/index.html"]))
 
 
@@ -92,13 +92,13 @@ def test_every_code_has_one_entry_on_its_page() -> None:
              for page, wanted in codes.items() for code in sorted(wanted ^ {*pages[page]})]  # fmt: skip
     assert not wrong, "\n".join(wrong)
     assert pages["alerts"] == [alert.name for alert in ALERTS] and set(AT_ONCE) <= GATE
-    assert len(sections()) == sum(map(len, pages.values()))
+    assert len(read_entries()) == sum(map(len, pages.values()))
 
 
-@each_row("name", sorted(sections()))
+@each_row("name", sorted(read_entries()))
 def test_an_entry_is_whole(name: str) -> None:
     """Each point once, in order, in sentences; the severities are those of the code."""
-    points = re.findall(r"^- \*\*(\w+):\*\* (\S.*)$", sections()[name], flags=re.MULTILINE)
+    points = re.findall(r"^- \*\*(\w+):\*\* (\S.*)$", read_entries()[name], flags=re.MULTILINE)
     assert [point for point, _ in points] == PARTS + (["Once"] if name in AT_ONCE else [])
     assert all(text.endswith(".") for _, text in points), points
     told = re.findall(r"[a-z]+", dict(points)["Severity"].partition(".")[0])
@@ -118,18 +118,18 @@ def test_files_that_the_guides_of_contributors_name_exist() -> None:
 def test_named_codes_exist() -> None:
     """An entry that sends the reader to another code sends it to one that is there."""
     firsts = "|".join(sorted({code.split(".")[0] for code in GATE}))
-    text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as run.json are in code
+    text = re.sub(r"`[^`]*`", "", "".join(read_entries().values()))  # file names such as run.json are in code
     named = set(re.findall(rf"(?<![\w.])(?:{firsts})(?:\.[a-z_0-9]+)+\b", text))
-    assert named - sections().keys() == set()
+    assert named - read_entries().keys() == set()
     assert "limits.memlock.low" in named
 
 
 def test_explain_prints_the_entry() -> None:
     """`topoflight explain CODE` answers for every code and lists all of them."""
-    for code in sections():
+    for code in read_entries():
         result = CliRunner().invoke(explain, [code])
         assert result.exit_code == 0 and result.output.startswith(f"{code}\n"), code
         assert all(f"{part}:" in result.output for part in PARTS), code
         assert max(map(len, result.output.splitlines())) <= 80, code
     listed = CliRunner().invoke(explain, ["--list"])
-    assert [line.split()[0] for line in listed.output.splitlines()] == list(sections())
+    assert [line.split()[0] for line in listed.output.splitlines()] == list(read_entries())

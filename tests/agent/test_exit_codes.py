@@ -12,6 +12,7 @@ import click
 import pytest
 from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.command import process, topoflight
+from rigs.forking import forking_environment
 from rigs.recorded import path_of
 from rigs.tables import ROOT, each_row
 
@@ -89,9 +90,10 @@ def test_a_process_ends_as_the_verb_does_in_this_one(verb: str, code: int) -> No
 @pytest.mark.ranks
 @pytest.mark.netns
 @pytest.mark.parametrize(("verb", "code"), sorted(RANKS))
-def test_a_verb_that_makes_load_ends_as_the_table_says(verb: str, code: int) -> None:
+def test_a_verb_that_makes_load_ends_as_the_table_says(verb: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured for real, or ended because the ranks do not meet."""
     require_own_lock()
+    monkeypatch.setattr(sys, "executable", forking_environment())
     absent = {"GLOO_SOCKET_IFNAME": "nosuch0"} if code else {}
     done = process(verb, *RANKS[verb, code], before=OWN_LOCK, **absent)
     assert done.returncode == code, done.stderr

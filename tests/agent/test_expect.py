@@ -14,10 +14,10 @@ from rigs.fleet import fleet_of, record_of
 from rigs.recorded import H100, changed, facts, of_code, path_of, snapshot, statuses, with_outcomes, with_ports
 from rigs.tables import ROOT, each_row
 
-from agent.checks.expect import KEYS, expectation, parse, read_file
+from agent.checks.expect import KEYS, parse, read_expectations, read_file
 from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, build_view, judge
-from agent.cluster.nodes import NodeRecord, checks_of_nodes as gate_of_nodes, record_of_view
+from agent.cluster.nodes import NodeRecord, check_nodes as gate_of_nodes, record_of_view
 from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State
@@ -97,13 +97,13 @@ def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
     path.write_text("gpus: 8\nnvlink: NV18\ngdr: on\ninterface: [net1, net2]\ndriver: 550.9\n")
     words = "gpus=8,nvlink=NV18,gdr=on,interface=net1,interface=net2,driver=550.9"
     assert read_file(path) == parse([words])
-    both = expectation(["gpus=4"], path)
+    both = read_expectations(["gpus=4"], path)
     assert {*both} == {*parse([words.replace("gpus=8", "gpus=4")])}, "the command line goes before the file"
     path.write_text("# gpus: 8\n")
     assert read_file(path) == ()
     assert judged(snapshot(), "") == {}
     empty = preflight(H100, "--expect-file", str(path))
-    assert (empty.exit_code, "states nothing that a node must" in empty.stderr) == (2, True), "a gate without teeth"
+    assert (empty.exit_code, "contains no expectation" in empty.stderr) == (2, True), "a gate without teeth"
     path.write_text("gpus: 9\n")
     assert preflight(H100, "--expect-file", str(path)).exit_code == 3
 

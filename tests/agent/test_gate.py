@@ -3,7 +3,7 @@
 import pytest
 from rigs.tables import each_row, rows_of
 
-from agent.checks.findings import worst_first
+from agent.checks.findings import sort_worst_first
 from agent.checks.verdict import GateError, judge, select
 from contracts.finding import Finding
 
@@ -53,7 +53,7 @@ def test_a_pattern_that_names_no_check_is_an_error(option: str) -> None:
 
 def test_failures_are_listed_first() -> None:
     """Worst first, then by name."""
-    order = [c.status for c in worst_first([check(s) for s in ("pass", "warn", "info", "fail", "unknown")])]
+    order = [c.status for c in sort_worst_first([check(s) for s in ("pass", "warn", "info", "fail", "unknown")])]
     assert order == ["fail", "warn", "unknown", "info", "pass"]
 
 

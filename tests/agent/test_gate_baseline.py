@@ -13,7 +13,7 @@ from rigs.recorded import H100, path_of
 from rigs.tables import each_row, rows_of
 
 from agent.checks.measured import compare_with_baseline
-from agent.cluster.nodes import Fleet, NodeRecord, checks_of_nodes, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, to_resource
 from contracts.finding import Finding, Status
 from probes.scanner import dumps
 
@@ -113,7 +113,7 @@ def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
     """The object is there, its status is not yet."""
     held = Fleet()
     held.replace([{"metadata": {"name": "n"}, "spec": {"nodeName": "n"}}])
-    (check,) = checks_of_nodes(["n"], held)
+    (check,) = check_nodes(["n"], held)
     assert isinstance(held.records()[0], NodeRecord) and check.status == "fail"
 
 

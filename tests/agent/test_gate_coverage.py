@@ -15,7 +15,7 @@ from scanned import scan
 
 from agent.checks.measured import PROBE_CODES
 from agent.checks.verdict import View, build_view, judge
-from agent.cluster.nodes import checks_of_nodes, record_of_view
+from agent.cluster.nodes import check_nodes, record_of_view
 from agent.http.server import create
 from agent.http.state import State
 from probes.api import Absent, Failed, Ok, Snapshot
@@ -63,7 +63,7 @@ def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
     assert (record.verdict, record.gpus) == ("unknown", 8)  # the bus counts them
     assert [f["severity"] for f in record.findings if f["code"].startswith("gpu.")] != []
     fleet = fleet_of(through_the_api(replace(record, scanned_at_seconds=time.time())))
-    assert judge(checks_of_nodes(["node-a"], fleet)).exit_code == 5
+    assert judge(check_nodes(["node-a"], fleet)).exit_code == 5
     rows = client.get("/nodes").json()
     assert rows["counts"] == {"unknown": 1}
     assert 'class="unknown"' in client.get("/cluster").text
@@ -180,7 +180,7 @@ def test_a_published_verdict_is_never_better_for_want_of_a_finding() -> None:
     """An agent that says unknown or fail and names no finding: the gate over nodes says the same."""
     for word, code in (("unknown", 5), ("fail", 3), ("pass", 0), ("warn", 0)):
         record = record_of(verdict=word, findings=())
-        assert judge(checks_of_nodes([record.name], fleet_of(record))).exit_code == code, word
+        assert judge(check_nodes([record.name], fleet_of(record))).exit_code == code, word
 
 
 def test_a_host_without_rdma_devices_has_none_and_an_unread_one_is_unknown() -> None:

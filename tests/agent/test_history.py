@@ -11,17 +11,17 @@ from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes,
 from rigs.tables import each_row, rows_of
 
 from agent.checks import history
-from agent.checks.expect import Expected, parse
+from agent.checks.expect import NodeExpectation, parse
 from agent.checks.history import History
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import View, build_view
 from agent.http import pages
-from agent.metrics import exposition
+from agent.metrics import expose
 from contracts.finding import Status
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.hostinfo.probe import HostinfoFacts
-from probes.increases import Past, risen_since, rising
+from probes.increases import EarlierScans, find_risen, find_rising
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
 rows = rows_of(__file__)
@@ -62,7 +62,7 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     """Withdrawn as a whole, or one of several of which another cannot be read; also in the agent that starts next."""
     blind = with_outcomes(tray, rdma=Absent(why="not read"))
     both, one = parse(["gpus=72,hcas=1"]), parse(["hcas=1"])
-    rows: list[tuple[str, Snapshot, tuple[Expected, ...] | str, bool]] = [
+    rows: list[tuple[str, Snapshot, tuple[NodeExpectation, ...] | str, bool]] = [
         ("withdrawn", tray, (), False),
         ("one of two withdrawn, the other unknown", blind, one, False),
         ("met", tray, parse(["gpus=1,hcas=1"]), False),
@@ -96,17 +96,17 @@ def test_since_when_and_after_what(tray: Snapshot) -> None:
     assert "rdma.port.down" in raised(shown[-1]) and "rdma.port.down" not in raised(shown[2])
     began = history.clock(START + late)
     words = f"rdma.port.down on mlx5_2:1: since {began}, after driver 570.124.06 -> 580.65.06 ({began})"
-    assert words in html.unescape(pages.node_page(shown[-1], None, "no model", trouble=None))
-    body = exposition(shown[-1], "")[0].decode()
+    assert words in html.unescape(pages.render_node_page(shown[-1], None, "no model", trouble=None))
+    body = expose(shown[-1], "")[0].decode()
     shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)
     assert shown_at and float(shown_at[1]) == pytest.approx(START + late)
-    told = history.change_lines(shown[-1])
+    told = history.describe_changes(shown[-1])
     assert sum("raised rdma.port.down" in line for line in told) == 3
 
 
 def changes_of(view: View) -> dict[str, float]:
     """The samples of topoflight_change_timestamp_seconds by kind."""
-    found = re.findall(r'topoflight_change_timestamp_seconds{kind="(\w+)"} (\S+)', exposition(view, "")[0].decode())
+    found = re.findall(r'topoflight_change_timestamp_seconds{kind="(\w+)"} (\S+)', expose(view, "")[0].decode())
     return {kind: float(at) for kind, at in found}
 
 
@@ -223,7 +223,7 @@ def scan_at(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | 
 
 
 def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
-    found = rising(scan_at(0), scan_at(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
+    found = find_rising(scan_at(0), scan_at(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
     assert [(f.code, f.status, f.subject) for f in found] == [
         ("rdma.counters.rising", Status.FAIL, "mlx5_0:1"),
         ("gpu.nvlink.errors", Status.WARN, "GPU2"),
@@ -236,7 +236,7 @@ def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
 def test_what_cannot_be_compared_gives_no_finding() -> None:
     failed = scan_at(15, outcomes={"rdma": Failed(error="x")})
     later = {what: scan_at(**row) for what, row in rows("incomparable")().items()} | {"failed": failed}
-    assert {what: rising(scan_at(0), scan) for what, scan in later.items()} == dict.fromkeys(later, ())
+    assert {what: find_rising(scan_at(0), scan) for what, scan in later.items()} == dict.fromkeys(later, ())
 
 
 def gpus(**changes) -> Snapshot:
@@ -248,7 +248,7 @@ def gpus(**changes) -> Snapshot:
 @each_row(("before", "after", "expected"), rows("rises"))
 def test_what_rises_on_a_gpu(before: dict, after: dict, expected: list[str] | None) -> None:
     """PCIe replays by DCGM's limit, memory errors and Xids at once; what was not read gives no verdict."""
-    found = rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
+    found = find_rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
     assert [[f.code, f.status] for f in found] == ([expected] if expected else [])
     assert {f.code for f in found} <= set(ALL_CODES)
 
@@ -256,20 +256,20 @@ def test_what_rises_on_a_gpu(before: dict, after: dict, expected: list[str] | No
 @each_row(("each", "expected"), [(2, 0), (3, 1), (9, 1)])
 def test_replays_that_rise_slowly_add_up_over_several_scans(each: int, expected: int) -> None:
     """Every 15 s a few, never more than eight in one interval: eight a minute is the limit all the same."""
-    past, found = Past(), ()
+    past, found = EarlierScans(), ()
     for scan in range(8):
         now = gpus(gpu={"pcie_replays": 100 + each * scan}, at=15.0 * scan)
-        found = risen_since(past.snapshots, now)
+        found = find_risen(past.snapshots, now)
         past.add((now,))
     assert [f.code for f in found] == ["gpu.counters.rising"] * expected
 
 
 def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
     """Not in the one scan only that saw it first: for a minute, and then no more."""
-    past, told = Past(), []
+    past, told = EarlierScans(), []
     for scan in range(12):
         now = gpus(gpu={"pcie_replays": 100 if scan < 3 else 150, "xids": () if scan < 3 else (79,)}, at=15.0 * scan)
-        told.append({f.code for f in risen_since(past.snapshots, now)})
+        told.append({f.code for f in find_risen(past.snapshots, now)})
         past.add((now,))
     both = {"gpu.counters.rising", "gpu.xid.new"}
     assert told == [set()] * 3 + [both] * 5 + [set()] * 4
@@ -278,7 +278,7 @@ def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
 @each_row("interval", [1.0, 15.0, 60.0, 300.0])
 def test_few_scans_are_stored_however_often_one_is_made(interval: float) -> None:
     """And the oldest is at least a minute old once there is one."""
-    past = Past()
+    past = EarlierScans()
     for scan in range(200):
         past.add((gpus(gpu={}, at=interval * scan),))
     stored = past.snapshots
@@ -289,10 +289,10 @@ def test_few_scans_are_stored_however_often_one_is_made(interval: float) -> None
 
 def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
     """It fell against the scan of a minute ago, and rose since the last one."""
-    past = Past()
+    past = EarlierScans()
     for at, replays in ((0.0, 900), (30.0, 0), (60.0, 0)):
         past.add((gpus(gpu={"pcie_replays": replays}, at=at),))
-    found = risen_since(past.snapshots, gpus(gpu={"pcie_replays": 50}, at=75.0))
+    found = find_risen(past.snapshots, gpus(gpu={"pcie_replays": 50}, at=75.0))
     assert [f.code for f in found] == ["gpu.counters.rising"]
 
 
@@ -300,7 +300,7 @@ def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
 def test_errors_of_links_are_judged_by_their_kind(name: str, rise: int, seconds: float, found: int) -> None:
     """One lost link is one too many; what a healthy link has counts by its rate."""
     before = {**HEALTHY, "receive": 0, "recovery_failed": 0, "effective": 0, "symbol": 0}
-    after = rising(scan_at(0, errors=before), scan_at(seconds, errors={**before, name: before[name] + rise}))
+    after = find_rising(scan_at(0, errors=before), scan_at(seconds, errors={**before, name: before[name] + rise}))
     assert [(f.code, f.status) for f in after] == [("gpu.nvlink.errors", Status.WARN)] * found
 
 
@@ -309,5 +309,5 @@ def test_a_gpu_that_was_lost_is_known_by_its_place() -> None:
     before = gpus(gpu={"xids": ()})
     lost = Gpu(index=2, bus_id="0000:1b:00.0", error="GPU_IS_LOST", xids=(79,))
     facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(lost,))
-    (found,) = rising(before, scan_at(15, outcomes={"gpu": Ok(facts=facts)}))
+    (found,) = find_rising(before, scan_at(15, outcomes={"gpu": Ok(facts=facts)}))
     assert (found.code, found.subject) == ("gpu.xid.new", "GPU2")

@@ -22,7 +22,7 @@ from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.base import version
-from agent.http.access import Tokens
+from agent.http.access import TokenChecker
 from agent.http.server import MOST_WAIT_SECONDS, create
 from agent.http.state import State
 
@@ -98,7 +98,7 @@ def test_version_names_the_release_before_the_first_scan() -> None:
     client = TestClient(create(State(tuple, interval_seconds=3600)))
     told = client.get("/openapi.json")
     assert told.status_code == 200 and told.json()["info"]["version"] == version()
-    closed = TestClient(create(State(tuple, interval_seconds=3600), tokens=Tokens(reads_open=False)))
+    closed = TestClient(create(State(tuple, interval_seconds=3600), tokens=TokenChecker(reads_open=False)))
     assert closed.get("/openapi.json").status_code == 403
 
 

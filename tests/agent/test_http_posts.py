@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from agent.base import result_store
 from agent.cli.launch import launch
-from agent.http.access import AUDIENCE, Tokens
+from agent.http.access import AUDIENCE, TokenChecker
 from agent.http.server import MOST_VALUES, PostedRecord
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
@@ -34,7 +34,7 @@ RECORD: dict = {
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Tokens:
+def tokens(tmp_path: Path) -> TokenChecker:
     return tokens_in(tmp_path)
 
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def http(tokens: Tokens, folder: Path) -> TestClient:
+def http(tokens: TokenChecker, folder: Path) -> TestClient:
     return agent(MACHINE, folder, tokens=tokens)
 
 
@@ -81,7 +81,7 @@ def test_the_same_record_twice_is_stored_once(http: TestClient, folder: Path) ->
     assert len(stored_runs(folder)) == 1
 
 
-def test_only_the_newest_are_stored(tokens: Tokens, folder: Path) -> None:
+def test_only_the_newest_are_stored(tokens: TokenChecker, folder: Path) -> None:
     """The new one is, also where the clock was set back and the others' names look newer."""
     for number in range(result_store.STORED_RUNS + 5):
         result_store.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
@@ -146,7 +146,7 @@ def test_the_largest_record_of_a_job_is_taken(http: TestClient) -> None:
     assert posted(http, step_seconds=[1234.567891] * STEPS).status_code == 201
 
 
-def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> None:
+def test_an_agent_without_a_folder_says_so(tokens: TokenChecker, tmp_path: Path) -> None:
     """409, and what would help; 507 where the folder takes nothing more."""
     for missing in (None, tmp_path / "nowhere"):
         answer = posted(agent(MACHINE, missing, tokens=tokens))

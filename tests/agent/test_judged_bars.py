@@ -13,17 +13,17 @@ from agent.base import EXIT_FAILED, result_store
 from agent.checks.measured import (
     BUSBW,
     add_baseline_bars,
-    checks_of_bars,
-    checks_of_bench,
-    expected_words,
-    must_be_measured,
+    check_bars,
+    check_benchmark,
+    format_expected,
     read_baseline,
+    require_measured,
     with_bench,
 )
 from agent.checks.verdict import GateError, judge
 from agent.cli.bench import bench
 from agent.jobs import benchmark as job_benchmark
-from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
+from agent.jobs.benchmark import check_writes, select_ports, with_bars
 from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite, read_result
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts import plain
@@ -43,10 +43,10 @@ def result(
 ) -> BenchResult:  # fmt: skip
     """What a run on this machine would have left, with these bus bandwidths in GB/s."""
     found = (snapshot(machine),)
-    links = json.loads(json.dumps(job_benchmark.links_of(found, ranks)))
+    links = json.loads(json.dumps(job_benchmark.describe_links(found, ranks)))
     row: dict = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
     hello = [{**row, "host": name} for name in hosts for _ in range(ranks)]
-    expect = job_benchmark.expected(found)
+    expect = job_benchmark.make_expect(found)
     made = [
         measurement(op, value * GB, len(hello), backend="nccl", hosts=tuple(r["host"] for r in hello), bytes=size,
                     bars=expect(op, size, hello) if expect else ())
@@ -59,7 +59,7 @@ def result(
 
 
 def checks(made: BenchResult, machine: str = HGX) -> dict[tuple[str, str], Finding]:
-    found = checks_of_bars(made, (snapshot(machine),))
+    found = check_bars(made, (snapshot(machine),))
     return {(check.code, check.subject if check.code == BUSBW else ""): check for check in found}
 
 
@@ -132,7 +132,7 @@ def test_a_baseline_is_the_first_bar(tmp_path):
         check = checks(judged)[BUSBW, "all_gather"]
         assert check.status == status, share
         assert "in the baseline" in check.message
-        assert "300 MB/s (240 MB/s to 375 MB/s)" in expected_words(judged.measurements[0])
+        assert "300 MB/s (240 MB/s to 375 MB/s)" in format_expected(judged.measurements[0])
     saved = tmp_path / "saved.json"
     saved.write_text(json.dumps(plain.write(before)))  # what `bench --save` writes
     assert read_baseline(saved).busbw == read_baseline(path).busbw
@@ -153,7 +153,7 @@ def written(rate: float, port: str = "mlx5_0:1", mtu: int = 4096) -> RdmaResult:
 
 def judged_write(result: RdmaResult, found: Snapshot, before: dict[str, RdmaWrite] | None = None) -> Finding:
     before = before or {}
-    (check,) = checks_of_writes(with_bars(result, found, before), before)
+    (check,) = check_writes(with_bars(result, found, before), before)
     return check
 
 
@@ -166,10 +166,10 @@ def with_device(kind: str | None = None, **changes: object) -> Snapshot:
 
 def test_all_active_ports_in_order_and_only_those_named() -> None:
     found = snapshot()
-    assert [str(port) for port in ports_of(found, ())][:2] == ["mlx5_0:1", "mlx5_1:1"]
-    assert [str(port) for port in ports_of(found, ("mlx5_3", "mlx5_1:1"))] == ["mlx5_1:1", "mlx5_3:1"]
+    assert [str(port) for port in select_ports(found, ())][:2] == ["mlx5_0:1", "mlx5_1:1"]
+    assert [str(port) for port in select_ports(found, ("mlx5_3", "mlx5_1:1"))] == ["mlx5_1:1", "mlx5_3:1"]
     with pytest.raises(GateError, match=r"--device mlx5_77: no ACTIVE RDMA port of that name; ACTIVE here: mlx5_0:1"):
-        ports_of(found, ("mlx5_77",))
+        select_ports(found, ("mlx5_77",))
 
 
 @each_row(("gigabits", "status"), [(393, "pass"), (380, "pass"), (351, "warn"), (120, "fail")])
@@ -237,7 +237,7 @@ CUT = replace(
 
 def ends(result: BenchResult) -> dict[str, str]:
     """What the checks of a benchmark came to, by code."""
-    return {check.code: check.status for check in checks_of_bench(result, ())}
+    return {check.code: check.status for check in check_benchmark(result, ())}
 
 
 def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
@@ -254,10 +254,10 @@ def test_a_stopped_measurement_fails_a_preflight_and_is_unknown_to_an_agent() ->
     seen = with_bench(view("cpu-only-vm"), CUT)
     statuses = {check.code: check.status for check in seen.checks}
     assert statuses["bench.run.incomplete"] == "unknown"
-    now = must_be_measured(seen.checks)
+    now = require_measured(seen.checks)
     assert {check.code: check.status for check in now}["bench.run.incomplete"] == "fail"
     assert judge(now, fail_on="fail").exit_code == EXIT_FAILED
-    assert must_be_measured(checks_of_bench(WHOLE, ())) == checks_of_bench(WHOLE, ())
+    assert require_measured(check_benchmark(WHOLE, ())) == check_benchmark(WHOLE, ())
 
 
 def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path):

@@ -1,25 +1,27 @@
 """A job on this host: the gate before it, its plan, and the record of a job that failed or was killed."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rigs.command import topoflight
+from rigs.forking import forking_environment
 from rigs.recorded import path_of, snapshot, view
 from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import EMBEDDED_MODEL, Request, advise
-from agent.advice.job_settings import gdrdma, job_plan, job_request, untrainable
+from agent.advice.job_settings import build_job_plan, build_job_request, why_gdrdma, why_untrainable
 from agent.base.options import RequestError
 from agent.checks.measured import Baseline
 from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
 from agent.http.server import read_record
-from agent.jobs.launch import Launched, record_of
-from agent.jobs.preflight import blocking_failures
+from agent.jobs.launch import FinishedJob, finish_record
+from agent.jobs.preflight import list_blocking_failures
 from contracts import run_record
 from contracts.job_config import dump_plan, read_config, read_plan
 from contracts.run_record import RunRecord
@@ -56,16 +58,16 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
     checks, options = view(SICK).checks, {"skip": (), "force": False}
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
-    assert all(code in blocking_failures(checks, options, Baseline()) for code in failed)
-    assert blocking_failures(checks, {**options, "force": True}, Baseline()) == ""
-    assert blocking_failures(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
+    assert all(code in list_blocking_failures(checks, options, Baseline()) for code in failed)
+    assert list_blocking_failures(checks, {**options, "force": True}, Baseline()) == ""
+    assert list_blocking_failures(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
     everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
-    assert blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
+    assert list_blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
 
 
-def launched(folder: Path, code: int, log: str = "") -> Launched:
+def launched(folder: Path, code: int, log: str = "") -> FinishedJob:
     """A job that has ended with this code and these last lines."""
-    return Launched(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
+    return FinishedJob(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
 
 
 @each_row(("written", "expected"), rows("failed_job"))
@@ -75,10 +77,10 @@ def test_a_failed_job_has_the_record_of_this_start(tmp_path, written, expected):
     code = written["exit_code"] or -9
     assert isinstance(code, int)
     done = launched(tmp_path, code)
-    assert record_of(path, done, 0.0) is None
+    assert finish_record(path, done, 0.0) is None
     path.write_text(json.dumps({"schema_version": 1, **written}))
-    assert record_of(path, done, path.stat().st_mtime + 1) is None
-    record = record_of(path, done, path.stat().st_mtime)
+    assert finish_record(path, done, path.stat().st_mtime + 1) is None
+    record = finish_record(path, done, path.stat().st_mtime)
     assert record is not None and {name: getattr(record, name) for name in expected} == expected
 
 
@@ -87,6 +89,7 @@ def test_a_failed_job_has_the_record_of_this_start(tmp_path, written, expected):
 def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; the agent reads this folder."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", forking_environment())
     words = ["--no-preflight", "--set", "learning_rate=1e29", "--set", "max_steps=5", "--set", "max_grad_norm=0"]
     done = topoflight("launch", "--output", tmp_path / "out", *words)
     assert done.exit_code == 3, done.output
@@ -113,65 +116,65 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     """Its weights, its data set and its adapters are in the job's YAML."""
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, ())
-    config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
+    config = build_job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
     made_up = replace(advice, model=replace(advice.model, name="house-model"))
-    assert untrainable(advice, {}).startswith("dataset_name: no data set is named")
-    assert untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: where its weights are")
-    assert untrainable(made_up, {"dataset_name": "x", "model_name_or_path": "/models/house"}) == ""
-    assert untrainable(advice, {"dataset_name": "x"}) == ""
-    assert untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
-    assert untrainable(replace(advice, model=None), {}) == ""
+    assert why_untrainable(advice, {}).startswith("dataset_name: no data set is named")
+    assert why_untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: where its weights are")
+    assert why_untrainable(made_up, {"dataset_name": "x", "model_name_or_path": "/models/house"}) == ""
+    assert why_untrainable(advice, {"dataset_name": "x"}) == ""
+    assert why_untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
+    assert why_untrainable(replace(advice, model=None), {}) == ""
     with pytest.raises(RequestError, match="dataset_name: no data set is named"):
-        job_plan(advice)
+        build_job_plan(advice)
 
 
 def test_the_embedded_job_needs_no_yaml() -> None:
     """The job has its settings itself."""
     advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), ())
-    assert job_plan(advice).config == read_config(None)[0]
+    assert build_job_plan(advice).config == read_config(None)[0]
 
 
 def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     """--config and --set decide what is trained; a model of the request replaces theirs, nothing else is guessed."""
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\nuse_peft: true\nlora_r: 32\nmax_seq_length: 1024\n")
-    asked = job_request(Request(), job, ["packing=true", "load_in_4bit=true"])
+    asked = build_job_request(Request(), job, ["packing=true", "load_in_4bit=true"])
     train = asked.train
     assert (asked.model, train.method, train.lora_rank) == ("meta-llama/Llama-3.1-8B", "qlora", 32)
     assert (train.sequence_length, train.packing) == (1024, True)
-    assert job_request(Request(), job, ["use_peft=false"]).train.method == "full"
-    named = job_request(Request.of(model="GPT-2"), job, [])
+    assert build_job_request(Request(), job, ["use_peft=false"]).train.method == "full"
+    named = build_job_request(Request.of(model="GPT-2"), job, [])
     assert (named.model, named.train.lora_rank, named.train.sequence_length) == ("GPT-2", 32, 1024)
-    assert job_request(Request.of(model="GPT-2", sequence_length=512), None, []).train.sequence_length == 512
-    assert job_request(Request(), None, ["max_steps=4"]).model == EMBEDDED_MODEL
+    assert build_job_request(Request.of(model="GPT-2", sequence_length=512), None, []).train.sequence_length == 512
+    assert build_job_request(Request(), None, ["max_steps=4"]).model == EMBEDDED_MODEL
     silent = tmp_path / "silent.yaml"
     silent.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\n")
-    assert job_request(Request(), silent, []).train.sequence_length == 1024  # as TRL and the job have it
-    assert job_request(Request.of(sequence_length=512), silent, []).train.sequence_length == 512
-    assert job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
+    assert build_job_request(Request(), silent, []).train.sequence_length == 1024  # as TRL and the job have it
+    assert build_job_request(Request.of(sequence_length=512), silent, []).train.sequence_length == 512
+    assert build_job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
     advice = advise(replace(asked, machine="dgx-h100"), ())
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
     job.write_text("- a list")
     with pytest.raises(RequestError, match="must hold a mapping, holds list"):
-        job_request(Request(), job, [])
+        build_job_request(Request(), job, [])
 
 
 def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path) -> None:
     """TRL 1.16 loads in fp32, PEFT adapts two projections of a Llama, and Liger's kernels are used only on request."""
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.2-1B\nuse_peft: true\ngradient_accumulation_steps: 2\n")
-    ours = job_request(Request.of(model="Llama-3.2-1B"), job, []).train
+    ours = build_job_request(Request.of(model="Llama-3.2-1B"), job, []).train
     assert (ours.dtype, ours.lora_targets, ours.fused_cross_entropy) == ("auto", TrainSpec().lora_targets, None)
     trl = Request.of(model="Llama-3.2-1B", engine="trl", machine="dgx-h200")
-    silent = job_request(trl, job, [])
+    silent = build_job_request(trl, job, [])
     assert (silent.train.dtype, silent.train.lora_targets) == ("float32", ("q_proj", "v_proj"))
-    assert job_request(trl, job, ["dtype=bfloat16"]).train.dtype == "bfloat16"
-    assert job_request(trl, job, ["load_in_4bit=true"]).train.dtype == "auto"
-    assert job_request(trl, job, ["lora_target_modules=[q_proj]"]).train.lora_targets == ("q_proj",)
-    for request, fused in ((silent, False), (job_request(trl, job, ["use_liger_kernel=false"]), False),
-                           (job_request(trl, job, ["use_liger_kernel=true"]), True)):  # fmt: skip
+    assert build_job_request(trl, job, ["dtype=bfloat16"]).train.dtype == "bfloat16"
+    assert build_job_request(trl, job, ["load_in_4bit=true"]).train.dtype == "auto"
+    assert build_job_request(trl, job, ["lora_target_modules=[q_proj]"]).train.lora_targets == ("q_proj",)
+    for request, fused in ((silent, False), (build_job_request(trl, job, ["use_liger_kernel=false"]), False),
+                           (build_job_request(trl, job, ["use_liger_kernel=true"]), True)):  # fmt: skip
         chosen = advise(request, ()).chosen
         assert chosen is not None and chosen.layout.fused_cross_entropy is fused
 
@@ -181,10 +184,10 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
     with pytest.raises(RequestError, match=r"^--config \S*job.yaml with --set: push_to_hub=True"):
-        job_request(Request(), job, ["max_length=512"])
-    assert job_request(Request(), job, ["push_to_hub=false", "max_length=512"]).train.sequence_length == 512
+        build_job_request(Request(), job, ["max_length=512"])
+    assert build_job_request(Request(), job, ["push_to_hub=false", "max_length=512"]).train.sequence_length == 512
     with pytest.raises(RequestError, match=r"job.yaml with --set: lora_r='x'"):
-        job_request(Request(), job, ["push_to_hub=false", "lora_r=x"])
+        build_job_request(Request(), job, ["push_to_hub=false", "lora_r=x"])
 
 
 RECORD: dict = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
@@ -207,7 +210,7 @@ def ended(folder: Path, code: int = 1, **changed) -> RunRecord:
     path = folder / "run.json"
     path.write_text(json.dumps({**RECORD, **changed}))
     done = launched(folder, code, TORCHRUN_LOG)
-    record = record_of(path, done, path.stat().st_mtime)
+    record = finish_record(path, done, path.stat().st_mtime)
     assert record is not None
     return record
 
@@ -260,7 +263,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     """With the evidence; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
-    written = job_plan(advice, overrides=DATA, found=found)
+    written = build_job_plan(advice, overrides=DATA, found=found)
     (tmp_path / "plan.json").write_text(dump_plan(written))
     plan = read_plan(tmp_path / "plan.json")
     assert plan == written
@@ -276,15 +279,15 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
 def test_a_machine_that_was_not_probed_promises_no_gpudirect() -> None:
     """A catalogue's machine: whether its modules are loaded is not known."""
     advice = advise(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
-    assert "gdrdma" not in job_plan(advice, overrides=DATA).transport
+    assert "gdrdma" not in build_job_plan(advice, overrides=DATA).transport
 
 
 def test_a_nearest_nic_that_is_left_out_promises_no_gpudirect() -> None:
     """By NCCL_IB_HCA, for storage say: the next one may be too far."""
     found = [snapshot()]
-    all_of_them = gdrdma(found)
+    all_of_them = why_gdrdma(found)
     names = [nic for near in build(found[0]).nearest_nic for nic in near.nics]
     assert all_of_them
-    assert gdrdma(found, "=" + ",".join(f"{name}:1" for name in names)) == all_of_them
-    assert gdrdma(found, "=" + ",".join(names[1:])) == ""
-    assert gdrdma(found, f"^{names[0]}") == ""
+    assert why_gdrdma(found, "=" + ",".join(f"{name}:1" for name in names)) == all_of_them
+    assert why_gdrdma(found, "=" + ",".join(names[1:])) == ""
+    assert why_gdrdma(found, f"^{names[0]}") == ""

@@ -82,7 +82,7 @@ def full() -> View:
 
 def samples(view: View, counted: metrics.Counted | None = None) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(metrics.exposition(view, "", counted)[0].decode()):
+    for family in text_string_to_metric_families(metrics.expose(view, "", counted)[0].decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
@@ -177,7 +177,7 @@ def test_golden_exposition_of_measurements(full, golden):
     say has no sample.
     """
     shown = re.compile(r"topoflight_(bench|run|gdrdma|transport|fact_timestamp|scan_timestamp)_")
-    lines = metrics.exposition(full, "")[0].decode().splitlines(keepends=True)
+    lines = metrics.expose(full, "")[0].decode().splitlines(keepends=True)
     golden("measurements.txt", "".join(line for line in lines if shown.match(line)))
 
 

@@ -10,13 +10,13 @@ from rigs import recorded
 from rigs.tables import each_row, rows_of
 from scanned import scan
 
-from agent.checks.expect import check_expectations, expectation
+from agent.checks.expect import check_expectations, read_expectations
 from agent.checks.verdict import build_view
 from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
-from probes.interfaces.facts import InterfacesFacts, nccl_choice
+from probes.interfaces.facts import InterfacesFacts, choose_for_nccl
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 
@@ -95,7 +95,7 @@ def test_functions_of_the_host_that_a_pod_cannot_open_are_not_its_own() -> None:
     assert bad(both) == bad(pod)
     node = build_view((both,)).topologies[0]
     assert node.nearest_nic == build_view((pod,)).topologies[0].nearest_nic
-    (expected,) = check_expectations(expectation(("hcas=9",), None), (), "n", (both, node))
+    (expected,) = check_expectations(read_expectations(("hcas=9",), None), (), "n", (both, node))
     assert "8 RDMA devices" in expected.message, "nor do they count"
     two = pod.with_facts(RdmaFacts, lambda facts: replace(facts, devices=(
         *own[:2], *(replace(each, uverbs=None, uverbs_usable=None) for each in own[2:]))))  # fmt: skip
@@ -135,7 +135,7 @@ def with_fault(snapshot: Snapshot, name: str, fault: str) -> Snapshot:
         interfaces = tuple(
             replace(each, **changed[fault]) if each.name in netdevs else each for each in links.interfaces
         )
-    choice = replace(links, interfaces=interfaces, nccl_choice=nccl_choice(interfaces))
+    choice = replace(links, interfaces=interfaces, nccl_choice=choose_for_nccl(interfaces))
     return recorded.with_facts(snapshot, rdma=replace(rdma, devices=devices), interfaces=choice, pci=pci)
 
 

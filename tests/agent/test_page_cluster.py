@@ -11,12 +11,12 @@ from rigs.recorded import snapshot, view
 from rigs.tables import ROOT, each_row
 
 from agent.base import units
-from agent.base.options import distinct_names
+from agent.base.options import make_names_distinct
 from agent.checks.verdict import judge
-from agent.cluster.nodes import Fleet, NodeRecord, checks_of_nodes as gate_of_nodes
+from agent.cluster.nodes import Fleet, NodeRecord, check_nodes as gate_of_nodes
 from agent.http import pages
 from agent.jobs.preflight import Report
-from agent.pages import report_page
+from agent.pages import render_report
 from contracts.finding import Interval
 
 NAMES = ("hgx-h100-8xH100-8hca", "sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal")
@@ -30,11 +30,11 @@ def published(*records: NodeRecord) -> Fleet:
 
 
 def page(held: Fleet, **asked) -> str:
-    return pages.fleet_page(held, source="kubernetes", list_error=None, **asked)
+    return pages.render_fleet_page(held, source="kubernetes", list_error=None, **asked)
 
 
 def shown(held: Fleet, **asked):
-    return pages.console(held, time.time(), **asked)
+    return pages.collect_fleet_values(held, time.time(), **asked)
 
 
 def names_in(html: str) -> list[str]:
@@ -89,7 +89,7 @@ def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
     assert f"<summary>{nodes - bad} equal nodes</summary>" in html and last not in first
     assert seen.matching == nodes == sum(map(len, seen.shown))
     report = Report(checks=seen.checks, verdict=seen.verdict, nodes=tuple(held.records()))
-    assert f"<summary>{nodes - bad} equal nodes</summary>" in report_page(report)
+    assert f"<summary>{nodes - bad} equal nodes</summary>" in render_report(report)
     held = Fleet([*held.records(), record_of(NAMES[0], "other", links="NV4")])
     assert page(held).count("no finding") == 2
 
@@ -162,9 +162,9 @@ def test_nothing_published_is_said() -> None:
 def test_recordings_of_one_host_name_get_the_names_of_their_files() -> None:
     """Pods often share a host name; a name that only one recording has stays as it is."""
     pod = snapshot("r760xa-2xA40-bf3")
-    found = distinct_names((pod, pod, snapshot()), [Path("a/pod.json"), Path("b/pod.json"), Path("node.json")])
+    found = make_names_distinct((pod, pod, snapshot()), [Path("a/pod.json"), Path("b/pod.json"), Path("node.json")])
     assert [one.hostname for one in found] == ["lora-worker-0 (pod)", "lora-worker-0 (pod) 2", "hgx-h100-01"]
-    assert distinct_names((pod,), [Path("a/pod.json")]) == (pod,)
+    assert make_names_distinct((pod,), [Path("a/pod.json")]) == (pod,)
 
 
 def test_ages_and_counts_are_said_as_people_say_them() -> None:
@@ -185,7 +185,7 @@ def test_a_finding_has_the_same_remedy_on_every_page() -> None:
     for name in NAMES[1:]:
         own = {(c.code, c.subject): c.remedy for c in view(name).checks if c.remedy}
         held = published(record_of(name))
-        checks = [c for c in pages.checks_of_records(held, time.time()) if c.status in ("fail", "warn")]
+        checks = [c for c in pages.check_records(held, time.time()) if c.status in ("fail", "warn")]
         assert checks and all(c.remedy == own[c.code, c.subject] for c in checks)
 
 

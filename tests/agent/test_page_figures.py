@@ -15,9 +15,9 @@ from agent.checks.verdict import build_view
 from agent.http import pages
 from agent.http.worker import read_form
 from agent.jobs.preflight import Report
-from agent.pages import environment, picture as picture_of, report_page
+from agent.pages import draw_node as picture_of, environment, render_report
 from agent.terminal.findings import print_findings
-from agent.terminal.measured import transports_of
+from agent.terminal.measured import list_transports
 from contracts.finding import Interval
 from contracts.run_record import record_of
 
@@ -78,7 +78,7 @@ def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
 def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     """One failed check on ten devices, two readings of one GPU in one box; no gap between words."""
     seen = view(name)
-    html = pages.node_page(seen, None, "", trouble=None)
+    html = pages.render_node_page(seen, None, "", trouble=None)
     (banner,) = re.findall(r'<p class="verdict.*?</p>', html)
     words = re.sub(r"<[^>]+>", "", banner)
     assert "  " not in words
@@ -105,7 +105,7 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
 @each_row(("name", "dense"), [(H100, True), ("r760xa-2xA40-bf3", False)])
 def test_the_matrix_follows_its_legend_and_names_every_nic(name: str, dense: bool) -> None:
     """With more than a dozen devices columns are NIC numbers as in nvidia-smi, and the rows name the devices."""
-    html = pages.node_page(view(name), None, "", trouble=None)
+    html = pages.render_node_page(view(name), None, "", trouble=None)
     section = html[html.index('aria-labelledby="topology"') :]
     legend, drawing, matrix = (section.index(word) for word in ('class="legend"', "<svg class=", 'class="matrix'))
     assert legend < drawing < matrix
@@ -115,7 +115,7 @@ def test_the_matrix_follows_its_legend_and_names_every_nic(name: str, dense: boo
 
 
 def test_one_lost_gpu_does_not_hide_where_the_nics_of_the_others_are() -> None:
-    html = pages.node_page(view("sick-h100-gpu-lost"), None, "", trouble=None)
+    html = pages.render_node_page(view("sick-h100-gpu-lost"), None, "", trouble=None)
     assert "PIX for 7 GPUs, unknown for 1 GPU" in html
     assert "Nearest NIC of each GPU (unknown for GPU5)" in html
 
@@ -138,7 +138,7 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
     view = build_view(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
     whole = Report(snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict)
-    html = report_page(whole)
+    html = render_report(whole)
     number = view.verdict.listed
     assert view.verdict.why == "2 failed, 2 warnings"
     assert f"<summary>{number['pass']} checks passed</summary>" in html
@@ -179,4 +179,4 @@ def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], name
 )
 def test_the_transports_of_a_run_in_its_row(transports: list[str], shown: str) -> None:
     """NCCL's interface is that of its data only if sockets carry the data."""
-    assert transports_of(record_of({"transports": transports, "nccl": {"interfaces": ["eth0"]}})) == shown
+    assert list_transports(record_of({"transports": transports, "nccl": {"interfaces": ["eth0"]}})) == shown

@@ -16,7 +16,7 @@ from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.advise import Request
-from agent.checks.findings import grouped
+from agent.checks.findings import group_findings
 from agent.cli.bench import show_networks
 from agent.jobs.networks import NetworkBar, NetworkBars
 from agent.terminal import advice as advice_view, findings as findings_view, hosts, topology
@@ -28,7 +28,7 @@ from contracts.finding import Finding, Status
 def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
     seen = view(name)
-    advice = advise.for_view(seen, Request.of(model="Llama-3.1-8B"))
+    advice = advise.advise_view(seen, Request.of(model="Llama-3.1-8B"))
     text = drawn(hosts.print_host, seen.snapshots[0]) + drawn(topology.print_brief, seen.topologies[0], ())
     text += drawn(findings_view.print_findings, seen.checks) + drawn(advice_view.print_recommendation, advice)
     assert max(len(line) for line in text.splitlines() if not line.startswith("  topoflight ")) <= 80
@@ -64,7 +64,7 @@ def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
               remedy=f"Restore it: nvidia-smi -i {n} -pl {watts}.")
         for n, watts in [(0, 700), (1, 700), (11, 700), (2, 400)]
     ]  # fmt: skip
-    assert [(group.subjects, group.remedy) for group in grouped(made)] == [
+    assert [(group.subjects, group.remedy) for group in group_findings(made)] == [
         (("GPU0", "GPU1", "GPU11"), "Restore it: nvidia-smi -i N -pl 700."),
         (("GPU2",), "Restore it: nvidia-smi -i 2 -pl 400."),
     ]
@@ -78,7 +78,7 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     ]
     text = " ".join(drawn(findings_view.print_findings, made).split())
     assert all(words in text for words in ("a.b for x, y one x two y → fix", "a.b for z three → replace"))
-    assert [len(group.checks) for group in grouped(made)] == [2, 1]
+    assert [len(group.checks) for group in group_findings(made)] == [2, 1]
 
 
 tables = rows_of(__file__)

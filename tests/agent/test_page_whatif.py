@@ -17,7 +17,7 @@ from contracts import question
 
 
 def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
-    known = worker.Known()
+    known = worker.WorkerData()
     known.view = view(host)
     answer = worker.answer(known, "what_if", {"fields": tuple(fields.items())})
     assert isinstance(answer, Answer)
@@ -65,7 +65,7 @@ def test_no_layout_is_called_slower_than_one_with_a_larger_step_time() -> None:
     wrong, said = [], 0
     for name in NAMES:
         for method in ("full", "lora"):
-            advice = advise.for_view(view(name), Request.of(model="Llama-3.1-8B", method=method, nodes=2))
+            advice = advise.advise_view(view(name), Request.of(model="Llama-3.1-8B", method=method, nodes=2))
             for shown in (advice, advise.with_fsdp(advice)):
                 for other in shown.runners_up:
                     step, mine = shown.chosen.forecast.step_seconds.mid, other.forecast.step_seconds.mid
@@ -79,13 +79,13 @@ def test_no_layout_is_called_slower_than_one_with_a_larger_step_time() -> None:
 def test_a_small_run_that_is_not_the_fastest_says_so_before_its_layout() -> None:
     """In page and terminal: both layouts with their forecasts, and no recommendation."""
     advice = advise.with_fsdp(
-        advise.for_view(view("cpu-only-vm"), Request.of(model=EMBEDDED_MODEL, nodes=2, ranks_per_node=1))
+        advise.advise_view(view("cpu-only-vm"), Request.of(model=EMBEDDED_MODEL, nodes=2, ranks_per_node=1))
     )
     assert advice.chosen is not None and advice.chosen.layout.family == "FSDP"
     fastest = min(advice.runners_up, key=lambda one: one.forecast.step_seconds.mid)
     times = [units.seconds(one.forecast.step_seconds.mid) for one in (advice.chosen, fastest)]
     terminal = drawn(print_recommendation, advice, width=200, brief=True)
-    for text in (terminal, pages.what_if_page(view(), {}, advice, "")):
+    for text in (terminal, pages.render_what_if_page(view(), {}, advice, "")):
         first = text.index("This small test run uses FSDP to show sharded traffic")
         assert all(time in text[first : first + 250] for time in times), times
         assert text.index("micro-batch") > first and "Recommended layout" not in text

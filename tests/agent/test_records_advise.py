@@ -12,7 +12,7 @@ from rigs.tables import each_row
 
 from agent.checks.verdict import build_view
 from agent.cluster.nodes import MOST_FACTS_BYTES, NodeRecord, pack_facts, to_resource
-from agent.http.worker import Known
+from agent.http.worker import WorkerData
 from probes.api import Failed, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
@@ -92,7 +92,7 @@ def test_a_record_whose_compressed_facts_are_broken_is_unknown_too() -> None:
 def test_the_own_node_is_silent_after_three_missed_scans() -> None:
     """An agent that does not publish: its node is not silent between two scans that are far apart."""
     seen = replace(build_view((snapshot("cpu-only-vm"),)), made_at_seconds=1000.0)
-    known = Known()
+    known = WorkerData()
     known.view = seen
     (often,), (seldom,) = (known.fleet("hosts", seconds).records() for seconds in (30.0, 3600.0))
     assert often.silent(1200.0) and not seldom.silent(1000.0 + 3 * 3600.0) and seldom.silent(1001.0 + 3 * 3600.0)

@@ -18,8 +18,8 @@ from agent.base.output import write_atomic
 from agent.checks.verdict import judge
 from agent.http.server import create
 from agent.http.state import State
-from agent.jobs.preflight import Report, junit
-from agent.pages import report_page
+from agent.jobs.preflight import Report, render_junit
+from agent.pages import render_report
 from contracts.finding import Finding, Status
 from contracts.run_record import RunRecord
 from probes.api import Absent, Snapshot
@@ -48,7 +48,7 @@ CHECKS = (
 def test_junit_counts_what_ci_will_count(tmp_path: Path) -> None:
     """Failure, error (a required unknown) and skip (an unknown) as JUnit's own reader sees them."""
     path = tmp_path / "junit.xml"
-    path.write_text(junit(report(*CHECKS)), encoding="utf-8")
+    path.write_text(render_junit(report(*CHECKS)), encoding="utf-8")
     suites = {suite.name: suite for suite in JUnitXml.fromfile(str(path))}
     a = suites["node-a"]
     assert (a.tests, a.failures, a.errors, a.skipped) == (4, 1, 1, 1)
@@ -58,8 +58,8 @@ def test_junit_counts_what_ci_will_count(tmp_path: Path) -> None:
 def test_hostile_text_stays_text() -> None:
     """A log line quoted as evidence can neither break the XML nor run in the page."""
     whole = report(*CHECKS)
-    ElementTree.fromstring(junit(whole))  # noqa: S314 - our own output
-    html = report_page(replace(whole, run=RunRecord(status="failed", reason=HOSTILE)))
+    ElementTree.fromstring(render_junit(whole))  # noqa: S314 - our own output
+    html = render_report(replace(whole, run=RunRecord(status="failed", reason=HOSTILE)))
     assert "<script>alert" not in html
     assert "&lt;script&gt;" in html
     for word in ("http://", "https://", "src=", "@import", "url("):

@@ -48,17 +48,17 @@ RESULTS = [
 @each_row("count, faults, links, codes, first, bad, drawn", RESULTS)
 def test_a_result_is_told_alike_everywhere(count, faults, links, codes, first, bad, drawn, tmp_path, monkeypatch):
     result = searched(count, faults, links)
-    assert [finding.code for finding in search.findings_of(result)] == codes
-    assert search.summary(result)[0] == first
+    assert [finding.code for finding in search.make_findings(result)] == codes
+    assert search.summarise(result)[0] == first
 
-    drawing = ElementTree.fromstring(search.picture(result))  # noqa: S314 - our own
+    drawing = ElementTree.fromstring(search.draw_pairs(result))  # noqa: S314 - our own
     names = [text.text or "" for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert sum(name.startswith("✗ ") for name in names) == 2 * bad, "the row and the column of a bad node"
     assert (len(result.drawn), {3, 5, 6} <= set(result.drawn)) == (drawn, True)
     marked = [cell for cell in drawing.iter("{http://www.w3.org/2000/svg}rect") if cell.get("stroke-width")]
     assert len(marked) == len(links)
 
-    terms = json.loads(json.dumps(search.affinity(result)))
+    terms = json.loads(json.dumps(search.build_affinity(result)))
     fields = terms["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"] if bad else []
     assert [field for term in fields for field in term["matchFields"]] == [
         {"key": "metadata.name", "operator": "NotIn", "values": [HOSTILE]}] * bad  # fmt: skip
@@ -67,11 +67,11 @@ def test_a_result_is_told_alike_everywhere(count, faults, links, codes, first, b
     result_store.save_search_result(plain.write(result))
     view = State(lambda: (snapshot(),), interval_seconds=3600, folder=tmp_path).refresh()
     assert view.search == result
-    exposed = metrics.exposition(view, "")[0].decode()
+    exposed = metrics.expose(view, "")[0].decode()
     assert re.search(rf'^topoflight_search_nodes{{status="bad"}} {bad}\.0$', exposed, re.MULTILINE)
-    page = pages.node_page(view, None, "", trouble=None)
+    page = pages.render_node_page(view, None, "", trouble=None)
     assert html.escape(first, quote=False) in page and "<script>&" not in page
-    plainly = pages.node_page(replace(view, search=None), None, "", trouble=None)
+    plainly = pages.render_node_page(replace(view, search=None), None, "", trouble=None)
     assert page.count("<svg") == plainly.count("<svg") + 1
 
 

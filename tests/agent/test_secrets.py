@@ -34,7 +34,7 @@ from contracts import run_record
 from contracts.redaction import redact, without_secrets
 from contracts.yaml_text import Text
 from probes.host.recording import RecordedHost, RecordingHost
-from probes.scanner import archive, dumps
+from probes.scanner import dumps, pack_archive
 
 # Built from parts, so that no scanner of this repository takes them for real ones.
 MIXED = "aB3" + "dE5fG7hJ9k" * 4
@@ -155,9 +155,9 @@ def outputs(tmp_path, caplog):
     found["facts of the NodeTopology"] = gzip.decompress(base64.b64decode(record.facts or "")).decode()
     recorder = RecordingHost(host)
     scan(recorder)  # type: ignore[arg-type]
-    recording = archive(recorder.identity(), recorder.answers, "")
+    recording = pack_archive(recorder.identity(), recorder.answers, "")
     found["recording"] = dumps(recording)
-    made = bundle.of_host(scan(machine()), machine().content, state=state_folder)
+    made = bundle.collect_host(scan(machine()), machine().content, state=state_folder)
     packed = pack_bundle({"node-a": made})
     found["bundle"] = json.dumps(
         {k: {n: d.decode(errors="replace") for n, d in v.items()} for k, v in unpack_bundle(packed).items()}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rigs.recorded import NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_facts, with_ports
 from rigs.tables import ROOT, each_row, rows_of
 
-from agent.checks.findings import sections
+from agent.checks.findings import read_entries
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import build_view, with_environment
 from contracts.finding import Status, by_loss
@@ -121,7 +121,7 @@ def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> N
         assert set(re.findall(r"[a-z]+", severity)) <= {"fail", "warn", "info", "unknown", "or"}, code
         assert len(cost) > 15, code
         said = f"\n- **Severity:** {severity}. "
-        assert said in sections()[code], f"{code}: docs/reference/findings.md says otherwise"
+        assert said in read_entries()[code], f"{code}: docs/reference/findings.md says otherwise"
 
 
 @each_row("name", NAMES)

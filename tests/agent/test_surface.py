@@ -15,9 +15,9 @@ from rigs.recorded import H100, NAMES, view
 from rigs.tables import ROOT, each_row
 
 from agent import metrics
-from agent.advice.advise import Request, for_view
+from agent.advice.advise import Request, advise_view
 from agent.base.options import _rows
-from agent.base.output import document
+from agent.base.output import to_document
 from agent.checks.measured import ALL_CODES
 from agent.cli.main import VERBS, cli
 from agent.http.server import create
@@ -117,11 +117,11 @@ Golden = Callable[..., None]
 def test_golden_findings(name: str, golden: Golden) -> None:
     """What the gate says, with evidence and remedy; findings that differ only in code and subject are one row."""
     found: dict = {}
-    for check in document(view(name).checks):
+    for check in to_document(view(name).checks):
         code = f"{check.pop('code')} {check.pop('subject')}".strip()
         if check["status"] != "pass":
             found.setdefault(json.dumps(check), {"codes": [], **check})["codes"].append(code)
-    golden(f"{name}/findings.json", {"verdict": document(view(name).verdict), "checks": list(found.values())})
+    golden(f"{name}/findings.json", {"verdict": to_document(view(name).verdict), "checks": list(found.values())})
 
 
 @each_row("name", NAMES)
@@ -138,7 +138,7 @@ def test_golden_exposition(name: str, golden: Golden) -> None:
 
 def samples_of(name: str) -> list[str]:
     """The exposition without help and types, which tests/golden/surface.json has."""
-    text = metrics.exposition(view(name), "")[0].decode()
+    text = metrics.expose(view(name), "")[0].decode()
     # durations and the agent's version differ from run to run
     text = re.sub(r"(topoflight_probe_duration_seconds\{.*\}) .*", r"\1 X", text)
     text = re.sub(r'topoflight_build_info\{version=".*"\}', "topoflight_build_info{...}", text)
@@ -149,8 +149,8 @@ def samples_of(name: str) -> list[str]:
 def test_golden_advice(name: str, golden: Golden) -> None:
     """Environment, and the layout for a full and a LoRA fine-tune of an 8B model; figures to two digits."""
     for method in ("lora", "full"):
-        advice = for_view(view(name), Request.of(model="Llama-3.1-8B", method=method, global_batch=64))
-        golden(f"{name}/advice-{method}.json", shortened(document(advice)), digest=True)
+        advice = advise_view(view(name), Request.of(model="Llama-3.1-8B", method=method, global_batch=64))
+        golden(f"{name}/advice-{method}.json", shortened(to_document(advice)), digest=True)
 
 
 def shortened(value):

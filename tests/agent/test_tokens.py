@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from agent.cluster.client import Client
-from agent.http.access import Tokens, grant
+from agent.http.access import TokenChecker, describe_grant
 from agent.http.server import MOST_BODY_BYTES, MOST_RECORD_BYTES
 
 USER = "system:serviceaccount:ci:gate"
@@ -37,7 +37,7 @@ def api():
 
 
 def reviewing(api: ApiServer, **more) -> TestClient:
-    return agent(tokens=Tokens(client=Client(configuration(api.url), tries=1), **more))
+    return agent(tokens=TokenChecker(client=Client(configuration(api.url), tries=1), **more))
 
 
 def status(http: TestClient, path: str = "/preflight") -> int:
@@ -96,7 +96,7 @@ def test_the_api_server_judges(api: ApiServer) -> None:
     assert "--non-resource-url=/preflight" in refused.json()["grant"]
     api.allowed.add((USER, "post", "/preflight"))
     assert status(reviewing(api)) == 200
-    judge = Tokens(client=Client(configuration(api.url), tries=1))
+    judge = TokenChecker(client=Client(configuration(api.url), tries=1))
     assert asyncio.run(judge.authorize(asking("10.0.0.1", TOKEN), path="/preflight", verb="post")) == USER
     assert status(reviewing(api), "/runs") == 403, "each endpoint by itself"
     for audiences in (["https://kubernetes.default.svc"], []):  # another service's, and a server that names none
@@ -121,12 +121,12 @@ def test_answers_are_remembered_for_seconds_only_and_no_api_server_is_no_entry(a
 def test_no_two_hints_make_an_object_of_one_name() -> None:
     """A second user, or a second path, would else end in AlreadyExists; so would the name that the docs use."""
     users, paths = ("system:serviceaccount:ci:gate", "ann@example"), ("/preflight", "/runs")
-    made = [grant(user, "post", path) for user in users for path in paths]
+    made = [describe_grant(user, "post", path) for user in users for path in paths]
     names = [re.findall(r"create clusterrole(?:binding)? (\S+)", text) for text in made]
     assert all(role == binding for role, binding in names)
     assert len({role for role, _ in names}) == len(made) and "topoflight-load" not in {role for role, _ in names}
     assert all(re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", role) for role, _ in names)
-    assert grant(users[0], "post", paths[0]) == made[0], "the same refusal says the same"
+    assert describe_grant(users[0], "post", paths[0]) == made[0], "the same refusal says the same"
 
 
 def asking(source: str, token: str) -> Request:
@@ -163,7 +163,7 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
         with contextlib.suppress(RuntimeError):  # what waits at the end of the test is cancelled
             http.post("/preflight", headers=bearer(f"{number:020d}"))
 
-    with agent(tokens=Tokens(client=Client(way, tries=1, timeout_seconds=30))) as http:
+    with agent(tokens=TokenChecker(client=Client(way, tries=1, timeout_seconds=30))) as http:
         http.portal.call(lambda: setattr(to_thread.current_default_thread_limiter(), "total_tokens", 4))
         posts = [threading.Thread(target=post, args=(number,)) for number in range(8)]
         for one in posts:

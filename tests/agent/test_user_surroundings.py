@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 from api_server import write_kubeconfig
 from click.testing import Result
-from rigs.command import drawn, topoflight
+from rigs.command import MODULE, drawn, interpreter, topoflight
 from rigs.recorded import path_of
 from rigs.results import benchmark, measurement
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
-from agent import base
 from agent.base import EXIT_CLOSED_PIPE, units
-from agent.base.output import unwritable, write_atomic
+from agent.base.output import why_unwritable, write_atomic
 from agent.cli.bench import _bench_exit
 from agent.cluster.client import connect
 from agent.terminal import measured
@@ -30,7 +29,6 @@ from collectives.bench.results import Bar
 
 SICK = str(path_of("sick-h100-dead-hca"))
 BAD_LOG = "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n" * 20
-TOPOFLIGHT = [sys.executable, "-m", "agent.cli"]
 
 
 def run(words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -56,12 +54,10 @@ def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path, words: str, reader: str
     assert "--report" not in words or (tmp_path / "r" / "report.json").exists()
 
 
-def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No metadata of the package is on the path. The version is stored once for each process."""
-    monkeypatch.setattr(sys, "path", [])
-    base.version.cache_clear()
-    assert topoflight("--version").stdout == "topoflight, version 0+unknown\n"
-    base.version.cache_clear()
+def test_a_source_tree_that_is_not_installed_has_a_version() -> None:
+    """An interpreter without site-packages (-S) finds no metadata of the package."""
+    done = interpreter("-S", "-c", "from agent.base import version; print(version())")
+    assert done.stdout == "0+unknown\n", done.stderr
 
 
 @each_row(
@@ -87,7 +83,7 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
         (Path("/proc/nothing/x"), True, "cannot be written to"),
     ]  # fmt: skip
     wrong = [(path, why) for path, folder, part in rows
-             if (part not in (why := unwritable(path, folder=folder))) or (not part and why)]  # fmt: skip
+             if (part not in (why := why_unwritable(path, folder=folder))) or (not part and why)]  # fmt: skip
     assert not wrong or (os.geteuid() == 0 and [path for path, _ in wrong] == [Path("/proc/nothing/x")])
     write_atomic(Path("/dev/null"), "x")
     assert Path("/dev/null").is_char_device(), "a device is written to and never replaced"
@@ -117,7 +113,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
         ]  # fmt: skip
         wrong = []
         for words, ready in rows:
-            with subprocess.Popen([*TOPOFLIGHT, *words], env=os.environ | {"KUBECONFIG": str(config)},
+            with subprocess.Popen([*MODULE, *words], env=os.environ | {"KUBECONFIG": str(config)},
                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:  # fmt: skip
                 try:
                     eventually(lambda ready=ready, process=process: ready(process), words[0])

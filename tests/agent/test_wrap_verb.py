@@ -13,10 +13,11 @@ import yaml
 from click.testing import Result
 from resident import free_port
 from rigs.command import topoflight
+from rigs.forking import forking_environment
 from rigs.recorded import path_of
 from rigs.tables import each_row, rows_of
 
-from agent.jobs.script import monitored
+from agent.jobs.script import add_monitor
 
 H100 = str(path_of())
 FILE = Path(__file__).with_name("wrapped_job.yaml")
@@ -82,12 +83,15 @@ def test_a_placeholder_for_the_number_of_nodes_may_be_several(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("gpus", "ranks", "devices"), [(1, 4, "1"), (8, 4, "4"), (4, 4, "2"), (16, 8, "4")])
 def test_a_pod_gets_the_efa_devices_of_its_gpus(tmp_path: Path, gpus: int, ranks: int, devices: str) -> None:
-    """However many ranks it starts; a p4d has four devices for eight GPUs. More GPUs than it has are no error."""
-    pod = {"spec": {"containers": [{"name": "pytorch", "resources": {"limits": {"nvidia.com/gpu": gpus}}}]}}
-    spec = {"nprocPerNode": str(ranks), "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "template": pod}}}
+    """However many ranks torchrun's option starts; a p4d has four devices for eight GPUs. Too many ranks are named."""
+    container = {"name": "pytorch", "command": ["torchrun", f"--nproc-per-node={ranks}", "t.py"],
+                 "resources": {"limits": {"nvidia.com/gpu": gpus}}}  # fmt: skip
+    pod = {"spec": {"containers": [container]}}
+    spec = {"nprocPerNode": "4", "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "template": pod}}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": spec}))
     said = topoflight("wrap", tmp_path / "job.yaml", "--machine", "p4d.24xlarge")
     assert f"vpc.amazonaws.com/efa: '{devices}'" in said.stdout, said.output
+    assert (f"starts {ranks} ranks in a pod of {gpus} GPUs" in said.stderr) == (ranks > gpus), said.output
 
 
 def test_a_forecast_that_cannot_be_made_is_unknown_and_the_rest_is_added(tmp_path: Path) -> None:
@@ -130,7 +134,7 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path) -> None:
     """Over gloo, the command unchanged; NCCL's log would go where the claim is."""
     done, path = wrapped(tmp_path, "--apply")
     assert done.exit_code == 0, done.output
-    run_pods(tmp_path, path, Path(sys.executable).parent)
+    run_pods(tmp_path, path, Path(forking_environment()).parent)
     seen = json.loads((tmp_path / "shared" / "out" / "seen.json").read_text())
     assert seen["world"] == 2
     assert seen["env"]["NCCL_DEBUG_FILE"] == f"{tmp_path}/shared/nccl-sft.%h.%p.log"
@@ -195,7 +199,7 @@ def test_a_script_ends_well_where_gloos_threads_get_no_cpu(tmp_path: Path) -> No
         variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                      "OMP_NUM_THREADS": "1", "TOPOFLIGHT_SCRIPT": f"{tmp_path}/sft.py"}  # fmt: skip
         words = [sys.executable, f"{tmp_path}/sft.py", "--config", f"{tmp_path}/config.yaml"]
-        environment = monitored({**os.environ, **variables}, tmp_path)
+        environment = add_monitor({**os.environ, **variables}, tmp_path)
         ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True))  # fmt: skip
     ended(ranks)

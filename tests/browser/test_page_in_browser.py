@@ -22,13 +22,13 @@ from rigs.fleet import resources
 from rigs.recorded import NAMES, snapshot
 from rigs.tables import ROOT, each_row
 
-from agent.advice.advise import Request, for_view
+from agent.advice.advise import Request, advise_view
 from agent.base import units
 from agent.cluster.nodes import Fleet
 from agent.http import pages
 from agent.http.state import State
 from agent.jobs.preflight import Report
-from agent.pages import report_page
+from agent.pages import render_report
 from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log.evidence import read_files
 from contracts import plain
@@ -125,13 +125,13 @@ def every_page(
         "report": Report(
             snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict,
             run=view.runs[0], bench=view.bench,
-            recommendation=for_view(view, Request.of(model="Llama-3.1-8B")),
+            recommendation=advise_view(view, Request.of(model="Llama-3.1-8B")),
         ),
         "report of nodes": Report(checks=view.checks, verdict=view.verdict, nodes=tuple(held.records())),
     }  # fmt: skip
-    files = {name: report_page(report) for name, report in reports.items()} | {
-        "empty cluster": pages.fleet_page(Fleet(), source="kubernetes", list_error=None),
-        "published": pages.published_page(held, held.records()[20], source="kubernetes"),
+    files = {name: render_report(report) for name, report in reports.items()} | {
+        "empty cluster": pages.render_fleet_page(Fleet(), source="kubernetes", list_error=None),
+        "published": pages.render_published_page(held, held.records()[20], source="kubernetes"),
     }
     for name, text in files.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
@@ -241,7 +241,7 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
         held = Fleet()
         held.replace(resources(nodes, sick=True))
         file = folder / f"{nodes}.html"
-        file.write_text(pages.fleet_page(held, source="kubernetes", list_error=None), encoding="utf-8")
+        file.write_text(pages.render_fleet_page(held, source="kubernetes", list_error=None), encoding="utf-8")
         return file.as_uri()
 
     return made

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -104,12 +105,12 @@ def test_a_rendezvous_port_that_is_taken_is_told(tmp_path):
 
 
 def reserved_port():
-    """A free port below those that the kernel hands out by itself: nobody else comes to have it meanwhile."""
-    for port in range(29600, 29700):
+    """A free port below those that the kernel hands out by itself; at random, as other tests run at the same time."""
+    for port in random.sample(range(29600, 32700), 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port
-    pytest.fail("no port from 29600 to 29699 is free")
+    pytest.fail("no port from 29600 to 32699 is free")
 
 
 def test_the_port_is_free_again_after_a_kill(tmp_path):

@@ -9,9 +9,9 @@ from rigs.recorded import changed, snapshot
 from rigs.tables import each_row, rows_of
 
 from agent.checks import measured
-from agent.checks.expect import expectation
+from agent.checks.expect import read_expectations
 from agent.jobs import benchmark
-from agent.jobs.benchmark import preflight_spec
+from agent.jobs.benchmark import build_preflight_spec
 from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
 from collectives.bench.processes import BusyError
@@ -30,30 +30,30 @@ def host(name: str) -> tuple[Snapshot, ...]:
 
 def hello(machine: str, ranks: int, hosts: Sequence[str] = ("a",), **more) -> list[Mapping]:
     """What the ranks say of themselves, through JSON as they do."""
-    links = json.loads(json.dumps(benchmark.links_of(host(machine), ranks)))
+    links = json.loads(json.dumps(benchmark.describe_links(host(machine), ranks)))
     row = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": {}, **more}
     return [{**row, "host": name} for name in hosts for _ in range(ranks)]
 
 
 def held(machine: str, op: str, size: int, rows: Sequence[Mapping]) -> dict[str, Bar]:
-    expect = benchmark.expected(host(machine))
+    expect = benchmark.make_expect(host(machine))
     return {bar.name: bar for bar in expect(op, size, rows)}
 
 
 def test_preflight_spends_its_budget_on_what_is_judged() -> None:
     """A short sweep for the curve, then 64 MiB of every rank for all three; `quick` only these."""
     found = host("hgx-h100-8xH100-8hca")
-    spec = preflight_spec(found, 8, 20, force=False, backend="nccl")
+    spec = build_preflight_spec(found, 8, 20, force=False, backend="nccl")
     large = [case for case in spec.cases if measured.is_judged(case.op, case.bytes, 8)]
     assert {case.op for case in large} == {"all_gather", "reduce_scatter", "all_reduce"}
     assert {case.bytes for case in large} == {512 << 20}
     assert len({case.bytes for case in spec.cases}) == 4
-    quick = preflight_spec(found, 8, 6, force=False, quick=True, backend="nccl")
+    quick = build_preflight_spec(found, 8, 6, force=False, quick=True, backend="nccl")
     assert quick.cases == tuple(large)
-    two = preflight_spec(found, 8, 20, force=False, hosts=2, backend="nccl")
+    two = build_preflight_spec(found, 8, 20, force=False, hosts=2, backend="nccl")
     assert max(case.bytes for case in two.cases) == 1 << 30
-    assert max(case.bytes for case in preflight_spec(found, 8, 20, force=False, backend="gloo").cases) == 16 << 20
-    crowd = preflight_spec(found, 8, 20, force=False, hosts=64, backend="nccl")
+    assert max(case.bytes for case in build_preflight_spec(found, 8, 20, force=False, backend="gloo").cases) == 16 << 20
+    crowd = build_preflight_spec(found, 8, 20, force=False, hosts=64, backend="nccl")
     assert max(case.bytes for case in crowd.cases) == 8 << 30  # not 32 GiB in addition to whatever else is in memory
     assert measured.is_judged("all_gather", 8 << 30, 512)
 
@@ -76,7 +76,7 @@ def test_hosts_of_unknown_links_and_gloo_have_no_expected_rate() -> None:
     assert found and all(bar.low is None and "not known" in bar.why[0] for bar in found.values())
     of_gloo = hello("hgx-h100-8xH100-8hca", 8, versions={"torch": "2.9"})
     assert held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, of_gloo) == {}
-    assert benchmark.expected(host("cpu-only-vm")) is None
+    assert benchmark.make_expect(host("cpu-only-vm")) is None
 
 
 @each_row(("environment", "version", "algorithm"), rows("algorithm"))
@@ -89,12 +89,12 @@ def test_the_algorithm_is_that_of_version_and_environment(environment, version, 
 
 def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
     """`--expect nvlink=NV9,hcas=4,rate=400G`: what was bought, on a board that the table does not know."""
-    due = due_of(expectation(("nvlink=NV9,hcas=4,rate=400G",), None))
+    due = due_of(read_expectations(("nvlink=NV9,hcas=4,rate=400G",), None))
     found = host("hgx-h100-8xH100-8hca")
-    links = preflight_spec(found, 8, 20, force=False, backend="nccl", due=due).links
+    links = build_preflight_spec(found, 8, 20, force=False, backend="nccl", due=due).links
     assert links["when healthy"]["link"]["low"] == pytest.approx(9 * 20.6 * GB)
     assert links["when healthy"]["wire"]["low"] == pytest.approx(4 * 50 * GB)
-    assert links["with current links"] == benchmark.links_of(found, 8)["with current links"]
+    assert links["with current links"] == benchmark.describe_links(found, 8)["with current links"]
     assert due_of(()) is None
 
 
@@ -103,8 +103,8 @@ def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:
     (sound,) = host("hgx-h100-8xH100-8hca")
     gpus = sound.facts(GpuFacts)
     busy = changed(sound, GpuFacts, gpus=(replace(gpus.gpus[0], processes=(GpuProcess(pid=4711),)), *gpus.gpus[1:]))
-    spec = preflight_spec((busy,), 2, 10, force=False)
+    spec = build_preflight_spec((busy,), 2, 10, force=False)
     assert spec.gpu_pids == (4711,)
     with pytest.raises(BusyError, match="pid 4711"):
         bench.run(spec)
-    assert preflight_spec((busy,), 2, 10, force=True).force
+    assert build_preflight_spec((busy,), 2, 10, force=True).force

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from rigs.benchmarks import measured
 
-from agent.base.options import snapshots
-from agent.checks.measured import checks_of_bars
-from agent.jobs.benchmark import default_ranks, preflight_spec
+from agent.base.options import read_snapshots
+from agent.checks.measured import check_bars
+from agent.jobs.benchmark import build_preflight_spec, count_default_ranks
 from collectives.bench import run as bench
 from probes.registry import ALL
 
@@ -33,27 +33,27 @@ def test_two_ranks_on_one_gpu_use_sockets_and_no_gdrdma(tmp_path):
 
 def test_two_ranks_on_one_gpu_are_held_to_no_link(tmp_path):
     """They meet in the GPU's memory: what that should carry is unknown, and says so."""
-    found = snapshots((), ALL)
-    spec = preflight_spec(found, 2, 20, force=True, backend="nccl")
+    found = read_snapshots((), ALL)
+    spec = build_preflight_spec(found, 2, 20, force=True, backend="nccl")
     one = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"}
     result = bench.run(replace(spec, distinct_hosts=True, environment=one, lock_path=str(tmp_path / "lock")))
     assert result.complete, result.problems
-    if default_ranks(found) == 1:  # else the two ranks may take a GPU each
-        (check, *_) = [check for check in checks_of_bars(result, found) if check.code == "bench.busbw.low"]
+    if count_default_ranks(found) == 1:  # else the two ranks may take a GPU each
+        (check, *_) = [check for check in check_bars(result, found) if check.code == "bench.busbw.low"]
         assert check.status == "unknown"
         assert any("two ranks on one GPU" in line for line in check.evidence) or "two ranks" in check.message
 
 
 def test_the_gpus_of_this_host_carry_what_their_links_should(tmp_path):
     """The gate's own measurement, on whatever links there are."""
-    found = snapshots((), ALL)
-    ranks = default_ranks(found)
+    found = read_snapshots((), ALL)
+    ranks = count_default_ranks(found)
     if ranks < 2:
         pytest.skip("one GPU: no link to measure")
-    spec = preflight_spec(found, ranks, 20, force=True, backend="nccl")
+    spec = build_preflight_spec(found, ranks, 20, force=True, backend="nccl")
     result = bench.run(replace(spec, lock_path=str(tmp_path / "lock")))
     assert result.complete, result.problems
     assert all(m.verified for m in result.measurements) and result.evidence is not None
-    judged = [check for check in checks_of_bars(result, found) if check.code == "bench.busbw.low"]
+    judged = [check for check in check_bars(result, found) if check.code == "bench.busbw.low"]
     assert {check.subject for check in judged} >= {"all_gather", "reduce_scatter", "all_reduce"}
     assert all(check.status != "fail" for check in judged), judged

@@ -92,6 +92,13 @@ def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
     assert read(lines).lines_read == len(lines)
 
 
+@pytest.mark.timeout(300)  # 3 s of CPU time; in the square of the number of hosts it was more than 600 s
+def test_a_problem_of_thousands_of_hosts_names_them_all() -> None:
+    lines = [f"n{host}:1:2 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 1." for host in range(8000)]
+    (problem,) = (one for one in read(lines).problems if one.code == "hand_tuned_env")
+    assert len(problem.hosts) == 8000
+
+
 def test_nccl_logs_every_connection_into_a_file_of_each_process() -> None:
     env = evidence.environment("/x")
     wanted = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/x/nccl.%h.%p.log", "NCCL_RUNTIME_CONNECT": "0"}

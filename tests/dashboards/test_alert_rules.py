@@ -9,7 +9,7 @@ import yaml
 from alerts import ALERTS, DOCS
 from rigs.tables import ROOT, each_row
 
-from agent.checks.findings import sections
+from agent.checks.findings import read_entries
 from agent.checks.measured import ALL_CODES
 from agent.metrics import CATALOGUE
 
@@ -35,7 +35,7 @@ def test_alert_is_whole(alert) -> None:  # type: ignore[no-untyped-def]
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
     assert page == f"{DOCS}/reference/alerts/"
     assert anchor == alert.name.lower()  # of the heading on the site; tests/agent/test_docs_site.py looks there
-    severity = dict(re.findall(r"^- \*\*(\w+):\*\* (.+)$", sections()[alert.name], flags=re.MULTILINE))["Severity"]
+    severity = dict(re.findall(r"^- \*\*(\w+):\*\* (.+)$", read_entries()[alert.name], flags=re.MULTILINE))["Severity"]
     assert severity.startswith(f"{alert.severity} (") and f" {alert.hold.removesuffix('m')} minute" in severity
 
 

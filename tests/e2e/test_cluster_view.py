@@ -27,15 +27,15 @@ from agent.cluster.nodes import (
     PLURAL,
     Fleet,
     NodeRecord,
-    checks_of_nodes,
+    check_nodes,
     from_resource,
+    make_row,
     record_of_view,
-    row,
 )
 from agent.http import worker
 from agent.http.server import create
 from agent.http.state import Publisher, State
-from agent.http.worker import Known
+from agent.http.worker import WorkerData
 
 NODES = path_of(API_VERSION, PLURAL)
 
@@ -202,9 +202,9 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     printed = {column["name"]: column for column in version["additionalPrinterColumns"]}
     assert (printed["Scanned"]["type"], printed["Ended"]["jsonPath"]) == ("date", ".status.stoppedAt")
     back = from_resource(made)
-    told = row(back)
+    told = make_row(back)
     assert told["silent"] and (told["verdict"], told["last_verdict"]) == ("unknown", "warn")
-    (check,) = checks_of_nodes(["n1"], Fleet([back]))
+    (check,) = check_nodes(["n1"], Fleet([back]))
     assert check.status == "fail" and "its agent ended" in check.message
     agent_runs(time.time() + 5)
     (again,) = api.of_kind("NodeTopology")
@@ -286,7 +286,7 @@ def test_a_list_serves_for_some_seconds_and_reads_only_what_changed(api, tmp_pat
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
     for name in ("n1", "n2"):
         publish_in(api, name)
-    held = Known()
+    held = WorkerData()
     before = {one.name: one for one in held.fleet("kubernetes", 30.0).records()}
     publish_in(api, "n2", NAMES[0])
     publish_in(api, "n3")
@@ -333,7 +333,7 @@ def test_a_server_that_hangs_stalls_no_other_endpoint(tmp_path: Path, monkeypatc
 def test_a_stale_record_is_never_a_pass(late_seconds: float) -> None:
     """Whatever it said last; a scan that is yet to come would never grow old."""
     record = replace(record_of(H100, "n"), verdict="pass", scanned_at_seconds=time.time() - late_seconds)
-    made = row(record)
+    made = make_row(record)
     assert made["verdict"] == "unknown" and made["last_verdict"] == "pass"
 
 

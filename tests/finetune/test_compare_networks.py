@@ -20,7 +20,15 @@ from rigs.waiting import eventually
 
 from agent.cli.bench import compare_networks
 from agent.jobs import namespaces
-from agent.jobs.networks import NetworkBar, NetworkBars, _how_ended, add_cost, bar_of, picture, proof_of
+from agent.jobs.networks import (
+    NetworkBar,
+    NetworkBars,
+    _describe_exit_codes,
+    add_cost,
+    add_run,
+    draw_bars,
+    prove_network,
+)
 from contracts.finding import Interval
 from contracts.run_record import record_of
 
@@ -41,26 +49,26 @@ def record(**members):
 @each_row(("members", "interface", "rdma", "proven"), ROWS["proofs"])
 def test_a_run_stands_for_a_network_only_where_it_was_seen_to_take_it(members, interface, rdma, proven):
     """By the words of the sockets or of NCCL's log, never by what was set."""
-    assert proof_of(record(**members), interface, rdma=rdma)[0] is proven
+    assert prove_network(record(**members), interface, rdma=rdma)[0] is proven
 
 
 def test_only_a_proven_complete_run_is_a_bar():
     """What failed, was not proven or names no step time says why, and has no number."""
     over = {"transports": ["gloo: TCP over net1 (10.0.0.1)"]}
     bar = NetworkBar(network="net1")
-    good = bar_of(bar, record(**over), "net1")
+    good = add_run(bar, record(**over), "net1")
     assert (good.status, good.step_seconds, good.within) == ("measured", 1.1, True)
-    elsewhere = bar_of(bar, record(**over), "eth0")
+    elsewhere = add_run(bar, record(**over), "eth0")
     assert (elsewhere.status, elsewhere.step_seconds) == ("unproven", None)
-    assert bar_of(bar, None, "net1").status == "failed"
-    stopped = bar_of(bar, replace(record(**over), status="mismatch", reason="another network"), "net1")
+    assert add_run(bar, None, "net1").status == "failed"
+    stopped = add_run(bar, replace(record(**over), status="mismatch", reason="another network"), "net1")
     assert (stopped.status, stopped.why, stopped.step_seconds) == ("failed", "another network", None)
-    assert bar_of(bar, record(**over, measured={}), "net1").status == "unknown"
+    assert add_run(bar, record(**over, measured={}), "net1").status == "unknown"
 
 
 def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_network():
     """Two nodes at 3.60 an hour cost 0.002 a second; what was not had has words instead of a bar."""
-    over = [bar_of(NetworkBar(network=name), record(transports=[f"gloo: TCP over {name} (10.0.0.1)"]), name)
+    over = [add_run(NetworkBar(network=name), record(transports=[f"gloo: TCP over {name} (10.0.0.1)"]), name)
             for name in ("eth0", "net1")]  # fmt: skip
     found = add_cost(NetworkBars(
         title="<title> & more", where="here", nodes=2, steps=1000, node_hour_price=3.60,
@@ -70,7 +78,7 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
     assert [bar.cost for bar in found.bars] == [pytest.approx(2.2)] * 2 + [None]
     assert found.bars[0].run_forecast == Interval(low=800.0, mid=1000.0, high=1200.0)
     assert found.exit_code == 0
-    drawn = ElementTree.fromstring(picture(found))  # noqa: S314 - our own
+    drawn = ElementTree.fromstring(draw_bars(found))  # noqa: S314 - our own
     rectangles = [one for one in drawn.iter() if one.tag.endswith("}rect") and one.get("fill") == "#1f6feb"]
     assert len(rectangles) == 2
     assert "no RDMA device" in "".join(drawn.itertext())
@@ -85,11 +93,11 @@ def test_a_run_that_failed_names_the_rank_that_failed_first_and_its_error(tmp_pa
     """The other ranks lose their connections; the picture has the reason where the bar would be."""
     for rank, log in enumerate(logs):
         (tmp_path / f"rank{rank}.log").write_text(log)
-    told = _how_ended(codes, tmp_path)
+    told = _describe_exit_codes(codes, tmp_path)
     assert told == why
     bars = NetworkBars(title="", where="", nodes=2, steps=1, node_hour_price=None,
                        bars=(NetworkBar(network="eth0", status="failed", why=told),))  # fmt: skip
-    drawn = ElementTree.fromstring(picture(bars))  # noqa: S314 - our own
+    drawn = ElementTree.fromstring(draw_bars(bars))  # noqa: S314 - our own
     assert told in " ".join(text.strip() for text in drawn.itertext())
 
 
@@ -199,7 +207,7 @@ def test_one_host_beats_two_and_a_route_around_the_named_network_is_told(tmp_pat
         ["gloo: TCP over eth0 (10.244.0.1)"], ["gloo: TCP over lo (127.0.0.1)"],
     )  # fmt: skip
     assert any(one.startswith("gloo: TCP over eth0 (10.244.0.") for one in routed["transports"])
-    assert not proof_of(record_of(routed), "net1")[0]
+    assert not prove_network(record_of(routed), "net1")[0]
     assert min(together["step_seconds"][2:]) < min(apart["step_seconds"][2:])
     assert together["communication"]["exposed_share"] < apart["communication"]["exposed_share"]
     assert together["loss"] == pytest.approx(apart["loss"], rel=1e-5)

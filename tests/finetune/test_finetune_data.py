@@ -210,21 +210,26 @@ def test_files_of_a_hub_that_are_not_downloaded(tmp_path):
         (tmp_path / name).mkdir()
         for split, text in texts.items():
             (tmp_path / name / f"{split}.jsonl").write_text(json.dumps({"text": text}))
-    code = (
-        "import sys; from contracts.job_config import JobConfig; from finetune import hub, rows; hub.MOST_BYTES = 13; "
-    )
-    code += "print(rows.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), sys.argv[2]))"
+    code = """
+import sys; from contracts.job_config import ConfigError, JobConfig; from finetune import hub, rows; hub.MOST_BYTES = 13
+for word in sys.argv[1:]:
+    name, _, split = word.partition(":")
+    try:
+        print(*rows.find_files(JobConfig(dataset_name=name, dataset_revision="main"), split))
+    except ConfigError as error:
+        print("refused:", error)
+"""
     hub = Hub()
     hub.add("datasets", "org/up", tmp_path / "set", listed=(f"../../../../../../../../{tmp_path}/up.jsonl",))
     hub.add("datasets", "org/root", tmp_path / "set", listed=(f"{tmp_path}/root.jsonl",))
     hub.add("datasets", "org/large", tmp_path / "large")
-    for name, split in (("org/up", "train"), ("org/root", "train"), ("org/large", "test"), ("org/large", "train")):
-        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
-        done = interpreter("-c", code, name, split, **environment)
-        if (name, split) == ("org/large", "train"):
-            assert "ConfigError: dataset_name='org/large'" in done.stderr and "hf download --include" in done.stderr
-        else:
-            assert done.stdout.count(".jsonl") == 1 and f"{split}.jsonl" in done.stdout, done.stderr
+    asked = ("org/up:train", "org/root:train", "org/large:test", "org/large:train")
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
+    done = interpreter("-c", code, *asked, **environment)
+    *found, refused = done.stdout.splitlines()
+    names = [[Path(file).name for file in line.split()] for line in found]
+    assert names == [["train.jsonl"], ["train.jsonl"], ["test.jsonl"]], done.stderr
+    assert refused.startswith("refused: dataset_name='org/large'") and "hf download --include" in refused
     assert not any("/org/large/" in one and "train.jsonl" in one for one in hub.asked)
     hub.close()
     assert not list(tmp_path.glob("*.jsonl"))

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -128,7 +127,7 @@ def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_pat
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount a file system of a given size; returns its folder."""
+    """Mount a file system of a given size; returns its folder. Skips where mounting is not allowed, as without root."""
     disk = tmp_path / "disk"
     disk.mkdir()
 
@@ -140,10 +139,10 @@ def small_disk(tmp_path):
         return disk
 
     yield mount
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)  # the job may have a file open
+    if disk.is_mount():
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # the job may have a file open
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(small_disk, tmp_path):
     """Exit code 74; no half checkpoint is left, the one before resumes once there is room."""
     disk = small_disk("3400k")
@@ -161,7 +160,6 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(small_disk,
     assert "resumed from checkpoint-4" in "".join(record["notes"])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_disk_that_the_export_fills_is_the_reason(small_disk, capsys):
     """The checkpoint takes 0.9 MB, the base model that belongs to the adapter 0.7 MB more."""
     out = small_disk("1200k") / "out"

@@ -130,8 +130,8 @@ def test_the_time_to_save_here_is_that_of_the_checkpoint(rate):
     saved, step = job_settings.checkpoint_to_save(advice)
     assert saved > 8e9 * (4 + 2 * 4)  # fp32 weights, and Adam's two moments
     given = storage_rate(rate)
-    assert job_settings.grace(advice, given) == math.ceil(step + 2 * saved / given) > 60
-    assert job_settings.grace_notice(advice, "the ranks", job_settings.grace(advice, None), 20, None)
-    assert job_settings.grace(replace(advice, model=None), None) == job_settings.GRACE_SECONDS
+    assert job_settings.estimate_grace(advice, given) == math.ceil(step + 2 * saved / given) > 60
+    assert job_settings.describe_grace(advice, "the ranks", job_settings.estimate_grace(advice, None), 20, None)
+    assert job_settings.estimate_grace(replace(advice, model=None), None) == job_settings.GRACE_SECONDS
     with pytest.raises(JobError, match="--storage-rate"):
         storage_rate("fast")

@@ -8,7 +8,7 @@ import torch
 from rigs.tables import each_row, rows_of
 
 from agent.pages import environment
-from agent.terminal.measured import run_words
+from agent.terminal.measured import describe_run
 from contracts import run_record
 from contracts.job_config import JobPlan, RunForecast
 from contracts.layout import Layout
@@ -33,7 +33,7 @@ def test_measurements_are_compared_with_the_forecast():
     record = record_of(RECORD)
     step, memory = compare(record)
     assert (step.verdict, memory.verdict) == ("inside", "unknown")
-    assert run_words(record) == "steps unknown, loss unknown, tokens/s unknown, communication 31% exposed"
+    assert describe_run(record) == "steps unknown, loss unknown, tokens/s unknown, communication 31% exposed"
     assert "step: 2 s" in environment().get_template("sections.html.j2").module.runs([record])
 
 

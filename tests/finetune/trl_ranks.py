@@ -15,7 +15,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from equivalence_ranks import fork
 from transformers import trainer
 
-from finetune import sft_trl, train  # noqa: F401 - TRL is imported once, before the fork
+import finetune.sft_trl  # noqa: F401 - TRL is imported once, before the fork
+from finetune import train
 
 USUAL = trainer.DEFAULT_CALLBACKS
 

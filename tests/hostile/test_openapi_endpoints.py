@@ -17,7 +17,7 @@ from rigs.agents import TOKEN, agent, bearer, tokens
 from rigs.serving import serving
 from rigs.tables import each_row
 
-from agent.http.access import Tokens
+from agent.http.access import TokenChecker
 from agent.http.server import create
 from agent.http.state import State
 
@@ -35,7 +35,8 @@ def agents(tmp_path_factory):
     """Addresses of two agents, each with a folder to keep runs in: with open reads, and closed without a token."""
     with contextlib.ExitStack() as running:
         found = {}
-        for name, of in (("open", Tokens()), ("closed", tokens(tmp_path_factory.mktemp("tokens"), reads_open=False))):
+        closed = tokens(tmp_path_factory.mktemp("tokens"), reads_open=False)
+        for name, of in (("open", TokenChecker()), ("closed", closed)):
             app = agent("titan-rtx-2x-nv2", tmp_path_factory.mktemp("state"), tokens=of).app
             found[name] = f"http://127.0.0.1:{running.enter_context(serving(app))}"
         yield found

@@ -21,7 +21,7 @@ from scanned import scan
 
 from probes.host.protocol import Host, Json
 from probes.host.recording import RecordingHost
-from probes.scanner import archive, dumps
+from probes.scanner import dumps, pack_archive
 
 FOLDER = Path(__file__).parent
 Row = dict[str, Any]
@@ -167,7 +167,7 @@ def record(describe: Callable[[Tree], Machine]) -> dict[str, Json]:
     with built(describe) as (host, machine):
         recorder = RecordingHost(host)
         scan(cast("Host", recorder))
-        return archive(recorder.answers["identity"][""], recorder.answers, machine.source)
+        return pack_archive(recorder.answers["identity"][""], recorder.answers, machine.source)
 
 
 def main(check: bool) -> int:

@@ -89,25 +89,32 @@ class Tree:
         self.root = root
         self.paths: dict[str, str] = {}  # bus id -> /sys/devices/...
         self.uverbs = 0
+        self.folders: set[str] = set()
         for folder in ("/sys/bus/pci/devices", "/sys/class", "/sys/module", "/proc/self", "/dev/shm", "/etc"):
-            (root / folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
+            self._make(f"{root}{folder}")
+
+    def _make(self, folder: str) -> None:
+        if folder not in self.folders:
+            os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - thousands of files, for which pathlib takes longer
+            self.folders.add(folder)
 
     def write(self, path: str, content: str | bytes | int) -> None:
         """A file; text gets the newline that sysfs ends a value with."""
-        target = self.root / path.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, bytes):
-            target.write_bytes(content)
-        else:
+        target = f"{self.root}{path}"
+        self._make(os.path.dirname(target))  # noqa: PTH120
+        if not isinstance(content, bytes):
             text = str(content)
-            target.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+            content = (text if text.endswith("\n") else text + "\n").encode()
+        with open(target, "wb") as file:  # noqa: PTH123
+            file.write(content)
 
     def link(self, path: str, to: str) -> None:
         """A symbolic link, relative as sysfs makes them."""
-        source = self.root / path.lstrip("/")
-        source.parent.mkdir(parents=True, exist_ok=True)
-        (self.root / to.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        source.symlink_to(os.path.relpath(self.root / to.lstrip("/"), source.parent))
+        source, target = f"{self.root}{path}", f"{self.root}{to}"
+        folder = os.path.dirname(source)  # noqa: PTH120
+        self._make(folder)
+        self._make(target)
+        os.symlink(os.path.relpath(target, folder), source)  # noqa: PTH211
 
     def pci(self, root: str, numa: int, *devices: Dev) -> None:
         """A host bridge ("pci0000:17") and everything below it."""

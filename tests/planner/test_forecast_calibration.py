@@ -107,6 +107,7 @@ def test_another_device_or_precision_is_refused() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 def test_this_host_is_measured_for_real() -> None:
     """Two copies time a small layer at once; the answer is a calibration that the planner takes."""
     request = CalibrationRequest(
@@ -120,6 +121,7 @@ def test_this_host_is_measured_for_real() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_device_that_is_not_there_is_an_error_with_its_words() -> None:
     """No invented numbers."""
     request = CalibrationRequest(

@@ -6,7 +6,7 @@ import pytest
 from nccl_env_hosts import host
 from rigs.tables import each_row, rows_of
 
-from agent.checks.host_checks import environment_checks
+from agent.checks.host_checks import check_environment
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError, NamedEnvironment
 from planner.lint.sources import guess_kind, read_text
@@ -32,8 +32,7 @@ def test_the_environment_of_a_text(text: str, kind: str | None, environment: dic
     """What is set, and what the linter says of it."""
     found = one(text, kind)
     assert found.environment == environment
-    judged = lint(found)
-    assert sorted(f.code for f in judged) == sorted(said)
+    assert sorted(f.code for f in (*found.findings, *lint(found))) == sorted(said)
 
 
 def test_where_an_environment_stands() -> None:
@@ -49,7 +48,7 @@ def test_what_a_scan_saw() -> None:
     """The process and nccl.conf of a recorded host, where it had any."""
     for more, wrong in rows("scanned")():
         machine = host("a", **more)
-        found = environment_checks(machine, build(machine))
+        found = check_environment(machine, build(machine))
         assert sorted(each.subject for each in found if each.status == "warn") == wrong
 
 
@@ -161,7 +160,7 @@ def test_one_node_has_no_traffic_between_nodes(text: str, nodes: int | None) -> 
 
 
 @each_row(("change", "differs"), rows("replicas"))
-def test_master_and_workers_share_what_every_rank_must(change: tuple[str, str], differs: list[str]) -> None:
+def test_pods_of_a_job_share_what_every_rank_must(change: tuple[str, str], differs: list[str]) -> None:
     """Ranks that choose another algorithm or network hang; a container without env counts too."""
     found = read_text(rows("texts")()["replicas"].replace(*change))
     noted = [note for each in found.environments for note in each.findings]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rigs.command import process
+from rigs.command import topoflight
 from rigs.tables import corpus_folder, each_row, rows_of
 
-from agent.checks.findings import grouped
+from agent.checks.findings import group_findings
 from agent.cli.lint_env import lint_text
 from planner.lint.environment import lint
 from planner.lint.sources import read_text
@@ -64,8 +64,8 @@ def test_secrets_are_not_repeated() -> None:
 
 @each_row(("text", "first", "code"), rows("first_line"))
 def test_the_first_line_and_the_exit_code(text: str, first: str, code: int) -> None:
-    done = process("lint-env", "-", given=text)
-    assert (done.returncode, (done.stdout or done.stderr).startswith(first)) == (code, True), done
+    done = topoflight("lint-env", "-", given=text)
+    assert (done.exit_code, (done.stdout or done.stderr).startswith(first)) == (code, True), done.output
 
 
 @pytest.mark.corpus
@@ -80,5 +80,5 @@ def test_documents_of_a_file_are_places_and_not_nodes() -> None:
     pods = [POD.replace("spec:", f"metadata: {{name: {name}}}\nspec:", 1) for name in ("a", "b", "c")]
     text = "---\n".join(f"{pod}    - {{name: NCCL_P2P_DISABLE, value: '1'}}\n" for pod in pods)
     found = lint_text(text, "auto", nccl_version=None, machine=None)
-    (place,) = {group.places for group in grouped(found.checks) if "env.debug.leftover" in group.codes}
+    (place,) = {group.places for group in group_findings(found.checks) if "env.debug.leftover" in group.codes}
     assert place == "in 3 places"

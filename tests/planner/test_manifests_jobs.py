@@ -10,8 +10,8 @@ from rigs.pods import launched, templates
 from rigs.recorded import changed, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import Request, advise, in_pods
-from agent.advice.job_settings import job_plan
+from agent.advice.advise import Request, adapt_to_pods, advise
+from agent.advice.job_settings import build_job_plan
 from agent.base.options import _rows
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
@@ -200,10 +200,10 @@ def test_nccl_writes_its_log() -> None:
     """So that `logs POD | topoflight evidence -` has something to read; gloo has no such log."""
     request = Request.of(hosts=(path_of("r760xa-2xA40-bf3"),), model="Qwen/Qwen2.5-0.5B", nodes=2)
     advice = advise(request, (snapshot("r760xa-2xA40-bf3"),))
-    assert cluster_job.spec_of(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
+    assert cluster_job.build_spec(advice, GIVEN).environment["NCCL_DEBUG"] == "INFO"
     request = Request.of(hosts=(path_of("cpu-only-vm"),), model="tiny-llama", nodes=2, ranks_per_node=1)
     advice = advise(request, (snapshot("cpu-only-vm"),))
-    assert "NCCL_DEBUG" not in cluster_job.spec_of(advice, GIVEN).environment
+    assert "NCCL_DEBUG" not in cluster_job.build_spec(advice, GIVEN).environment
 
 
 def node(name: str, role: str) -> Snapshot:
@@ -221,14 +221,14 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, nam
     found = node(name, role)
     advice = advise(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in advice.settings)
-    made, notes = in_pods(advice, [found], here=not recorded)
+    made, notes = adapt_to_pods(advice, [found], here=not recorded)
     assert any(setting.name == "GLOO_SOCKET_IFNAME" for setting in made.settings) is stays
     assert bool(notes) is not stays
     if notes:
         where = "node-a" if recorded else "this machine"
         assert f"is left out: {advice.settings[0].value} is an interface of {where}" in notes[0]
-    spec = cluster_job.spec_of(made, {**GIVEN, "resources": ()})
-    (files, *_) = cluster_job.documents(spec, "job", job_plan(made))
+    spec = cluster_job.build_spec(made, {**GIVEN, "resources": ()})
+    (files, *_) = cluster_job.build_documents(spec, "job", build_job_plan(made))
     planned = json.loads(files["data"]["plan.json"])["environment"]
     assert ("GLOO_SOCKET_IFNAME" in planned) is ("GLOO_SOCKET_IFNAME" in spec.environment) is stays
 
@@ -239,7 +239,7 @@ def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, stays: bo
     found = node("net1" if role == "secondary" else "ens5", role)
     advice = advise(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     index = replace(advice.settings[0], name="NCCL_IB_GID_INDEX", value="3")
-    made, notes = in_pods(replace(advice, settings=(index,)), [found], here=False)
+    made, notes = adapt_to_pods(replace(advice, settings=(index,)), [found], here=False)
     assert (made.settings == (index,)) is stays and bool(notes) is not stays
 
 

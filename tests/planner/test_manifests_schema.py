@@ -14,7 +14,7 @@ from rigs.crds import of_version, strict, validate
 from rigs.pods import templates
 from rigs.tables import ROOT, each_row
 
-from agent.base.options import snapshots
+from agent.base.options import read_snapshots
 from planner.kubernetes import manifests, networks as network_manifests
 from planner.kubernetes.manifests import JobError, JobSpec
 from probes.registry import ALL
@@ -168,7 +168,7 @@ def test_huge_pages_are_never_the_only_resource(given: dict[str, str], cpu: str 
 def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     """deploy/network has what is printed for a recorded node; TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites it."""
     path = ROOT / "deploy" / "network" / "roce-shared-device.yaml"
-    found = snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
+    found = read_snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
     documents = (*network_manifests.network(network_manifests.from_snapshots(found)), *SHARED_CLAIM)
     head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
     if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":

@@ -14,8 +14,8 @@ from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
 from rigs.tables import ROOT, each_row, rows_of
 
-from agent.advice.advise import Request, of_cluster
-from agent.checks.host_checks import checks_of_snapshot, mark_required
+from agent.advice.advise import Request, advise_cluster
+from agent.checks.host_checks import check_snapshot, mark_required
 from agent.checks.verdict import judge
 from contracts.tables import read_table
 from planner.advice import Recommendation
@@ -142,7 +142,7 @@ def test_the_forecast_names_the_network_of_the_vendors_plugin(machine: str, chan
     """Its rate is that of the NICs only if the scan shows a file of the plugin."""
     request = Request.of(model="Llama-3.1-8B", method="full", nodes=2)
     scanned = seen(machine, **change)
-    found = of_cluster(request, request.cluster((scanned,)), (scanned,))
+    found = advise_cluster(request, request.cluster((scanned,)), (scanned,))
     (network,) = [line for line in found.unknowns if line.startswith("network between the nodes")]
     assert f": {link} at " in network and says in network
 
@@ -264,11 +264,11 @@ def test_page_of_platforms_is_drawn_from_the_data() -> None:
 def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> None:
     """No pass over GPUs that nothing read, no layout over zero GPUs, and no setting of NCCL's own."""
     snapshot = built.snapshot("oci-mi300x")
-    (said,) = [one for one in checks_of_snapshot(snapshot) if one.code == "pci.gpu.unsupported"]
+    (said,) = [one for one in check_snapshot(snapshot) if one.code == "pci.gpu.unsupported"]
     assert said.status == "unknown" and "AMD GPUs were found" in said.message
-    checks = mark_required(snapshot, checks_of_snapshot(snapshot))
+    checks = mark_required(snapshot, check_snapshot(snapshot))
     assert judge([one for one in checks if one.code.startswith("gpu.")]).word == "unknown"
-    found = of_cluster(Request.of(model="tiny-llama"), Request().cluster([snapshot]), [snapshot])
+    found = advise_cluster(Request.of(model="tiny-llama"), Request().cluster([snapshot]), [snapshot])
     assert found.backend == "rccl"
     assert found.chosen is None
     assert not found.runners_up

@@ -16,8 +16,8 @@ from contracts.tables import read_table
 from probes.gpu import facts as gpu_facts
 from probes.gpu.compare import check_bus
 from probes.gpu.facts import BusGpu, Gpu, GpuBus, GpuFacts, GpuPair, NvLink
-from probes.gpu.probe import PROBE, nvml_bus_id
-from probes.gpu.read import _read_slurm_gpus, cpu_list
+from probes.gpu.probe import PROBE, format_nvml_bus_id
+from probes.gpu.read import _read_slurm_gpus, format_cpu_list
 from probes.host.nvml import sysfs_bus_id
 from probes.host.recording import RecordedHost
 
@@ -206,7 +206,7 @@ def test_bus_ids_pass_between_nvml_and_sysfs(domain: int, bus: int, device: int,
     nvml = f"{domain:08X}:{bus:02X}:{device:02X}.{function}"
     sysfs = sysfs_bus_id(nvml)
     assert sysfs == f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
-    assert nvml_bus_id(sysfs) == nvml
+    assert format_nvml_bus_id(sysfs) == nvml
 
 
 @given(st.text())
@@ -221,7 +221,7 @@ def test_any_text_is_a_bus_id_or_none(text: str) -> None:
 def test_a_cpu_mask_becomes_the_list_of_its_cpus(cpus: set[int]) -> None:
     """As Linux prints lists."""
     words = [sum(1 << cpu % 64 for cpu in cpus if cpu // 64 == word) for word in range(8)]
-    text = cpu_list(words)
+    text = format_cpu_list(words)
     if not cpus:
         assert text is None
         return

@@ -12,9 +12,9 @@ from scanned import scan
 from contracts.finding import Finding, Status
 from probes.gpu import health as xid
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
-from probes.gpu.health import xids_of
+from probes.gpu.health import list_xids
 from probes.gpu.probe import PROBE
-from probes.gpu.read import xid_of_line
+from probes.gpu.read import parse_xid_line
 from probes.host.recording import RecordedHost
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
@@ -55,7 +55,7 @@ def test_golden_changes() -> None:
 @each_row(("cause", "numbers"), rows("xids"))
 def test_an_xid_is_the_programs_only_where_nvidias_catalogue_says_so(cause: str, numbers: tuple[int, ...]) -> None:
     """A number that the catalogue answers with a reset or names a link is the GPU's; an unknown one is nobody's."""
-    assert {number: xid.xid_cause(number) for number in numbers} == dict.fromkeys(numbers, cause)
+    assert {number: xid.explain_xid(number) for number in numbers} == dict.fromkeys(numbers, cause)
     gpu = Gpu(index=0, bus_id="0000:1b:00.0", xids=tuple(numbers))
     codes = {f.code for f in PROBE.check(GpuFacts(driver_version="1", cuda_version=None, gpus=(gpu,)))}
     assert codes == {{"gpu": "gpu.xid.hardware", "program": "gpu.xid.application", "driver": "gpu.xid.driver"}[cause]}
@@ -64,7 +64,7 @@ def test_an_xid_is_the_programs_only_where_nvidias_catalogue_says_so(cause: str,
 @each_row(("line", "told"), rows("driver_lines"))
 def test_every_form_of_the_drivers_line_is_read(line: str, told: list | None) -> None:
     """A recovery that is over is no error."""
-    assert xid_of_line(line) == (tuple(told) if told else None)
+    assert parse_xid_line(line) == (tuple(told) if told else None)
 
 
 @each_row(("place", "number", "told"), rows("log_only"))
@@ -97,8 +97,8 @@ def test_events_pass_through_the_driver_library_and_stay(scanner_of):
 def test_an_xid_that_stands_in_the_log_and_came_as_an_event_counts_once() -> None:
     """The driver writes both."""
     gpu = Gpu(index=0, bus_id="0000:1b:00.0", xids=(79, 31), xid_events=(79, 79))
-    assert sorted(xids_of(gpu) or ()) == [31, 79, 79]
-    assert xids_of(dataclasses.replace(gpu, xids=None, xid_events=None)) is None
+    assert sorted(list_xids(gpu) or ()) == [31, 79, 79]
+    assert list_xids(dataclasses.replace(gpu, xids=None, xid_events=None)) is None
 
 
 @each_row(("links", "enabled", "c2c"), rows("c2c"))

@@ -10,11 +10,11 @@ from rigs.recorded import findings, with_outcomes
 from rigs.tables import each_row, rows_of
 from scanned import scan
 
-from agent.checks.host_checks import checks_of_snapshot
+from agent.checks.host_checks import check_snapshot
 from contracts.finding import Status
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu
-from probes.gpu.probe import IDENTITY, PROBE, codes_of_question as codes_of
+from probes.gpu.probe import IDENTITY, PROBE, list_codes_of_question as codes_of
 from probes.gpu.read import LOST
 from probes.host.nvml import ERROR_CODES, HANDLE, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
@@ -90,7 +90,7 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
     assert changed == set() or unread, f"{changed} went unsaid"
     assert all(question.startswith(symbol) and question.endswith(f"= {SAYS_NOTHING}") for question in unread)
     assert len(changed) <= rows("largest")().get(symbol, 2), f"it cost {changed}"
-    status = {check.code: check.status for check in checks_of_snapshot(snapshot)}
+    status = {check.code: check.status for check in check_snapshot(snapshot)}
     for question in unread:
         codes = codes_of(question)
         said = {f.code: f for f in checked if f.code in codes}

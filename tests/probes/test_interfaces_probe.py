@@ -14,7 +14,7 @@ from rigs.tables import each_row, rows_of
 from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.interfaces import probe as interfaces, read as lldp
-from probes.interfaces.facts import Interface, nccl_choice
+from probes.interfaces.facts import Interface, choose_for_nccl
 from probes.interfaces.read import read as read_interfaces
 
 rows = rows_of(__file__)
@@ -125,8 +125,8 @@ UNLIKE = [replace(one, **change) for one, change in zip(
 
 @each_row(("names", "setting", "choice"), rows("choices"))
 def test_the_order_and_the_setting_of_nccl(names: list[str], setting: str | None, choice: str | None) -> None:
-    assert nccl_choice(listed(*names), setting) == choice
-    assert nccl_choice(UNLIKE, None) == "d", "what does not run is skipped, and IPv4 goes before IPv6"
+    assert choose_for_nccl(listed(*names), setting) == choice
+    assert choose_for_nccl(UNLIKE, None) == "d", "what does not run is skipped, and IPv4 goes before IPv6"
 
 
 ANNOTATIONS = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
@@ -212,5 +212,5 @@ def test_file_of_another_interface_is_not_taken() -> None:
 def test_any_bytes(content: bytes) -> None:
     """Bytes of a stranger end in a name or in nothing."""
     for each in (content, saved(frame()[:14] + content)):
-        for found in map(lldp.neighbour, lldp.frames(each)):
+        for found in map(lldp.parse_neighbour, lldp.split_frames(each)):
             assert found is None or found.isprintable()

@@ -16,7 +16,7 @@ from rigs.tables import ROOT
 from probes.host import netlink
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, RecordingHost
-from probes.scanner import archive
+from probes.scanner import pack_archive
 
 
 def attribute(kind: int, value: bytes) -> bytes:
@@ -73,7 +73,7 @@ def test_the_kernel_answers_or_refuses_by_an_errno_that_a_recording_keeps() -> N
     for name in ("lo", "topoflight-none"):
         with pytest.raises(OSError) as live:
             recorder.port_link(name)
-        content = archive({"hostname": "h", "time": 1.0}, recorder.answers, "")
+        content = pack_archive({"hostname": "h", "time": 1.0}, recorder.answers, "")
         with pytest.raises(OSError) as recorded:
             RecordedHost(content).port_link(name)
         assert recorded.value.errno == live.value.errno
@@ -91,17 +91,17 @@ MODE = attribute(0x4000 | 66, b"\x01")  # NLA_F_NET_BYTEORDER is not part of the
 def test_several_messages_share_a_datagram() -> None:
     """And a cut one ends it without harm."""
     datagram = message(0x1401, NAMES) + message(0x1401, MODE) + message(3, bytes(4))
-    assert [kind for kind, _ in netlink.messages(datagram)] == [0x1401, 0x1401, 3]
-    assert [body for _, body in netlink.messages(datagram)][1] == MODE
-    assert [kind for kind, _ in netlink.messages(datagram[:-4])] == [0x1401, 0x1401]
+    assert [kind for kind, _ in netlink.split_messages(datagram)] == [0x1401, 0x1401, 3]
+    assert [body for _, body in netlink.split_messages(datagram)][1] == MODE
+    assert [kind for kind, _ in netlink.split_messages(datagram[:-4])] == [0x1401, 0x1401]
 
 
 @given(st.binary(max_size=512))
 def test_any_bytes_end(data: bytes) -> None:
     """A kernel of next year must not hang or crash the scan."""
-    for body in (data, *(body for _, body in netlink.messages(data))):
-        list(netlink.pieces(body))
-    assert dict(netlink.pieces(MODE)) == {66: b"\x01"}
+    for body in (data, *(body for _, body in netlink.split_messages(data))):
+        list(netlink.split_attributes(body))
+    assert dict(netlink.split_attributes(MODE)) == {66: b"\x01"}
 
 
 LINKS = Path(__file__).with_name("netlink_links.batch")

@@ -12,7 +12,7 @@ from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.pci import probe as pci
 from probes.pci.facts import PciDevice, PciFacts
-from probes.pci.probe import peer_ports
+from probes.pci.probe import list_peer_ports
 from probes.pci.read import parse_config, read as read_pci
 
 rows = rows_of(__file__)
@@ -78,7 +78,7 @@ def test_the_tree() -> None:
     gpu = next(d for d in facts.devices if d.vendor_id == 0x10DE)
     assert (gpu.parent, gpu.root, gpu.driver, gpu.numa_node) == ("0000:17:00.0", "pci0000:15", "nvidia", 0)
     assert (gpu.link_width, gpu.link_transfers_per_second) == (16, 32e9)
-    assert peer_ports(facts) == {"0000:17:00.0", "0000:17:01.0"}
+    assert list_peer_ports(facts) == {"0000:17:00.0", "0000:17:01.0"}
 
 
 def virtual(paths: list[str]) -> Machine:

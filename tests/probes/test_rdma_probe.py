@@ -13,11 +13,11 @@ from rigs.tables import each_row, rows_of
 
 from contracts.finding import Finding, Status
 from probes.api import UnavailableError
-from probes.increases import rdma_increases
+from probes.increases import find_rdma_increases
 from probes.rdma import probe as rdma
-from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of
-from probes.rdma.probe import nccl_gid_index, rocev2_gid_index
-from probes.rdma.read import parse_rate, read as read_rdma, roce_mtu
+from probes.rdma.facts import RdmaDevice, RdmaPort, find_ipv4
+from probes.rdma.probe import find_nccl_gid_index, find_rocev2_gid_index
+from probes.rdma.read import compute_roce_mtu, parse_rate, read as read_rdma
 
 rows = rows_of(__file__)
 
@@ -79,7 +79,7 @@ def test_a_sound_roce_device() -> None:
     assert (port.state, port.physical_state, port.rate_bytes_per_second) == ("ACTIVE", "LinkUp", 50e9)
     assert (port.netdev, port.netdev_mtu_bytes, port.active_mtu_bytes) == ("eth0", 9000, 4096)
     assert port.counters == {"symbol_error": 3, "out_of_sequence": 0}, "an unreadable counter is left out, not zero"
-    assert (nccl_gid_index(port), rocev2_gid_index(port)) == (3, 3)
+    assert (find_nccl_gid_index(port), find_rocev2_gid_index(port)) == (3, 3)
     assert "not installed" in str(facts.pyverbs)
     assert not list(rdma.check(facts))
 
@@ -121,7 +121,7 @@ def test_what_is_wrong_with_devices_and_ports(devices, answers, expected, words)
 
 
 def test_sizes_and_rates_are_read() -> None:
-    assert [roce_mtu(m) for m in (1500, 4200, 9000, 256, None)] == [1024, 4096, 4096, None, None]
+    assert [compute_roce_mtu(m) for m in (1500, 4200, 9000, 256, None)] == [1024, 4096, 4096, None, None]
     rates = ("2.5 Gb/sec (1X SDR)", "200 Gb/sec (4X HDR)", "fast", None)
     assert [parse_rate(r) for r in rates] == [312.5e6, 25e9, None, None]
 
@@ -155,8 +155,8 @@ def test_an_unreadable_state_is_unknown() -> None:
 def test_nccl_takes_the_first_ipv4_entry_of_version_two() -> None:
     host = Fabric().add("mlx5_0", 0, gids=[(LINK_LOCAL, V2), (IPV4, V1), (IPV4, V2), (IPV4, V2)]).host()
     port = read_rdma(host).devices[0].ports[0]
-    assert nccl_gid_index(port) == 2
-    assert ipv4_of(port.gids[1]) == "192.168.77.1"
+    assert find_nccl_gid_index(port) == 2
+    assert find_ipv4(port.gids[1]) == "192.168.77.1"
 
 
 def test_a_large_table_is_read_to_the_end_of_what_is_used() -> None:
@@ -204,7 +204,7 @@ def counted(**counters: int) -> rdma.RdmaFacts:
 
 @each_row(("before", "after", "seconds", "severity"), rows("rises"))
 def test_errors_are_judged_by_their_rise(before, after, seconds: float, severity: Status | None) -> None:
-    found = list(rdma_increases(counted(**before), counted(**after), seconds))
+    found = list(find_rdma_increases(counted(**before), counted(**after), seconds))
     assert [f.status for f in found] == ([severity] if severity else [])
 
 
@@ -217,7 +217,7 @@ def test_a_recorded_soft_roce_device(corpus: Path) -> None:
     assert (port.state, port.link_layer, port.netdev) == ("ACTIVE", "Ethernet", "net1")
     assert port.rate_text == "2.5 Gb/sec (1X SDR)"
     assert [gid.type for gid in port.gids] == [V2, V2]
-    assert (nccl_gid_index(port), port.counters is not None) == (1, True)
+    assert (find_nccl_gid_index(port), port.counters is not None) == (1, True)
 
 
 @each_row(("answers", "file", "trust", "priorities"), rows("trust"))

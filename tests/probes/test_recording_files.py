@@ -17,7 +17,7 @@ from probes.host.live import LiveHost
 from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.host.recording import RecordedHost, RecordingHost, load
 from probes.registry import ALL
-from probes.scanner import Scanner, archive, dumps
+from probes.scanner import Scanner, dumps, pack_archive
 from probes.wire import KIND, SCHEMA_VERSION, RecordingError, outcome_to_json
 
 
@@ -54,7 +54,7 @@ def test_a_recording_answers_as_the_host_did(tmp_path: Path) -> None:
     ]  # fmt: skip
     live = [_answer(host, method, arguments) for method, arguments in questions]
     path = tmp_path / "host.json"
-    path.write_text(dumps(archive(recorder.answers["identity"][""], recorder.answers, "test")), encoding="utf-8")
+    path.write_text(dumps(pack_archive(recorder.answers["identity"][""], recorder.answers, "test")), encoding="utf-8")
     recorded = load(path)
     assert [_answer(recorded, method, arguments) for method, arguments in questions] == live
     assert live[1] == ("FileNotFoundError", errno.ENOENT)
@@ -109,7 +109,7 @@ def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     host.environment()
     host.read_text("/proc/cmdline")
     host.read_text("/proc/note")
-    text = dumps(archive(host.identity(), recorder.answers, ""))
+    text = dumps(pack_archive(host.identity(), recorder.answers, ""))
     assert "hidden" not in text
     assert "NCCL_IB_PKEY" in text
     assert "iommu=pt" in text

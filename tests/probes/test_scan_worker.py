@@ -24,7 +24,7 @@ from probes.api import Absent, Failed, Ok, Snapshot, UnavailableError
 from probes.host.live import LiveHost
 from probes.host.protocol import Host
 from probes.host.recording import load
-from probes.registry import ALL, BY_NAME, failures
+from probes.registry import ALL, BY_NAME, report_failures
 from probes.scanner import Scanner
 from probes.wire import OutcomeError, RecordingError, outcome_from_json, outcome_to_json
 from probes.worker import reader, run
@@ -93,7 +93,7 @@ def test_every_recorded_machine_is_read_judged_and_written(name: str) -> None:
 def test_a_failed_probe_is_an_unknown_finding() -> None:
     """The gate can require a probe."""
     failed = with_outcomes(snapshot(), limits=Failed(error="ZeroDivisionError"))
-    assert [(f.code, f.status) for f in failures(failed)] == [("limits.probe.failed", Status.UNKNOWN)]
+    assert [(f.code, f.status) for f in report_failures(failed)] == [("limits.probe.failed", Status.UNKNOWN)]
 
 
 # The child ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from rigs.tables import each_row, golden_rows
 
 from probes.api import UnavailableError
 from probes.hostinfo import probe as hostinfo
-from probes.hostinfo.read import container, of_agent, read as read_hostinfo
+from probes.hostinfo.read import detect_container, is_of_agent, read as read_hostinfo
 from probes.limits import probe as limits
 from probes.limits.read import read as read_limits
 from probes.registry import BY_NAME
@@ -51,15 +51,15 @@ def test_hypervisor(grace: bool, flag: str, vendor: str, product: str, name: str
 @each_row(("kind", "files", "environment"), ROWS["kinds"])
 def test_container_is_known_by_its_engines_traces(kind, files, environment):
     """One trace is enough; a pod's goes before its engine's."""
-    assert container(DictHost(dict(files), environment=environment)) == kind
+    assert detect_container(DictHost(dict(files), environment=environment)) == kind
 
 
 def test_the_agents_container_is_one_that_says_so() -> None:
     """On a host without container `serve` shares what jobs get: its limits are judged."""
     role = {hostinfo.ROLE: "agent"}
-    assert of_agent(DictHost({"/.dockerenv": ""}, environment=role))
-    assert not of_agent(DictHost({"/.dockerenv": ""}))
-    assert not of_agent(DictHost({}, environment=role))
+    assert is_of_agent(DictHost({"/.dockerenv": ""}, environment=role))
+    assert not is_of_agent(DictHost({"/.dockerenv": ""}))
+    assert not is_of_agent(DictHost({}, environment=role))
 
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from probes.api import Snapshot
 if TYPE_CHECKING:  # what serves HTTP is loaded by the first test that asks, not when tests are collected
     from starlette.testclient import TestClient
 
-    from agent.http.access import Tokens
+    from agent.http.access import TokenChecker
 
 TOKEN = "s3cret-" + "t" * 20
 
@@ -25,11 +25,11 @@ def token_file(folder: Path) -> Path:
     return path
 
 
-def tokens(folder: Path, **more: Any) -> Tokens:
+def tokens(folder: Path, **more: Any) -> TokenChecker:
     """Which requests may use the closed endpoints: those with TOKEN."""
-    from agent.http.access import Tokens
+    from agent.http.access import TokenChecker
 
-    return Tokens(token_file=token_file(folder), **more)
+    return TokenChecker(token_file=token_file(folder), **more)
 
 
 def bearer(token: str = TOKEN) -> dict[str, str]:

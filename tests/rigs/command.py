@@ -16,7 +16,7 @@ from rigs.tables import ROOT
 
 from agent.cli.main import _run, cli
 
-MODULE = (sys.executable, "-m", "agent.cli")
+MODULE = ("-m", "agent.cli")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
@@ -46,7 +46,7 @@ def topoflight(*words: object, given: str = "", **environment: str | None) -> Re
 def process(*words: object, given: str = "", cwd: Path = ROOT, before: Iterable[str] = (), seconds: float = 600,
             **environment: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """The command in a separate process, which the words of `before` start; its output is captured."""
-    return _process([*before, *MODULE, *map(str, words)], given, cwd, seconds, environment)
+    return _process([*before, sys.executable, *MODULE, *map(str, words)], given, cwd, seconds, environment)
 
 
 def python(code: str, *words: object, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -80,7 +80,7 @@ def on_a_terminal(*words: str, **environment: str) -> tuple[int, str]:
         here = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **environment}
         for name in {"CI", "NO_COLOR", "FORCE_COLOR"} - set(environment):  # of the shell that runs the tests
             here.pop(name, None)
-        os.execve(sys.executable, [*MODULE, *words], here)  # noqa: S606
+        os.execve(sys.executable, [sys.executable, *MODULE, *words], here)  # noqa: S606
     seen = b""
     with contextlib.suppress(OSError):  # Linux says EIO when the other end is closed
         while chunk := os.read(terminal, 65536):

@@ -11,7 +11,7 @@ from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
-from probes.registry import ALL, BY_NAME, failures, findings_of
+from probes.registry import ALL, BY_NAME, check_facts, report_failures
 from probes.worker import scan
 
 FOLDER = Path(__file__).parent.parent / "machines"
@@ -78,8 +78,8 @@ def with_ports(found: Snapshot, device: str = "", **changes: Any) -> Snapshot:
 def findings(found: Snapshot) -> tuple[Finding, ...]:
     """The findings of every probe, without the passes and the unknowns that a gate adds; a failed probe is one too."""
     answered = [(name, each.facts) for name, each in found.outcomes.items() if isinstance(each, Ok)]
-    said = (finding for name, facts in answered for finding in findings_of(found, BY_NAME[name], facts))
-    return (*failures(found), *said)
+    said = (finding for name, facts in answered for finding in check_facts(found, BY_NAME[name], facts))
+    return (*report_failures(found), *said)
 
 
 def of_code(seen: View, code: str) -> list[Finding]:

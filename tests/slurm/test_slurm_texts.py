@@ -20,9 +20,9 @@ from rigs.results import search_result
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.checks.verdict import judge
-from agent.jobs.preflight import Report, slurm_reasons
-from agent.jobs.search import findings_of, resolvable_address, slurm_hosts
-from agent.jobs.slurm import SlurmError, job_files
+from agent.jobs.preflight import Report, format_slurm_reasons
+from agent.jobs.search import format_slurm_hosts, make_findings, make_resolvable
+from agent.jobs.slurm import SlurmError, find_job_files
 from collectives.search.coordinator import coordinate, read_journal
 from collectives.search.plan import SearchResult
 from collectives.search.rank import Place, connect, note_path
@@ -32,7 +32,7 @@ from contracts.finding import Finding
 from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
 from finetune.rank_monitor import _identity
 from planner.slurm import seconds_of_limit, wrap_script
-from probes.api import host_name
+from probes.api import read_host_name
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
 from topology.slurm_conf import Placement, placement_of, topology_conf
@@ -238,7 +238,7 @@ def test_the_logs_of_a_job_are_found(job, shown, here, wanted, where, awaited, a
     monkeypatch.setenv("PATH", commands(tmp_path, scontrol=answer)["PATH"])
     monkeypatch.chdir(folder / here)
     try:
-        run, logs, text, does = job_files(job)
+        run, logs, text, does = find_job_files(job)
     except SlurmError as error:
         run, logs, text, does = None, (), str(error), ""
     assert [str(log.absolute().relative_to(Path.cwd())) for log in logs] == wanted
@@ -246,7 +246,7 @@ def test_the_logs_of_a_job_are_found(job, shown, here, wanted, where, awaited, a
     assert where.format(folder=folder) in text and again in does and bool(again) == bool(does), (text, does)
     if logs:
         (folder / "topoflight-1239" / "ranks").mkdir()  # where the monitor in a wrapped script's ranks writes
-        assert job_files(job).run == (folder / awaited if awaited else None)
+        assert find_job_files(job).run == (folder / awaited if awaited else None)
 
 
 @each_row(("words", "machine", "code", "wanted"), rows("over"))
@@ -263,8 +263,8 @@ def test_the_record_of_a_later_job_in_the_same_folder_is_not_read(tmp_path, monk
     for name in ("slurm-7.log", "slurm-9.log", "slurm-9.0.log"):
         (tmp_path / "run" / name).write_text("x\n")
     monkeypatch.chdir(tmp_path / "run")
-    assert job_files("9").run == tmp_path / "run"
-    found = job_files("7")
+    assert find_job_files("9").run == tmp_path / "run"
+    found = find_job_files("7")
     assert found.run is None and "are of job 9, which ran there later" in found.where
 
 
@@ -340,10 +340,10 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     waits = topoflight("why", "--run", tmp_path)
     assert waits.exit_code == 5 and "no rank has written into" in waits.output and "init_process_group" in waits.output
     monkeypatch.setenv("SLURMD_NODENAME", "gpu03")
-    assert _identity()["host"] == host_name() == "gpu03"
+    assert _identity()["host"] == read_host_name() == "gpu03"
     checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
     unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
-    assert slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
+    assert format_slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
     for rank in range(3):
         state = {"rank": rank, "host": f"ip-10-0-0-{rank}.example.com", "written": 1e9, "ended": True,
                  "error": "Connection closed by peer" if rank else "ValueError: x"}  # fmt: skip
@@ -354,8 +354,8 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
 
 def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
     hosts = [f"gpu-{number:02d}.example.com" for number in range(4)]
-    assert slurm_hosts(search_result(hosts, bad=(1, 2))) == "gpu-[01-02]\n"
-    assert slurm_hosts(search_result(hosts)) == ""
+    assert format_slurm_hosts(search_result(hosts, bad=(1, 2))) == "gpu-[01-02]\n"
+    assert format_slurm_hosts(search_result(hosts)) == ""
 
 
 UNREACHED = [  # nodes that join, whether node 2 leaves a note, state of each node, words of the verdict on node 2
@@ -367,8 +367,8 @@ UNREACHED = [  # nodes that join, whether node 2 leaves a note, state of each no
 
 @each_row(("joins", "is_noted", "states", "words"), UNREACHED)
 def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted, states, words, tmp_path):
-    """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost, unless it says
-    as well as in the journal, that it cannot resolve the name of node 0."""
+    """Nor does node 0 ever accuse itself. A node that is absent although another one joined is lost, unless its note
+    next to the journal says that it cannot resolve the name of node 0."""
     from torch.distributed import HashStore
 
     store = HashStore()
@@ -389,7 +389,7 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted,
     coordinate(place, store)
     result = structure(read_journal(tmp_path / "journal")[-1]["result"], SearchResult)
     assert [verdict.state for verdict in result.verdicts] == states and words in result.verdicts[2].seen, result
-    finding = findings_of(result)[2]
+    finding = make_findings(result)[2]
     assert (finding.code == "search.node.unjudged") == (states[2] != "bad") and words in finding.message, finding
     assert is_noted or "--rendezvous HOST:PORT" in finding.message
 
@@ -397,10 +397,10 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted,
 def test_a_name_that_does_not_resolve_is_replaced_by_slurm_address(tmp_path, monkeypatch):
     """scontrol of Slurm 22.05 prints these words in one line among others."""
     answer = 'echo "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=10.0.0.11 NodeHostName=$3"'
-    assert resolvable_address("nowhere.invalid:29407") == "nowhere.invalid:29407"
+    assert make_resolvable("nowhere.invalid:29407") == "nowhere.invalid:29407"
     monkeypatch.setenv("PATH", commands(tmp_path, scontrol=answer)["PATH"])
-    assert resolvable_address("nowhere.invalid:29407") == "10.0.0.11:29407"
-    assert resolvable_address("localhost:29407") == "localhost:29407"
+    assert make_resolvable("nowhere.invalid:29407") == "10.0.0.11:29407"
+    assert make_resolvable("localhost:29407") == "localhost:29407"
 
 
 def rack(first: int, last: int, *leaves: str, clique: str = "") -> list[Placement]:

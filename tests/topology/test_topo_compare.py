@@ -10,7 +10,7 @@ from contracts.finding import Status
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.gpu.probe import PROBE as GPU_PROBE
-from probes.registry import findings_of
+from probes.registry import check_facts
 from topology.cluster import join
 from topology.diff import diff, diff_text, fleet, fleet_text
 from topology.formats.text import parse
@@ -103,7 +103,7 @@ def test_narrowed_slot_in_words():
 def test_throttling_is_as_bad_as_the_scan_calls_it():
     """Heat at half the clock fails; the power cap of full load is no fault; that it ended is good news."""
     hot, cool = snapshot("sick-h100-thermal"), snapshot(HGX)
-    judged = {f.status for f in findings_of(hot, GPU_PROBE, hot.facts(GpuFacts)) if f.code.startswith("gpu.thermal.t")}
+    judged = {f.status for f in check_facts(hot, GPU_PROBE, hot.facts(GpuFacts)) if f.code.startswith("gpu.thermal.t")}
     assert {d.status for d in diff(cool, hot) if d.what == "throttled by"} == judged
     ended = diff(hot, replace(cool, hostname=hot.hostname))
     assert {d.status for d in ended if d.what == "throttled by"} == {Status.INFO}

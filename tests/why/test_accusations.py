@@ -21,7 +21,7 @@ from rigs.command import topoflight
 from rigs.tables import each_row, rows_of
 
 from agent.cli.why import why
-from agent.jobs.script import monitored
+from agent.jobs.script import add_monitor
 from agent.why import diagnosis, ranks
 from collectives.bench import processes
 from collectives.traces import rank_files, watchdog
@@ -243,7 +243,7 @@ def test_ends_and_silences_accuse_only_whom_others_wait_for(states, more, state,
     more = {"ages": {rank: newest - one.written for rank, one in made.items()}, **more}
     if "log" in more:
         more["log"] = watchdog.read(more["log"])
-    found = judge(RunFacts(states=made, world=len(made), now=START, **more))
+    found = judge(RunFacts(states=made, now=START, **{"world": len(made), **more}))
     assert (found.state, found.ranks) == (state, tuple(named)), found.line
     assert words in found.line
 
@@ -280,7 +280,7 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
     (tmp_path / "self/ns/pid").symlink_to("pid:[1]")
     for namespace, found in (("pid:[1]", {0: "gone"}), ("pid:[2]", {}), (None, {})):
         state = RankState(rank=0, host=os.uname().nodename, pid=7, boot="b", started=5, pid_namespace=namespace)
-        assert ranks.processes({0: state}, tmp_path) == found, namespace
+        assert ranks.read_process_states({0: state}, tmp_path) == found, namespace
 
 
 def write_states(folder: Path, *states: RankState) -> list[Path]:
@@ -302,7 +302,7 @@ def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
     for rank, ahead in enumerate((0.0, 40.0, -40.0)):
         state = RankState(rank=rank, world_size=3, host=f"h{rank}", written=time.time() + ahead, phase="compute")
         write_states(tmp_path, state)
-    assert judge(ranks.of_run(tmp_path)[0]).state == "fine"
+    assert judge(ranks.read_settled_run(tmp_path)[0]).state == "fine"
 
 
 def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(tmp_path, monkeypatch):
@@ -323,7 +323,7 @@ def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(tmp_path, m
         write(behind)
         rest = {rank: seconds for rank, seconds in behind.items() if rank not in mute}
         monkeypatch.setattr(ranks.time, "sleep", lambda _seconds, rest=rest: write(rest))
-        facts, _ = ranks.of_run(tmp_path)
+        facts, _ = ranks.read_settled_run(tmp_path)
         assert {rank for rank, age in facts.ages.items() if age > STALE_SECONDS} == (mute if rest else set()), behind
         assert judge(facts).state == ("fine" if rest else "failed")
 
@@ -379,6 +379,24 @@ def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
     assert state.ended and end in state.ends
 
 
+def test_a_rank_that_failed_writes_the_line_of_its_error_though_its_launcher_ends_it(tmp_path, monkeypatch):
+    class Terminated(rank_monitor.RankMonitor):
+        def dump(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        raise ValueError("no rows")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monitor, handler = Terminated(tmp_path, 0, 2), signal.getsignal(signal.SIGTERM)
+    monitor.folder.mkdir()
+    monitor.start()
+    monitor.end()
+    state = rank_files.read_state(monitor.folder / NAME.format(rank=0))
+    assert (state.error, signal.getsignal(signal.SIGTERM)) == ("ValueError: no rows", handler)
+    assert state.own[0].endswith("_though_its_launcher_ends_it")
+
+
 def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: Path, monkeypatch) -> None:
     """A build for CUDA keeps NCCL's calls apart (torch 2.11 on an H100): gloo's recorder is then empty.
 
@@ -430,7 +448,7 @@ def test_the_monitor_writes_what_the_reader_reads() -> None:
     assert (rank_monitor.RANKS_FOLDER, rank_monitor.STATE, rank_monitor.TRACE, rank_monitor.ASK) == (
         rank_files.RANKS_FOLDER, rank_files.NAME, rank_files.TRACE, rank_files.ASK)  # fmt: skip
     # a launcher marks its processes with a variable of another name, and would overwrite the folder
-    assert processes.RUN_VARIABLE not in monitored({}, Path("run"))
+    assert processes.RUN_VARIABLE not in add_monitor({}, Path("run"))
 
 
 @pytest.mark.ranks
@@ -456,14 +474,14 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
     unwritable = tmp_path / "file"
     unwritable.write_text("")
     for folder in (tmp_path / "run", unwritable):
-        environment = monitored({**os.environ, "PYTHONPATH": str(own), "OMP_NUM_THREADS": "1"}, folder)
+        environment = add_monitor({**os.environ, "PYTHONPATH": str(own), "OMP_NUM_THREADS": "1"}, folder)
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                  "finetune_job.py"]  # fmt: skip
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
                               timeout=300)  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
-    facts, wrong = ranks.of_run(tmp_path / "run")
+    facts, wrong = ranks.read_settled_run(tmp_path / "run")
     assert (sorted(facts.states), wrong) == ([0, 1], [])
     assert all(state.ended and state.own for state in facts.states.values())
     assert judge(facts).state == "fine"
@@ -475,7 +493,7 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
     started = [subprocess.Popen([*words, str(rank), f"file://{tmp_path}/store"], cwd=tmp_path, env=environment)
                for rank in range(2)]  # fmt: skip
     assert [one.wait(300) for one in started] == [0, 0]
-    assert sorted(ranks.of_run(tmp_path / "own-run")[0].states) == [0, 1]
+    assert sorted(ranks.read_settled_run(tmp_path / "own-run")[0].states) == [0, 1]
 
 
 def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:

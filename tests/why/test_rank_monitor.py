@@ -10,7 +10,7 @@ import pytest
 from rigs.command import ROOT, TORCHRUN, interpreter
 from rigs.netns import missing
 
-from agent.jobs.script import monitored
+from agent.jobs.script import add_monitor
 from finetune import rank_monitor
 
 TALK = """
@@ -112,7 +112,7 @@ def test_the_monitor_costs_less_than_half_a_percent(tmp_path):
     The time of the monitor's own thread is more exact than two runs by turns.
     """
     (tmp_path / "train.py").write_text(TRAINS)
-    environment = monitored({"PYTHONPATH": str(ROOT)}, tmp_path / "run")
+    environment = add_monitor({"PYTHONPATH": str(ROOT)}, tmp_path / "run")
     done = interpreter(*TORCHRUN, "--nproc-per-node=2", "train.py", tmp_path, seconds=300, cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     for rank in range(2):

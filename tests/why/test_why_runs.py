@@ -12,9 +12,9 @@ import pytest
 import why
 from rigs.tables import each_row, rows_of
 
-from agent.jobs.script import monitored
+from agent.jobs.script import add_monitor
 from agent.why import diagnosis
-from agent.why.ranks import of_run
+from agent.why.ranks import read_settled_run
 from collectives.traces.rank_files import RankState
 from planner.why import RunFacts, judge
 
@@ -86,8 +86,9 @@ def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(t
 def test_what_ranks_wrote_at_the_rendezvous(one, other, seconds, state, words):
     waits = {"phase": "rendezvous", "asked": "a:1", "answer": "connected", "since": 1070 - seconds, "written": 1070.0}
     states = {rank: RankState(rank=rank, world_size=2, **waits | more) for rank, more in enumerate((one, other))}
-    found = judge(RunFacts(states=states, world=2, now=1070.0))
-    assert found.state == state and words in found.line, found.line
+    ages = {rank: 9.0 for rank, one in states.items() if one.since == 1000.0}  # it has given up 9 s before the other
+    found = judge(RunFacts(states=states, world=2, now=1070.0, ages=ages))
+    assert (found.state, found.ranks) == (state, (0,) * ("rank 0" in words)) and words in found.line, found.line
 
 
 RESTORING = """
@@ -106,7 +107,7 @@ def test_a_rank_that_restores_before_the_rendezvous_is_seen_by_its_process(tmp_p
              "--rdzv-endpoint", "127.0.0.1:0", str(tmp_path / "train.py")]  # fmt: skip
     with subprocess.Popen(words, env={**os.environ, "RESTORES": "600"}, stderr=subprocess.DEVNULL) as job:
         until = time.monotonic() + 400
-        while not (facts := of_run(tmp_path / "run")[0]).starting and time.monotonic() < until:
+        while not (facts := read_settled_run(tmp_path / "run")[0]).starting and time.monotonic() < until:
             time.sleep(0.5)
         job.terminate()
         job.wait()
@@ -124,6 +125,8 @@ LOOP = """
 import datetime, os, signal, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=200))
 rank, fault = dist.get_rank(), sys.argv[1]
+if fault == "gathers":  # the others end by their own error, which writes their last call; torchrun may be quicker
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
     for step in range(80 if rank == 1 and fault == "leaves" else 100):
         dist.all_reduce(torch.ones(3))
@@ -147,19 +150,8 @@ def test_the_rank_that_differs_is_named_with_and_without_the_log(tmp_path, fault
     run, log = tmp_path / "run", tmp_path / "log"
     job = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py", fault]
     with log.open("wb") as stream:
-        subprocess.run(job, env=monitored(os.environ, run), cwd=tmp_path, stdout=stream, stderr=stream, check=False)
+        subprocess.run(job, env=add_monitor(os.environ, run), cwd=tmp_path, stdout=stream, stderr=stream, check=False)
     found = diagnosis.answer(diagnosis.WhySources(run=run, logs=(str(log),)))
     assert (found.state, found.ranks, found.causes[0].code) == ("failed", (1,), code) and words in found.line
     if fault != "leaves":
         assert diagnosis.answer(diagnosis.WhySources(run=run)).ranks == (1,)
-
-
-@each_row(("seconds", "answer", "words"), rows("unreachable"))
-def test_an_address_is_unreachable_only_while_somebody_may_hold_it(seconds: float, answer: str, words: str) -> None:
-    """Rank 0, which was connected, has given up 9 s before rank 1 did."""
-    waits = {"world_size": 2, "phase": "rendezvous", "asked": "a:1", "ended": True, "written": 1070.0,
-             "error": "DistStoreError: Timed out"}  # fmt: skip
-    states = {0: RankState(rank=0, answer="connected", since=1000.0, **waits),
-              1: RankState(rank=1, answer=answer, since=1070.0 - seconds, **waits)}  # fmt: skip
-    found = judge(RunFacts(states=states, world=2, now=1070.0, ages={0: 9.0, 1: 0.0}))
-    assert (found.state, found.ranks) == ("failed", ()) and words in found.line, found.line

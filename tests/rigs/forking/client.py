@@ -11,7 +11,10 @@ import socket
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes longer than all of this
-FORKED = ("torch.distributed.run", "finetune.train", "collectives.search.rank", "collectives.search.coordinator")
+FORKED = (
+    "torch.distributed.run", "finetune.train", "collectives.search.rank", "collectives.search.coordinator",
+    "collectives.bench.calibrate",
+)  # fmt: skip
 SCRIPTS = ("/equivalence_ranks.py", "/fake_ranks.py", "/loading_ranks.py", "/limited_job.py")
 NAMESPACES = ("net", "mnt", "uts")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -17,7 +17,7 @@ import rig
 from probes.interfaces import probe as interfaces
 from probes.limits import probe as limits
 from probes.rdma import probe as rdma
-from probes.rdma.probe import nccl_gid_index
+from probes.rdma.probe import find_nccl_gid_index
 
 HERE = Path(__file__).parent
 
@@ -61,7 +61,7 @@ def test_a_live_port(seen: dict[str, dict[str, Any]]) -> None:
     assert (device.name, device.kind) == ("rxe0", "rxe")
     assert (port.state, port.physical_state, port.link_layer, port.netdev) == ("ACTIVE", "LinkUp", "Ethernet", "net1")
     assert {gid.type for gid in port.gids} == {"RoCE v2"}
-    assert nccl_gid_index(port) == 1, "the IPv4 entry"
+    assert find_nccl_gid_index(port) == 1, "the IPv4 entry"
     assert (port.netdev_mtu_bytes, port.active_mtu_bytes) == (1500, 1024)
     assert seen["up"]["active_mtu"] == 1024, "as libibverbs says itself"
     assert device.uverbs_usable is True
