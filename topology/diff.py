@@ -81,10 +81,9 @@ def _map_names(mine: Snapshot, theirs: Snapshot, kind: type) -> dict[str, str]:
     """Map our device names to theirs by PCI address; empty if the addresses of the machines differ."""
     rows = [_PLACES[kind](facts) for one in (mine, theirs) if (facts := one.facts(kind)) is not None]
     here, there = (dict(each) for each in rows) if len(rows) == 2 else ({}, {})
-    if None in here | there or not (here.keys() <= there.keys() or there.keys() <= here.keys()):
+    several = sum(map(len, rows)) > len(here) + len(there)  # devices of one function
+    if several or None in here | there or not (here.keys() <= there.keys() or there.keys() <= here.keys()):
         return {}
-    if sum(map(len, rows)) != len(here) + len(there):
-        return {}  # several devices of one function
     taken = there.values()
     return {name: there.get(place) or f"{name} at {place}" * (name in taken) or name for place, name in here.items()}
 
