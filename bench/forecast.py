@@ -32,21 +32,20 @@ from typing import TypeVar
 
 from rows import Row, Unread, read_rows
 from stacks import unknown_stack
-from widths import LEAST_ROWS, Sample, inside, learn, width
+from widths import Sample, inside, learn, width
 
 from contracts.finding import Interval
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.explain import over_unknown_network, sigmas_of_rates
-from planner.forecast.calibration import FILE as INTERVALS, Widths, interval, key_of, kinds_of, widths
+from planner.forecast.calibration import FILE as INTERVALS, Widths, interval, kind_of, widths
 from planner.forecast.compute import DEFAULT, Constants, Job, gpu_rates
 from planner.forecast.engine import share_of
 from planner.forecast.memory import FRAGMENTATION, MemoryParts, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import StepParts, step_parts
 from planner.search import TIGHT_SHARE, Candidate, Planned, degrees_of, search, simplest
-from planner.stacks import ENGINES
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
 FILES = ("published.csv", "published2.csv", "published3.csv")
@@ -79,7 +78,7 @@ class Answer:
     job: Job
     candidate: Candidate  # as in the search, without a limit on memory
     extra: tuple[float, float]  # standard deviations of log time (below, above) from settings that the row leaves open
-    kinds: tuple[str, ...]  # kinds of job, which decide the width of the interval
+    kind: str  # of the job, which decides the width of the interval
     reach: tuple[float, float]  # log of the time with the fastest and the slowest network that the row leaves open
     memory_bytes: float
     least_bytes: float  # least memory of the settings that the row leaves open
@@ -94,7 +93,7 @@ class Answer:
     def sample(self) -> Sample:
         """The error from which a width is learned."""
         return Sample(
-            source=self.row.source, kinds=self.kinds, error=math.log(self.ratio), extra=self.extra, reach=self.reach
+            source=self.row.source, kind=self.kind, error=math.log(self.ratio), extra=self.extra, reach=self.reach
         )
 
     @property
@@ -273,7 +272,7 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
         job=job,
         candidate=Candidate(layout=layout, parts=readings[0][2], memory=printed, seconds=seconds),
         extra=left_open(readings),
-        kinds=kinds_of(job, seen_engine=row.stack.known),
+        kind=kind_of(job),
         reach=(math.log(ends.low), math.log(ends.high)),
         memory_bytes=memory,
         least_bytes=min(ways),
@@ -401,7 +400,6 @@ def learned(result: LeftOut, without: str | None = None) -> Widths:
     """Learn the widths of intervals from all sources, or from all except one."""
     answers = [a for a in result.answers if a.scored and a.row.source != without]
     shipped = [a for a in result.shipped if a.row.source != without]
-    seen = Counter(a.row.stack.engine.name for a in shipped if a.scored)
     known = [a for a in answers if not a.row.assumed_much]  # whose times do not depend on assumed settings
     scaled = [Sample(source=a.row.source, error=math.log(ratio)) for a, ratio in with_scalar(known)]
     by_method = groups_of((a for a in shipped if a.row.memory_bytes), lambda a: a.row.train.method)
@@ -410,10 +408,8 @@ def learned(result: LeftOut, without: str | None = None) -> Widths:
         for method, members in sorted(by_method.items())
     }
     pair, same = (spread(found) for found in pairs(answers))
-    return learn(
-        [a.sample for a in known],
-        engines={name for name, count in seen.items() if name in ENGINES and count >= LEAST_OF_A_SOURCE},
-        calibrated=width(scaled), memory=memory, pair=pair, pair_same=same,
+    return Widths(
+        kinds=learn([a.sample for a in known]), calibrated=width(scaled), memory=memory, pair=pair, pair_same=same,
     )  # fmt: skip
 
 
@@ -455,7 +451,7 @@ Table = Callable[[str], Widths]  # by source
 def coverage(answers: Sequence[Answer], table: Table, missed: int = 0) -> float:
     """Return the share of measured times in the 80 % interval. `missed` further rows count as outside."""
     found = len(answers) + missed
-    covered = sum(inside(a.sample, table(a.row.source).sigma(a.kinds)) for a in answers)
+    covered = sum(inside(a.sample, table(a.row.source).kinds[a.kind]) for a in answers)
     return covered / found if found else math.nan
 
 
@@ -580,19 +576,15 @@ def print_times(title: str, answers: Sequence[Answer], unread: Sequence[Unread],
 
 
 def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
-    """Print the widths of each combination of kinds and each single kind with enough rows, of memory and of pairs."""
+    """Print the widths of each kind of job, of memory and of pairs."""
     answers = [a for a in result.answers if a.scored and not a.row.assumed_much]
-    marks = sorted({kind for a in answers for kind in a.kinds})
-    groups = {key_of(kinds): [a for a in answers if a.kinds == kinds] for kinds in sorted({a.kinds for a in answers})}
-    groups |= {f"any: {mark}": [a for a in answers if mark in a.kinds] for mark in marks}
     lines = [("kind of job", "rows", "sources", "sigma", "in 80 %", "in 80 %, width of the other sources")]
-    for name, members in groups.items():
-        if len(members) >= LEAST_ROWS:
-            sigma = shipped.kinds.get(name) or shipped.any_with.get(name.removeprefix("any: "))
-            lines.append((
-                name, str(len(members)), str(len(_by_source(members))), f"{sigma:.3f}" if sigma else "-",
-                _percent(coverage(members, lambda _: shipped)), _percent(coverage(members, table)),
-            ))  # fmt: skip
+    for kind, sigma in shipped.kinds.items():
+        members = [a for a in answers if a.kind == kind]
+        lines.append((
+            kind, str(len(members)), str(len(_by_source(members))), f"{sigma:.3f}",
+            _percent(coverage(members, lambda _: shipped)), _percent(coverage(members, table)),
+        ))  # fmt: skip
     for name, sigma in (
         ("one step of the stack measured", shipped.calibrated),
         *((f"memory: {method}", sigma) for method, sigma in shipped.memory.items()),
@@ -736,8 +728,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text.getvalue())
     if options.write and result:
         table = learned(result)
-        data = asdict(table) | {"engines": sorted(table.engines)}
-        INTERVALS.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        INTERVALS.write_text(json.dumps(asdict(table), indent=2) + "\n", encoding="utf-8")
         tables = re.sub(r"^\|.*$", lambda line: re.sub(r" *\| *", "|", line[0]), text.getvalue(), flags=re.MULTILINE)
         PAGE.write_text(HEADER + re.sub(r"\|-[-|]*\|", lambda m: re.sub(r"-+", "-", m[0]), tables), encoding="utf-8")
     return 0

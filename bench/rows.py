@@ -419,7 +419,7 @@ def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: i
         return None
     kind = raw.get("flops_kind") or "model"
     count = weights(model)
-    matmul = count.layers * (count.attention_per_layer + count.active_mlp_per_layer) + model.vocab * model.hidden
+    matmul = count.layers * (count.mixer_per_layer + count.active_mlp_per_layer) + model.vocab * model.hidden
     attention = 12.0 * model.layers * model.heads * model.head_dim * sequence
     if "causal" in kind:
         attention /= 2.0

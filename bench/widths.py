@@ -6,14 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from planner.forecast.calibration import Z80, Widths, key_of
+from planner.forecast.calibration import ADAPTERS, LONG, MIXTURE, PLAIN, Z80
 
 LEAST_ROWS = 20  # rows that a kind of job needs for a width of its own
 # COVERED is the share with each source weighted by the root of its number of rows, so that long tables do not dominate.
-# LEAST and MOST bound the share of all rows, each with the same weight.
-COVERED, LEAST, MOST = 0.80, 0.76, 0.89
+# LEAST bounds the share of all rows, each with the same weight.
+COVERED, LEAST = 0.80, 0.76
 # Step times of a new source are covered by about this much less (docs/measurements/forecast.md), and every user is a
 # new source.
 UNSEEN = 0.05
@@ -25,7 +24,7 @@ class Sample:
 
     source: str
     error: float  # log(forecast / measured)
-    kinds: tuple[str, ...] = ()
+    kind: str = ""
     # Additional standard deviations (below, above) from settings that the row leaves open.
     extra: tuple[float, float] = (0.0, 0.0)
     reach: tuple[float, float] = (0.0, 0.0)  # how far an unknown network moves the interval's ends
@@ -55,31 +54,18 @@ def width(samples: Sequence[Sample], more: float = 0.0) -> float:
     by_source = [1.0 / math.sqrt(rows[s.source]) for s in samples]
     by_row = [1.0] * len(samples)
     sigma = _least(lambda x: covered(samples, x, by_source) >= COVERED + more)
-    sigma = max(sigma, _least(lambda x: covered(samples, x, by_row) >= LEAST + more))
-    if covered(samples, sigma, by_row) > MOST + more:
-        sigma = _least(lambda x: covered(samples, x, by_row) >= MOST + more)
-    return sigma
+    return max(sigma, _least(lambda x: covered(samples, x, by_row) >= LEAST + more))
 
 
-def learn(samples: Sequence[Sample], **others: Any) -> Widths:
-    """Learn a width for each combination of kinds and each single kind with enough rows. Pass `others` on."""
-    return Widths(
-        kinds={key_of(kinds): sigma for kinds, sigma in _each(samples, lambda s: (s.kinds,)).items()},
-        any_with=_each(samples, lambda s: s.kinds),
-        **others,
-    )
+def learn(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the width of each kind of job with enough rows; of the others, the largest of these.
 
-
-def _each(samples: Sequence[Sample], groups_of: Callable[[Sample], Sequence[Any]]) -> dict[Any, float]:
-    """Return the width of each group with enough rows.
-
-    A group with rows of one source only is at least as wide as every group with rows of several sources.
+    A kind with rows of one source only is at least as wide as every kind with rows of several sources.
     """
-    groups: dict[Any, list[Sample]] = {}
+    kinds: dict[str, list[Sample]] = {LONG: [], MIXTURE: [], ADAPTERS: [], PLAIN: []}
     for sample in samples:
-        for group in groups_of(sample):
-            groups.setdefault(group, []).append(sample)
-    found = {group: width(groups[group], UNSEEN) for group in sorted(groups) if len(groups[group]) >= LEAST_ROWS}
-    several = {group for group in found if len({s.source for s in groups[group]}) > 1}
-    widest = max((found[group] for group in several), default=0.0)
-    return {group: sigma if group in several else max(sigma, widest) for group, sigma in found.items()}
+        kinds[sample.kind].append(sample)
+    found = {kind: width(members, UNSEEN) for kind, members in kinds.items() if len(members) >= LEAST_ROWS}
+    several = {kind for kind in found if len({s.source for s in kinds[kind]}) > 1}
+    widest = max((found[kind] for kind in several), default=max(found.values(), default=math.nan))
+    return {kind: found[kind] if kind in several else max(found.get(kind, 0.0), widest) for kind in kinds}

@@ -229,7 +229,7 @@ def parse_config(
             what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
             raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {what}")
         named, more = unknown[: trl.MOST_LISTED], unknown[trl.MOST_LISTED :]
-        listed = ", ".join(f"{name!r}{trl.hint(name, () if n else known)}" for n, name in enumerate(named))
+        listed = ", ".join(f"{name!r}{trl.hint(name, known)}" for name in named)
         refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
     for member in trl.option_names()["switch"]:
         attempt(trl.set_switch, member, flat, layout)

@@ -158,10 +158,11 @@ def set_switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> 
     values, flags = row["options"], {name: flag(name, flat.get(name)) for name in row["options"]}
     on = [name for name in values if flags[name]]
     off = [name for name in values if flags[name] is False and len(values[name]) > 1]
-    for name in (on or off)[:1]:
+    for name in on or off[:1]:
         put(layout, member, values[name][not on], name)
-        if on and name in row.get("only_trl", {}):
-            raise OnlyTrlError(f"{name}=true: {row['only_trl'][name]}")
+    for name, why in row.get("only_trl", {}).items():
+        if name in on:
+            raise OnlyTrlError(f"{name}=true: {why}")
 
 
 def put(target: dict[str, Any], member: str, value: Any, name: str) -> None:

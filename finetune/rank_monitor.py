@@ -9,8 +9,7 @@ when `topoflight why --watch` requests it.
 This file also runs in Python environments that have nothing of Topoflight (autostart/sitecustomize.py), so it needs the
 standard library alone. What it writes, collectives/traces/rank_files.py reads.
 
-    from finetune import rank_monitor
-    rank_monitor.start(Path("run"))        # after init_process_group
+    torch.distributed.init_process_group = rank_monitor.starting(torch.distributed.init_process_group, Path("run"))
 """
 
 from __future__ import annotations
@@ -29,12 +28,14 @@ import linecache
 import os
 import random
 import re
+import signal
 import socket
 import struct
 import sys
 import termios
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,8 +188,7 @@ class RankMonitor(threading.Thread):
     def sample(self) -> None:
         """Record where the main thread is now."""
         stack = _stack(sys._current_frames().get(self.main))
-        own = [frame for frame in stack if _is_own(frame[0])]
-        self.where, self.own = (tuple(map(_shown, frames[:_SHOWN])) for frames in (stack, own))
+        self._set_place(stack)
         if self.asked:
             self.answer = _answer_of(self.asked, self.answer)
             return
@@ -214,6 +214,10 @@ class RankMonitor(threading.Thread):
             self.unsent[address] += waits
             self.resent[address] += again
             self.held[address] += waits or again
+
+    def _set_place(self, stack: list[Frame]) -> None:
+        own = [frame for frame in stack if _is_own(frame[0])]
+        self.where, self.own = (tuple(map(_shown, frames[:_SHOWN])) for frames in (stack, own))
 
     def _waits(self, stack: list[Frame], in_call: str) -> bool:
         """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run.
@@ -256,6 +260,9 @@ class RankMonitor(threading.Thread):
             self.marks.append({"at": now, **so_far})
             if len(self.marks) > MOST_MARKS:
                 del self.marks[1::2]
+            error, stack = _error() if ended else (None, [])
+            if stack:
+                self._set_place(stack)
             before, self.effort = self.effort, self._effort()
             seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
             least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
@@ -266,7 +273,7 @@ class RankMonitor(threading.Thread):
                 "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
                 "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
                 **so_far, "marks": self.marks, "groups": _groups(), "resent": dict(self.resent),
-                "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": _ends(),
+                "held": dict(self.held), "ended": ended, "error": error, "ends": _ends(),
             }  # fmt: skip
             self._replace(self.file, json.dumps(state).encode())
 
@@ -298,12 +305,21 @@ class RankMonitor(threading.Thread):
         return False
 
     def end(self) -> None:
-        """The process is done: the recorder's calls, the last state, and the error that ended it, if one did."""
+        """The process is done: the recorder's calls, the last state, and the error that ended it, if one did.
+
+        A launcher ends the other ranks of a failure with SIGTERM. This process ends by itself, once both are written.
+        """
         if self.over.is_set() or os.getpid() != self.pid:
             return
         self.over.set()
-        self.write(ended=True)  # first, as a launcher that ends the ranks may leave no time for more
+        handler = signal.getsignal(signal.SIGTERM)  # None: not of Python, and stays
+        is_ours = handler is not None and threading.current_thread() is threading.main_thread()
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.write(ended=True)
         self.dump()
+        if is_ours:
+            signal.signal(signal.SIGTERM, handler)
         self.join(timeout=2 * INTERVAL_SECONDS)
 
     def _replace(self, name: str, text: bytes) -> None:
@@ -323,13 +339,6 @@ def prepare() -> None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
-
-
-def start(folder: Path) -> RankMonitor:
-    """Start the monitor, in a rank that has joined its process group."""
-    import torch.distributed as dist
-
-    return _watch(RankMonitor(folder, dist.get_rank(), dist.get_world_size()))
 
 
 def starting(function: Any, folder: Path) -> Any:
@@ -356,7 +365,7 @@ def starting(function: Any, folder: Path) -> Any:
             if monitor is not None:
                 monitor.asked = ""
             elif dist.get_world_size() > 1:
-                monitor = start(folder)
+                monitor = _watch(RankMonitor(folder, dist.get_rank(), dist.get_world_size()))
         return result
 
     return init_process_group
@@ -548,10 +557,13 @@ def _address(fd: int, function: Any) -> tuple[Any, int] | None:
     return getattr(address, "ipv4_mapped", None) or address, int.from_bytes(bytes(name[2:4]), "big")
 
 
-def _error() -> str | None:
-    """The exception that nobody caught, with its whole message."""
+def _error() -> tuple[str | None, list[Frame]]:
+    """The exception that nobody caught, with its whole message, and its stack."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    return None if error is None else f"{type(error).__name__}: {str(error)[:MOST_ERROR]}"
+    if error is None:
+        return None, []
+    stack = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in traceback.walk_tb(error.__traceback__)]
+    return f"{type(error).__name__}: {str(error)[:MOST_ERROR]}", stack[::-1]
 
 
 def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
@@ -568,9 +580,9 @@ def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
 
 
 def copy_files(folder: Path) -> None:
-    """Copy what starts the monitor in another container's Python: this file and those that load it."""
+    """Copy what starts the monitor in another container's Python: this file and the one that loads it."""
     top = Path(__file__).resolve().parents[1]
-    for name in ("finetune/autostart/sitecustomize.py", "finetune/rank_monitor.py", "contracts/import_hook.py"):
+    for name in ("finetune/autostart/sitecustomize.py", "finetune/rank_monitor.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((top / name).read_bytes())
 

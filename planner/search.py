@@ -153,6 +153,8 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
         name, can = f"{name} on a CPU", engine.without_gpu
     if missing := next((_PARALLEL.get(word, word) for word in _list_parallelism(at) if word not in can), None):
         return f"{name} does not support {missing}"
+    if model.mamba_layers and not ("mamba" in can and train.method == "full"):
+        return f"layers with Mamba-2, as in {model.name}, are forecast for full fine-tuning with megatron only"
     return engine.refuses(model, train, at) or next(_list_missing_options(engine, name, train, at, has_gpu), None)
 
 

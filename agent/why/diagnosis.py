@@ -29,8 +29,6 @@ from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, cause_named
 _MOST_LOG_LINES = 20_000_000
 # Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
 _REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
-_MONITOR = ("this command again, after the ranks have called init_process_group. Only a job with the monitor writes "
-            "there (topoflight launch, wrap or run)")  # fmt: skip
 
 
 class WhyError(InputError):
@@ -71,9 +69,7 @@ def answer(sources: WhySources) -> Verdict:
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
         if sources.run is not None:
-            hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks yet",
-                           command=_MONITOR)  # fmt: skip
-            verdict = replace(verdict, unknown=(hint,))
+            verdict = replace(verdict, unknown=()).left_open("unwritten", folder=sources.run)
     again = sources.again
     if again is None and (requeued := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
         again = f"it {requeued[1]}"
@@ -314,10 +310,9 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
     after a signal have not failed. The codes of `_ENDS` say that the job ended, not why.
     """
-    lines = {p.code: tuple(f"{line.place}: {line.text}" for line in p.lines) for p in found.problems}
-    verdict = replace(
-        verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes)
-    )
+    lines = {p.code: _cause_of(p).evidence for p in found.problems}
+    verdict = replace(verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ()))
+                                            for one in verdict.causes))  # fmt: skip
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
     known = (*known, *(code for cause, code in _MORE_EXACT.items() if cause in known))
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):

@@ -21,7 +21,7 @@ from contracts.tables import read_patterns
 _TEXTS = read_patterns(__file__, "texts.toml", "ras", str)
 MOST_BYTES = 256 << 20  # JSON takes some 600 bytes a rank and communicator
 MOST_RANKS = 1 << 20
-PORT = 28028
+ANSWER_SECONDS = 10.0  # for which the socket may be silent
 
 
 class RasError(ValueError):
@@ -238,14 +238,14 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
     return late, words
 
 
-def ask(host: str, port: int = PORT, *, timeout_seconds: float = 10.0) -> bytes:
+def ask(host: str, port: int) -> bytes:
     """Return the answer of RAS at its socket: JSON if this NCCL supports it, else text. Raises OSError."""
     found = bytearray()
     for command in (b"SET FORMAT json\nVERBOSE STATUS\n", b"VERBOSE STATUS\n"):
         if b"{" in found:
             break
         found.clear()
-        with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
+        with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
             connection.sendall(command)
             while len(found) < MOST_BYTES and (block := connection.recv(1 << 16)):
                 found += block

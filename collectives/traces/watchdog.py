@@ -266,7 +266,7 @@ class _StackReader:
         self.rank = rank
         self.pid: int | None = None
         self.found: list[Stack] = []
-        self.frames: list[tuple[str, str]] = []  # (frame, its function) of the thread that is read
+        self.frames: list[str] = []  # of the thread that is read
         self.is_main = False
         self.best: tuple[bool, tuple[str, ...]] = (False, ())  # whether the main thread is certain, and its frames
 
@@ -288,13 +288,13 @@ class _StackReader:
 
     def add(self, file: str, line: str, function: str) -> None:
         if len(self.frames) < MOST_FRAMES:
-            self.frames.append((f"{file.rpartition('/')[2]}:{line} {function}", function))
+            self.frames.append(f"{file.rpartition('/')[2]}:{line} {function}")
 
     def end_thread(self) -> None:
         # the main thread runs the module of the script; otherwise it is the last one that faulthandler lists
-        is_main = self.is_main or any(function == "<module>" for _, function in self.frames)
+        is_main = self.is_main or any(frame.endswith(" <module>") for frame in self.frames)
         if self.frames and (is_main or not self.best[0]):
-            self.best = is_main, tuple(frame for frame, _ in self.frames)
+            self.best = is_main, tuple(self.frames)
         self.frames, self.is_main = [], False
 
     def end_process(self) -> None:

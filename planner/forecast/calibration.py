@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -138,51 +137,25 @@ def apply_calibration(calibration: Calibration, job: Job) -> Job:
     return replace(job, rates=replace(rates, inputs=tuple(inputs) or rates.inputs))
 
 
-# The width of the interval depends on the kind of job. It was learned from published runs that were not used in the
-# fit. The numbers are in intervals.json, written by `python bench/forecast.py --write`.
-
 SIGMAS: Mapping[str, float] = read_table(__file__, "constants.toml")["sigmas"]  # for cases without published runs
 Z80 = 1.2816  # standard deviations from the middle to each end of an 80 % interval
 
 FILE = Path(__file__).with_name("intervals.json")
 LONG_CONTEXT_TOKENS = 16384
-UNSEEN_ENGINE, MIXTURE, ADAPTERS, LONG = (
-    "engine of no published run", "mixture of experts", "adapters", "long context",
-)  # fmt: skip
-PLAIN = "none of these"
+LONG, MIXTURE, ADAPTERS, PLAIN = "long context", "mixture of experts", "adapters", "none of these"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Standard deviations of log(measured / forecast) by kind of job."""
+    """Standard deviations of log(measured / forecast) of published runs; written by `bench/forecast.py --write`."""
 
-    engines: list[str] | set[str]  # stacks whose published runs were scored
-    kinds: dict[str, float]  # for jobs with exactly these properties, names joined by "; "
-    any_with: dict[str, float]  # for jobs with this property, among others
+    kinds: dict[str, float]  # by kind of job, which decides the width of the step's interval
     calibrated: float  # after a step of the same stack was measured on the machine
     memory: dict[str, float]  # for the bytes on the fullest rank, by training method
     # For the difference between two forecasts of one job, whose common errors cancel: `pair` for layouts with different
     # degrees, `pair_same` for those that differ only in micro-batch, chunks or recomputation.
     pair: float
     pair_same: float
-
-    def sigma(self, kinds: tuple[str, ...]) -> float:
-        """Return the value for exactly these kinds; else the largest of each single kind; else the largest of all.
-
-        More unknowns never make a forecast better: the result is at least that of every subset of these kinds.
-        """
-        least = max((self.kinds.get(key_of(part), 0.0) for n in range(len(kinds)) for part in combinations(kinds, n)),
-                    default=0.0)  # fmt: skip
-        exact = self.kinds.get(key_of(kinds))
-        if exact is None:
-            widest = max(self.any_with.values())
-            exact = max((self.any_with.get(kind, widest) for kind in kinds), default=widest)
-        return max(exact, least)
-
-
-def key_of(kinds: tuple[str, ...]) -> str:
-    """Return the table key of a combination of kinds."""
-    return "; ".join(kinds) or PLAIN
 
 
 @cache
@@ -191,16 +164,16 @@ def widths() -> Widths:
     return Widths(**json.loads(FILE.read_bytes()))
 
 
-def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:
-    """Return how a job differs from full training of a dense model with a stack that has published runs.
+def kind_of(job: Job) -> str:
+    """Return the kind of a job: the first of three properties that it has, from the widest interval to the narrowest.
 
-    The GPU is not considered: 943 forecasts without data for their GPU generation were as accurate as those with it.
+    Forecasts without data for their GPU generation, or their stack, were as accurate as others (docs/decisions/0091).
     """
     marks = {
-        UNSEEN_ENGINE: not seen_engine, MIXTURE: job.model.experts > 0, ADAPTERS: job.train.method != "full",
-        LONG: job.train.sequence_length >= LONG_CONTEXT_TOKENS,
+        LONG: job.train.sequence_length >= LONG_CONTEXT_TOKENS, MIXTURE: job.model.experts > 0,
+        ADAPTERS: job.train.method != "full",
     }  # fmt: skip
-    return tuple(name for name, holds in marks.items() if holds)
+    return next((name for name, holds in marks.items() if holds), PLAIN)
 
 
 def memory_interval(job: Job, mid: float) -> Interval:
@@ -225,9 +198,8 @@ def base_sigma(job: Job, *, calibrated: bool) -> float:
         return SIGMAS["assumed"]
     if job.rates.device == "CPU":
         return SIGMAS["calibrated_cpu"]
-    table = widths()
-    sigma = table.sigma(kinds_of(job, seen_engine=job.engine.name in table.engines))
-    return min(table.calibrated, sigma) if calibrated else sigma
+    sigma = widths().kinds[kind_of(job)]
+    return min(widths().calibrated, sigma) if calibrated else sigma
 
 
 def interval(mid: float, sigma: float, above: float | None = None) -> Interval:

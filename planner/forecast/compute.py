@@ -22,6 +22,7 @@ from planner.forecast.specs import (
     attention_products,
     document_length,
     expected_longest,
+    mamba_products,
     mean_length,
     mlp_width,
     weights,
@@ -47,6 +48,7 @@ class Rates:
     device: str
     score_bytes: float = 0.0  # through memory per score in the forward pass; 0: the kernel stores no scores
     attention_short: float = DEFAULT["attention_short"]
+    latent_speed: float = 1.0  # of attention with latent heads, where a captured step computes it in 8 bits
     element_bytes: float = 2.0  # bytes per activation element
     quantized_bytes: float = 0.0  # HBM bytes per value that is cast to fp8
     inputs: tuple[str, ...] = ()
@@ -102,6 +104,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         device=gpu.name,
         score_bytes=score_bytes,
         attention_short=short,
+        latent_speed=constants["attention_latent_mxfp8"] if gpu.compute_capability == (10, 3) else 1.0,
         element_bytes=4.0 if precision == "fp32" else 2.0,
         quantized_bytes=quantized,
         inputs=(f"GEMM {gemm / 1e12:.4g} TFLOP/s on {gpu.name} ({precision}): {how} from published measurements",),
@@ -210,6 +213,8 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
         hidden_passes * float(model.hidden) / (tp if layout.sequence_parallel else 1)
         + ffn_passes * (mlp_width(model) - in_products) / tp
     )  # fmt: skip
+    if model.mamba_layers:
+        moved += tokens * rates.element_bytes * constants["mamba_passes"] * model.mamba_columns / tp
     if rates.quantized_bytes:  # divided by 3, since the time is tripled for both passes
         elements = sum(m * (n + k) * copies for m, n, k, copies in _list_shapes(model, tokens, tp, ep))
         moved += rates.quantized_bytes * (elements - 3.0 * tokens * in_products / tp) / 3.0
@@ -253,11 +258,14 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
 
 def _split_by_kind(model: ModelSpec) -> list[tuple[ModelSpec, float]]:
     """Return one model per kind of layer, with that kind's fraction of the layers."""
-    if not model.dense_layers:
-        return [(model, 1.0)]
-    share = model.dense_layers / model.layers
-    plain = replace(model, dense_layers=0)
-    return [(plain, 1.0 - share), (replace(plain, experts=0, experts_per_token=0), share)]
+    kinds, dense, mamba = [(model, 1.0)], model.dense_layers / model.layers, model.mamba_layers / model.layers
+    if dense:
+        plain = replace(model, dense_layers=0)
+        kinds = [(plain, 1.0 - dense), (replace(plain, experts=0, experts_per_token=0), dense)]
+    if 0.0 < mamba < 1.0:
+        counts = ((0, 1.0 - mamba), (model.layers, mamba))
+        kinds = [(replace(kind, mamba_layers=count), part * share) for kind, part in kinds for count, share in counts]
+    return kinds
 
 
 def _count_routing_passes(model: ModelSpec, ep: int) -> float:
@@ -274,13 +282,13 @@ _Product = tuple[float, float, float, int]  # rows, columns, depth, number of pr
 
 
 def _time_products(shapes: Sequence[_Product], rates: Rates, constants: Constants) -> float:
-    """Return the seconds of multiplications, each slowed down by its shape."""
-    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes) / rates.gemm
+    """Return the seconds of multiplications, each slowed down by its shape; a layer without an MLP has empty ones."""
+    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes if n and k) / rates.gemm
 
 
 def _list_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
     """Return the multiplications of a layer on one rank."""
-    attention = attention_products(model, tp)
+    attention = mamba_products(model, tp) if model.mamba_layers else attention_products(model, tp)
     shapes = (*((tokens, out, into, 1) for into, out in attention), *_list_mlp_shapes(model, tokens, tp, ep))
     if model.experts and model.shared_expert_ffn:
         h, shared = float(model.hidden), model.shared_expert_ffn / tp
@@ -300,11 +308,15 @@ def _list_mlp_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple
 
 
 def _attention(job: Job, layout: Layout, tokens: float) -> float:
-    """Return the seconds of the attention kernel."""
+    """Return the seconds of the attention kernel; the scan of Mamba-2 is counted in passes over memory."""
     model, rates = job.model, job.rates
+    if model.mamba_layers:
+        return 0.0
     window, heads = _compute_window(model, job.attended(layout.micro_batch)), model.heads / layout.tp
     seconds = 2.0 * tokens * window * heads * (model.head_dim + (model.value_dim or model.head_dim))
     seconds /= rates.attention
+    if model.kv_rank and job.engine.uses_cuda_graph(model, layout):  # fp8_dot_product_attention in their recipes
+        seconds /= rates.latent_speed
     if model.head_dim % 8:
         seconds *= job.constants["head_misalign"]
     if rates.score_bytes:

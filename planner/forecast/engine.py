@@ -23,10 +23,10 @@ from hardware.units import GIB
 from planner.forecast.specs import (
     ModelSpec,
     TrainSpec,
-    attention_columns,
     expert_adapters,
     longest_row,
     lora_weights,
+    mixer_columns,
     mlp_width,
     trained_weights,
     weights,
@@ -248,7 +248,7 @@ class Engine:
         multiplies a rank's experts, gates and casts the results.
         """
         able = bool(self.cuda_graph_arguments) and layout.precision == "mxfp8" and layout.offload == "none"
-        return able and model.experts > 0 and self.overlaps_experts(layout)
+        return able and model.experts > 0 and not model.mamba_layers and self.overlaps_experts(layout)
 
     def overlaps_experts(self, layout: Layout) -> bool:
         """Whether experts' all-to-alls overlap with compute of another micro-batch."""
@@ -313,7 +313,7 @@ class Engine:
         attention output, and the tensors inside the MLP. In fp32 they have twice the bytes, and there are no copies.
         """
         model, layout = share.model, share.layout
-        h, columns = float(model.hidden), attention_columns(model)
+        h, columns = float(model.hidden), mixer_columns(model)
         hidden, inner = self.stored_tensors(share)
         split = layout.tp if layout.sequence_parallel else 1
         stored = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp

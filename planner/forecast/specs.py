@@ -16,7 +16,7 @@ from typing import Any, Literal
 class Weights:
     """Weights of a model, by component."""
 
-    attention_per_layer: int
+    mixer_per_layer: int  # of attention; the mean if some layers have Mamba-2 instead
     mlp_per_layer: int  # of a mixture: all experts, router and shared expert
     active_mlp_per_layer: int  # weights used by one token
     routed_per_layer: int  # part of mlp_per_layer that expert parallelism divides
@@ -30,7 +30,7 @@ class Weights:
     @property
     def layer(self) -> int:
         """Weights of one layer (in a mixture, of one with experts)."""
-        return self.attention_per_layer + self.mlp_per_layer + self.small_per_layer
+        return self.mixer_per_layer + self.mlp_per_layer + self.small_per_layer
 
     @property
     def all_layers(self) -> int:
@@ -64,11 +64,21 @@ def attention_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, floa
     return (h, q + 2.0 * kv), (q, h)
 
 
-def attention_columns(model: ModelSpec) -> float:
-    """Return the columns per token of queries, keys, values and attention output."""
-    heads, values = model.heads, model.value_dim or model.head_dim
+def mamba_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], ...]:
+    """Return (input, output) columns of the projections of a Mamba-2 layer on one of `tp` ranks (arXiv 2405.21060)."""
+    h, inner = float(model.hidden), model.mamba_columns / tp
+    return (h, 2.0 * inner + model.mamba_inputs / tp), (inner, h)
+
+
+def mixer_columns(model: ModelSpec) -> float:
+    """Return the columns per token of queries, keys, values and attention output; the mean with those of Mamba-2.
+
+    Mamba-2 keeps the outputs of its first projection, of its scan, and of the norm after it.
+    """
+    heads, values, share = model.heads, model.value_dim or model.head_dim, model.mamba_layers / model.layers
     own = heads if model.kv_rank else model.kv_heads  # latent attention expands its keys for every head
-    return float(heads * model.head_dim + own * (model.head_dim + values) + heads * values)
+    attention = float(heads * model.head_dim + own * (model.head_dim + values) + heads * values)
+    return (1.0 - share) * attention + share * (4.0 * model.mamba_columns + model.mamba_inputs)
 
 
 _BIASED_BUT_OUTPUT = ("gpt2", "qwen2", "qwen2_moe", "glm", "glm4", "glm4_moe")
@@ -113,8 +123,10 @@ def weights(model: ModelSpec) -> Weights:
         routed = model.experts * one
         mlp, active = routed + every, model.experts_per_token * one + every
     positions = (model.max_positions or 0) * h if model.family == "gpt2" else 0
+    mamba = model.mamba_layers
+    mixers = ((attention_products(model), model.layers - mamba), (mamba_products(model), mamba))
     return Weights(
-        attention_per_layer=round(sum(into * out for into, out in attention_products(model))),
+        mixer_per_layer=round(sum(into * out * n for made, n in mixers for into, out in made) / model.layers),
         mlp_per_layer=mlp,
         active_mlp_per_layer=active,
         routed_per_layer=routed,
@@ -283,6 +295,9 @@ class ModelSpec:
     shared_expert_ffn: int = 0  # shared expert that every token uses in addition to routed ones; 0: none
     expert_groups: float = 1.0  # fraction of expert groups that may contain one token's experts
     dense_layers: int = 0  # layers of a mixture with one MLP of `ffn` instead of experts
+    mamba_layers: int = 0  # of `layers`, which are one per mixer, those with Mamba-2 instead of attention
+    mamba_columns: int = 0  # of its values x, and of their gates z
+    mamba_inputs: int = 0  # columns of B and C, and one time step per head
     max_positions: int | None = None
     rope_types: tuple[str, ...] = ("default",)  # RoPE types, as in config.json
     sliding_window: int | None = None

@@ -203,9 +203,6 @@ class _Wrapper:
         self._add_variables()
         if empty := ", ".join(name for name, count in part.limits.items() if count is None):
             self._note("no_number", names=empty)
-        ranks, is_runtime = self._job.ranks_per_node or 0, self._job.kind.endswith("Runtime")
-        if part.gpus and ranks > part.gpus and not is_runtime:  # a TrainJob may replace the GPUs of its runtime
-            self._note("too_many_ranks", ranks=ranks, gpus=part.gpus)
         if wanted.settings and _MPIRUN.search(" ".join(self._job.command)):
             self._note("mpirun")
         self._add_resources()

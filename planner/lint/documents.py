@@ -10,6 +10,7 @@ begins with `<<`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -120,22 +121,22 @@ def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Scr
 
 
 def _compare_replicas(found: Mapping[str, Script]) -> None:
-    """Add a finding for each variable that the Master and the Workers of a PyTorchJob must share, and do not."""
+    """Add a finding for each variable that two groups of pods of a job must share, and do not."""
+    groups: dict[tuple[str, str], list[Script]] = {}
     for place, script in found.items():
-        if not (match := re.match(r"(PyTorchJob/\S+) (Master|Worker) ", place)):
-            continue
-        other = "Worker" if match[2] == "Master" else "Master"
-        others = [each for name, each in found.items() if name.startswith(f"{match[1]} {other} ")]
-        theirs_by_name = {name: each.value for one in others for name, each in one.always.items()}
-        files = [file for each in others for file in each.files if not file.startswith("Secret ")]
-        if not others or files:  # a file may set what is missing
-            continue
-        for name in VALUES["names"]["same_on_all_ranks"]:
-            value, its = script.always.get(name, Assigned(name, "0")).value, theirs_by_name.get(name, "")
-            # 0 is the default; two values are reported at the Master
-            if value not in ("0", its) and OPEN not in value + its and (other == "Worker" or not its):
-                theirs = f"have {name}={its}" if its else "do not set it"
-                script.findings.append(finding("env.pair.differs", name, value, other=other, theirs=theirs))
+        if match := pattern("replicas").match(place):
+            groups.setdefault((match[1], match[2]), []).append(script)
+    for first, second in itertools.combinations(groups, 2):
+        for mine, other in ((first, second), (second, first)) if first[0] == second[0] else ():
+            theirs = {name: each.value for one in groups[other] for name, each in one.always.items()}
+            files = [file for each in groups[other] for file in each.files if not file.startswith("Secret ")]
+            for script, name in itertools.product(groups[mine], () if files else VALUES["names"]["same_on_all_ranks"]):
+                value, its = script.always.get(name, Assigned(name)).value, theirs.get(name, "")
+                # Two values are reported once. 0 is the default; the other pods of Volcano or a leader may have no rank
+                reports = mine == first if its else value != "0" and mine[0].startswith("PyTorchJob")
+                if value and value != its and OPEN not in value + its and reports:
+                    words = f"have {name}={its}" if its else "do not set it"
+                    script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=words))
 
 
 def _form(documents: list[Any], kind: str) -> str:
@@ -153,8 +154,8 @@ class _Walk:
 
     def __init__(self, documents: list[Any]) -> None:
         self.found: dict[str, Script] = {}
-        self._configs: dict[str, str] = {}  # place of a ConfigMap -> "ConfigMap NAME"
-        self._included: list[tuple[Script, str, str]] = []  # of each envFrom: "ConfigMap NAME" and its prefix
+        self._configs: dict[str, str] = {}  # place -> "ConfigMap NAME", or "service NAME" of a Compose file
+        self._included: list[tuple[Script, str, str]] = []  # of each envFrom or `extends`: such a name, and its prefix
         self._references: list[tuple[Script, Assigned, dict[Any, Any]]] = []  # configMapKeyRef
         self._left = _LIMIT_NODES
         self._read_shell = cache(read_shell)  # a script with an anchor occurs several times
@@ -166,7 +167,7 @@ class _Walk:
         _compare_replicas(self.found)
 
     def _take_configs(self) -> None:
-        """Add the values of ConfigMaps to the places that refer to them; `env` and a later `envFrom` override them."""
+        """Add the values of ConfigMaps and extended services to places; `env` and a later `envFrom` override them."""
         configs = {name: self._at(place) for place, name in self._configs.items()}
         for script, each, reference in self._references:
             config = configs.get(f"ConfigMap {reference.get('name')}", Script())
@@ -179,7 +180,7 @@ class _Walk:
             script.always = more | script.always
             script.findings += configs[name].findings
             script.files.remove(name)
-        taken = {name for _, name, _ in included}
+        taken = {name for _, name, _ in included if name.startswith("ConfigMap")}
         self.found = {place: each for place, each in self.found.items() if self._configs.get(place) not in taken}
 
     def _visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
@@ -195,14 +196,23 @@ class _Walk:
         elif isinstance(node, dict):
             self._mapping(node, source, depth, key)
 
+    def _include(self, source: str, name: str, prefix: str = "") -> None:
+        """Add the variables of another place later; it is a file that is not read if the text has no such place."""
+        self._at(source).files.append(name)
+        self._included.append((self._at(source), name, prefix))
+
     def _mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
         if node.get("kind") == "ConfigMap" and isinstance(node.get("metadata"), dict):
             self._configs[source] = f"ConfigMap {node['metadata'].get('name')}"
+        if key == "services" and self._compose:
+            self._configs |= {f"{source} {name}": f"service {name}" for name in node}
+        base = node.get("extends") if self._compose else None
+        base = {"service": base} if isinstance(base, str) else base
+        if isinstance(base, dict):
+            self._include(source, str(base.get("file") or f"service {base.get('service')}"))
         for field, kind in _ENV_FROM.items() if key == "envFrom" else ():
             if isinstance(origin := node.get(field), dict):
-                script, name = self._at(source), f"{kind} {origin.get('name')}"
-                script.files.append(name)
-                self._included.append((script, name, str(node.get("prefix") or "")))
+                self._include(source, f"{kind} {origin.get('name')}", str(node.get("prefix") or ""))
         if self._kubernetes and key in _CONTAINERS:
             self._container(node, source)
         is_item = pattern("own").match(str(node.get("name"))) is not None  # of `env`, which a patch adds
@@ -221,7 +231,7 @@ class _Walk:
                 is_inherited = self._compose and isinstance(value, Plain) and value in ("", "~", "null")
                 self._add(source, word, f"${{{word}}}" if is_inherited else value, getattr(value, "line", 0))
             else:
-                of_files = {"configMapGenerator": ("env", "envs")}.get(key, ("env_file", "extends") * self._compose)
+                of_files = {"configMapGenerator": ("env", "envs")}.get(key, ("env_file",) * self._compose)
                 if name in of_files:
                     files = [each.get("path", each.get("file")) if isinstance(each, dict) else each
                              for each in (value if isinstance(value, list) else [value])]  # fmt: skip
@@ -314,7 +324,7 @@ class _Walk:
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
             self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=line))
-        elif pattern("document").search(text) and "\n" in text and "<<" not in text:
+        elif pattern("document").search(text) and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=line))
         else:
             self._at(source).add(self._read_shell(text, line=line))
@@ -357,7 +367,7 @@ def read_dockerfile(text: str) -> Script:
     """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
     script, stage, named = Script(), Settings(), dict[str, Settings]()  # ENV (exported) and ARG
     arguments = stage  # of ARG instructions before the first stage
-    for line, instruction, rest in _instructions(text, script):
+    for line, instruction, rest, document in _instructions(text, script):
         if instruction == "FROM":
             rest = re.sub(r"\$\{?(\w+)\}?", lambda m: arguments[m[1]].value if m[1] in arguments else m[0], rest)
             words = [word.lower() for word in rest.split() if not word.startswith("--")]
@@ -367,9 +377,14 @@ def read_dockerfile(text: str) -> Script:
             _set_variables(instruction, rest, line, stage)
         elif instruction in ("CMD", "ENTRYPOINT") and NAMED.search(rest):
             script.unread.append(Unread(line=line, why=f"a variable in {instruction}"))
-        elif instruction == "RUN":  # it may write files; variables that it exports do not outlive it
-            command = re.sub(r"^(?:--\w+\S*\s+)+", "", rest)
-            found = read_shell(command + "\n", before=stage.values(), line=line)
+        elif instruction == "RUN" or document:  # it may write files; variables that it exports do not outlive it
+            command = re.sub(r"^(?:--\w+\S*\s*)+", "", rest).strip()
+            if instruction != "RUN":
+                command = f"cat > {command.rpartition(' ')[2]}"
+            elif not command and (program := re.match(r".*\n(?:#!(.*))?", document)):  # the document is a script
+                command = program[1] or "sh"
+            command += f"{document}\n"
+            found = read_shell(command, before=stage.values(), line=line)
             script.inner += [one for one in found.inner if one.target != "python" or one.text not in command]
             script.unread += found.unread if NAMED.search(command) else []
     script.always = {name: each for name, each in stage.items() if each.exported}
@@ -390,8 +405,8 @@ def _set_variables(instruction: str, rest: str, line: int, stage: Settings) -> N
                 stage[one.name] = one._replace(exported=instruction == "ENV")
 
 
-def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str]]:
-    """Yield line, name and arguments of each instruction, without here-documents; report other lines as unread."""
+def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, str]]:
+    """Yield line, name, arguments and here-documents of each instruction; report other lines as unread."""
     escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
     end_of_line = rf"{'`' if escape else chr(92) * 2}[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # and comments after it
     pattern = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{end_of_line})*.*))\n?")
@@ -403,7 +418,7 @@ def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str]]:
             if match[2] and match[2].strip():
                 script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        rest = re.sub(end_of_line, " ", match[2]).strip()
+        rest, document = re.sub(end_of_line, " ", match[2]).strip(), ""
         for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
             if (here := _HEREDOC.match(word)) is None:
                 continue
@@ -412,7 +427,6 @@ def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str]]:
             if end is None:
                 script.unread.append(Unread(line=first, why=f"the here-document {here[3]} has no end"))
                 continue
-            if NAMED.search(text[at : end.start()]):
-                script.unread.append(Unread(line=line, why="a here-document"))
+            document += f" {word}\n{text[at : end.end()]}"
             line, at, rest = line + text.count("\n", at, end.end()), end.end(), rest.replace(word, "")
-        yield first, name, rest
+        yield first, name, rest, document

@@ -115,7 +115,6 @@ def lint(
     if "one_gpu" in case.places:
         environment = {name: environment[name] for name in environment if name not in SETTINGS["one_gpu"]["names"]}
     found += _apply_rules(environment, {*environment, *named.unresolved, *named.also_set}, case.places)
-    found += _sockets(environment)
     found += machine.check(environment, case.version) if machine is not None else ()
     general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
     judged = {each.subject for each in found if each.code != general
@@ -262,20 +261,16 @@ def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Sequen
                 most, whole = strtoll(environment.get(row["above"], ""))
                 applies = known and whole and number > most > 0
                 fields |= {"other": row["above"], "most": most}
+            if "product" in row:
+                factor, _ = strtoll(environment.get(row["times"], ""))
+                applies = number * factor > row["product"]
+                fields |= {"sockets": factor, "product": number * factor}
             for other, condition in row.get("with", {}).items():
                 given = environment.get(other, "")
                 applies = applies and re.fullmatch(condition, given) is not None
                 fields |= {"other": other, "cause": f"{other}={given}"}
             if applies:
                 yield finding(row["finding"], name, value, status=row.get("status") and Status(row["status"]), **fields)
-
-
-def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report more than 64 sockets (env.rst)."""
-    names = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
-    threads, sockets = (strtoll(environment.get(name, ""))[0] for name in names)
-    if (product := threads * sockets) > 64:
-        yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
 
 
 def nodes_of(environment: Mapping[str, str]) -> int | None:

@@ -32,11 +32,6 @@ def program_behind(words: Sequence[Word]) -> int:
     return next((at for at in after if not re.match(r"-|\d|[A-Za-z_]\w*=", words[at].text)), len(words))
 
 
-def starts_ranks(words: Iterable[str]) -> bool:
-    """Whether a launcher starts ranks."""
-    return any(map(pattern("starts_ranks").fullmatch, words))
-
-
 def is_launcher(words: Sequence[Word]) -> bool:
     """Whether a command starts ranks or a training program, also behind a wrapper; not `python -m pip`."""
     at = next((at for at, word in enumerate(words) if name_of(word) in _NAMES["launchers"]), None)
@@ -54,9 +49,8 @@ def is_idle(words: Sequence[Word]) -> bool:
     return program in _NAMES["utilities"] and not starts
 
 
-def removed_names(words: Sequence[Word], names: Iterable[str]) -> list[str]:
+def removed_names(command: str, names: Iterable[str]) -> list[str]:
     """Return the variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
-    command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
     removed = read_table(__file__, "data/forms.toml")["removed"]
     named, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
     return [n for n in names if n in named or (everything and n not in command and not IN_CONTAINER.match(n))]

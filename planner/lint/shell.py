@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from tree_sitter import Node
 
+from contracts.tables import read_table
 from planner.lint.expansion import MOST_LEVELS, NEXT_ITEM, WORK_OF_WORD, Expander, Shell, parse, walk
+from planner.lint.findings import finding
 from planner.lint.programs import (
     IN_CONTAINER,
     MOST_OPTIONS,
@@ -26,7 +28,6 @@ from planner.lint.programs import (
     parts_of,
     program_behind,
     removed_names,
-    starts_ranks,
 )
 from planner.lint.script import (
     JOB_SIZE,
@@ -49,6 +50,7 @@ _MOST_ROUNDS = 64  # iterations of one loop
 _MOST_LAUNCHES = 1000  # launches or ways with different settings
 
 _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a scheduler
+_SCHEDULED = re.compile(rb"(?m)^\s*#(?:SBATCH|PBS|BSUB|FLUX:)\s")  # its daemons start ranks with all variables
 _LITERAL = re.compile(r"[\w./:-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
@@ -80,6 +82,9 @@ def read_shell(text: str, *, line: int = 1, before: Iterable[Assigned] = ()) -> 
     `before` are variables that are set before it; `line` is the number of the first line, or 0.
     """
     known, files = list(before), list[str]()
+    of_fish = read_table(__file__, "data/forms.toml")["fish"] if pattern("fish").match(text) else ()
+    for expression, replacement in of_fish:
+        text = re.sub(expression, replacement, text)
     for number, row in enumerate(text.splitlines()):
         if (match := _DIRECTIVE.match(row)) and "=" in match[1]:  # such as `#SBATCH --export=...`
             options = read_shell("sbatch " + match[1].split(" #")[0], line=line and line + number)
@@ -588,7 +593,13 @@ class _Reader(Expander):
         """Start the program `words[at]`. It gets the exported variables, changed by the words of its command."""
         started, program, sets = self._started, words[at:], False
         idle = is_idle(program)
-        for name in removed_names(words, self.scope.variables):
+        command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
+        is_remote = pattern("mpirun_to_hosts").match(command) and not _SCHEDULED.search(self.source)
+        for name, each in self.scope.variables.items() if is_remote else ():
+            if each.exported and not each.unset and pattern("own").match(name) and name not in command:
+                note = finding("env.name.unexported/mpirun", name, each.value.replace(OPEN, "..."))
+                self.script.findings += [] if note in self.script.findings else [note]
+        for name in removed_names(command, self.scope.variables):
             del self.scope.variables[name]
         for part in parts_of(words):
             if isinstance(part, Assigned):
@@ -602,7 +613,7 @@ class _Reader(Expander):
                 if idle:  # it may be prose: `git commit -m "..."`
                     del self.script.unread[unread:]
         sure = not idle and is_launcher(program)
-        if sure and starts_ranks(word.text for word in program):
+        if sure and any(pattern("starts_ranks").fullmatch(word.text) for word in program):
             self.script.starts.append(line)
         if self._started == started and (sets or not idle):
             self._launch("launch", line, sure=sure)
@@ -649,16 +660,17 @@ class _Reader(Expander):
         if program == "eval":
             self._calls_any = True
             self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
-            if starts_ranks(text[:MOST_OPTIONS].split()):
+            if any(map(pattern("starts_ranks").fullmatch, text[:MOST_OPTIONS].split())):
                 self.script.starts.append(line)
             self._launch("command", line, sure=False)
 
     def _set_options(self, _program: str, given: Sequence[Word], line: int) -> None:
-        """Follow `set -a`, and fish's `set -x NAME value`."""
+        """Follow `set -a`, and fish's `set -x NAME value`; without -x fish sets a variable of the shell."""
         options, named = [each.text for each in given], [word for word in given if word.text[:1] != "-"]
-        if _NAMES["fish"].intersection(options[:2]) and len(named) > 1:
+        exported = True if _NAMES["fish"].intersection(options[:2]) else None
+        if (exported or (named and NAMED.fullmatch(named[0].text))) and len(named) > 1:
             value, raw = (" ".join(parts) for parts in zip(*((each.text, each.raw) for each in named[1:]), strict=True))
-            self.set(Assigned(named[0].text, value, raw, line), exported=True)
+            self.set(Assigned(named[0].text, value, raw, line), exported=exported)
         elif "--" in options and any(map(NAMED.search, options)):
             self._report(line, "the arguments that set gives")
         elif match := re.match(r"(?:[-+]\w+ (?:\w+ )?)*?([-+])\w*(?:a\w*|o allexport) ", " ".join([*options, ""])):

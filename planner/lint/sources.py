@@ -84,7 +84,7 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
 def _reading(text: str, kind: str) -> Reading:
     if len(text) > (limit := _LIMITS.get(kind, _LIMIT_SCRIPT)):
         raise EnvironmentTextError(f"{len(text)} characters are more than the {limit} that are read of a {kind}")
-    if kind not in _LIMITS:
+    if kind not in _LIMITS or pattern("exports").search(text):
         from planner.lint.expansion import limit_parsing  # not needed for plain lists of variables
 
         limit_parsing()
@@ -172,10 +172,10 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
         from planner.lint.documents import read_dockerfile
 
         script = read_dockerfile(text)
-    elif kind == "shell":
+    elif kind == "shell" or (kind == "env" and pattern("exports").search(text)):
         from planner.lint.shell import read_shell
 
-        script = read_shell(text, line=first)
+        script = read_shell(f"set -a; {text}" if kind == "env" else text, line=first)  # for dotenv, or `set -a`
         title = "Slurm batch script" if re.search(r"^#SBATCH\s", text, re.MULTILINE) else title
     elif kind in ("env", "conf"):
         script = _lines(text, kind, first)
@@ -256,8 +256,8 @@ def guess_kind(text: str, name: str = "") -> str:
     if re.match(r"[A-Za-z_][^\s\0=]*=[^\0]*\0", text):  # /proc/PID/environ; another file with a NUL is binary
         return "process"
     by_name = _first(_PATTERNS["by_name"], name)
-    if by_name == "env" and (text.startswith("#!") or pattern("exports").search(text)):
-        return "shell"  # a shell reads it with `source`
+    if by_name == "env" and text.startswith("#!"):
+        return "shell"
     if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
         return by_name
     if kind := _first(_PATTERNS["surely"], text):
@@ -265,17 +265,8 @@ def guess_kind(text: str, name: str = "") -> str:
     foreign = _first(_PATTERNS["foreign"], text)
     if foreign == "Markdown" or (foreign and not pattern("exports").search(text)):
         return "other"
-    return _first(_PATTERNS["looks"], text) or ("shell" if _mixed(text) else "env")
+    return _first(_PATTERNS["looks"], text) or ("shell" if pattern("mixed").search(text) else "env")
 
 
 def _first(patterns: Mapping[str, str], text: str) -> str:
     return next((kind for kind, pattern in patterns.items() if re.search(pattern, text)), "")
-
-
-def _mixed(text: str) -> bool:
-    """Whether the text has lines that only a shell can evaluate, so it is a script and not an env file."""
-    rows = [row.strip() for row in text.splitlines()]
-    rows = [row for row in rows if row and not row.startswith("#")]
-    commands = any("=" not in row.split(" ", 1)[0] for row in rows)
-    resolved = any(re.match(r"\w+=.*\$[\w({]", row) for row in rows)
-    return bool(rows) and (resolved or (commands and any(re.search(r"NCCL_\w+=", row) for row in rows)))

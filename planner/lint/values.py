@@ -150,9 +150,8 @@ def _effect_of_garbage(name: str, entry: NcclName) -> str:
 
 def _default(name: str, entry: NcclName) -> str:
     """Describe the default. A negative number means that NCCL chooses."""
-    if name == "NCCL_BUFFSIZE":
-        return "its default 4194304 (4 MiB)"  # src/init.cc DEFAULT_BUFFSIZE
-    return "what NCCL chooses by itself" if entry.default.startswith("-") else f"its default {entry.default}"
+    default = "what NCCL chooses by itself" if entry.default.startswith("-") else f"its default {entry.default}"
+    return "its default 4194304 (4 MiB)" if name == "NCCL_BUFFSIZE" else default  # src/init.cc DEFAULT_BUFFSIZE
 
 
 def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:

@@ -26,9 +26,7 @@ _REPORTS = (
     reports.by_rendezvous,
     reports.by_cut_message,
     reports.by_torchrun,
-    reports.by_hang,
-    reports.by_peer,
-    reports.by_timeouts,
+    reports.by_other_lines,
     find_late_rank,
     find_lower_pace,
 )
@@ -62,18 +60,14 @@ def judge(facts: RunFacts) -> Verdict:
         verdict = replace(sizes, waiting=verdict.waiting) if odd is None else facts.verdict(
             "failed", odd, waiting=verdict.waiting)  # fmt: skip
     if verdict is None or verdict.state == "fine":
-        verdict = (
-            reports.by_end(facts) or reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
-        )
+        verdict = reports.by_end(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
     return replace(verdict, sources=_sources(facts))
 
 
 def _nothing(facts: RunFacts) -> Verdict:
     """Return the verdict if no fault was found, with the open questions."""
     if facts.full:
-        hint = Unknown(what="what the ranks do now", command=f"free space (df -h {facts.full}), then ask again")
-        line = f"unknown: the file system of {facts.full} is full, so the ranks cannot write their state"
-        return Verdict(state="unknown", line=line, unknown=(hint,))
+        return Verdict(state="unknown", line="").left_open("full", folder=facts.full)
     line = "no fault found: no rank is missing, late or dead, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"

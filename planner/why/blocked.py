@@ -15,6 +15,7 @@ from planner.why.facts import (
     CONFIDENCE,
     ENDED,
     EXPLAINS,
+    IN_CALL,
     LONGER,
     LOOK_SECONDS,
     MOST_RANKS,
@@ -277,15 +278,15 @@ class BlockedCalls:
         last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
         newest = trace.enqueued.get(call.group) or (last.number if last else 0)
         since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
-        where = f", from {last.frames[0]}" if last and last.frames else ""
-        return Activity("unknown", f"has not entered {describe(call)}{since}{where}")
+        return Activity("unknown", f"has not entered {describe(call)}{since}{_origin(last.frames if last else ())}")
 
     def _describe(self, waiting: Sequence[int], *, whole: bool = False) -> list[str]:
         """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0"; whole: for whom, and from which line."""
         rows: dict[str, list[int]] = {}
         for rank in waiting:
-            of_whom = f" for {ranks_of(sorted(self.waits[rank].missing))}{self._line_of(rank)}" if whole else ""
-            rows.setdefault(describe(self.waits[rank].call) + of_whom, []).append(rank)
+            wait = self.waits[rank]
+            of_whom = f" for {ranks_of(sorted(wait.missing))}{self._line_of(rank, wait.call)}" if whole else ""
+            rows.setdefault(describe(wait.call) + of_whom, []).append(rank)
         most = sorted(rows.items(), key=lambda row: -len(row[1]))[: 8 if whole else 4]
         return [f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} in {where}" for where, ranks in most]
 
@@ -450,11 +451,16 @@ class BlockedCalls:
         calls = self.traces[rank].calls
         return len({one.group for one in calls if not one.done and (one.started or not one.is_ahead)}) < 2
 
-    def _line_of(self, rank: int) -> str:
-        """The line of the user's code from which a rank has made the call that it waits in, if a source shows it."""
-        state, call = self.facts.states.get(rank), self.waits[rank].call
-        lines = (state.own if state is not None and state.phase == "collective" else ()) or call.frames
-        return f", from {lines[0]}" if lines else ""
+    def _line_of(self, rank: int, call: Call) -> str:
+        """The line of the user's code from which a rank has made a call, if a source shows it.
+
+        The rank's file does if the rank waits in this call, and has been looked at since, or ended there.
+        """
+        state, wait = self.facts.states.get(rank), self.waits.get(rank)
+        is_there = state is not None and wait is not None and wait.call is call and (
+            any(map(IN_CALL.search, state.where)) if state.error
+            else state.phase == "collective" and wait.seconds >= 2 * LOOK_SECONDS)  # fmt: skip
+        return _origin(state.own if state is not None and is_there and state.own else call.frames)
 
     def _find_mismatches(self) -> Iterator[Cause]:
         """The oldest call of each group that a rank waits in, and the ranks that called something else there.
@@ -477,7 +483,12 @@ class BlockedCalls:
                 continue
             sizes = [size for rank in rows if rank in self.waits and (size := self.waits[rank].size)]
             known = max(sizes, default=len(members) or self.facts.world or len(rows))
-            yield mismatch(rows, size=known if group else None)
+            lines = {rank: self._line_of(rank, call) for rank, call in rows.items()}
+            yield mismatch(rows, size=known if group else None, lines=lines)
+
+
+def _origin(frames: Sequence[str]) -> str:
+    return f", from {frames[0]}" if frames else ""
 
 
 def _longest_pause(trace: RankTrace, until: Call) -> float:
@@ -587,10 +598,11 @@ def odd_of_all(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
                  action=_SAME_CALL)  # fmt: skip
 
 
-def mismatch(rows: Mapping[int, Call], *, size: int | None) -> Cause:
+def mismatch(rows: Mapping[int, Call], *, size: int | None, lines: Mapping[int, str]) -> Cause:
     """The ranks of a group of `size` whose calls differ; a rank is named only where most of the group differ from it.
 
-    Without such a majority none is named. A size of None says that the group is not known.
+    Without such a majority none is named. A size of None says that the group is not known. `lines` are those of the
+    user's code that the calls were made from.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for rank, call in sorted(rows.items()):
@@ -599,18 +611,13 @@ def mismatch(rows: Mapping[int, Call], *, size: int | None) -> Cause:
     odd = [rank for rank in sorted(rows) if rank not in usual]
     mine, other = rows[odd[-1]], rows[usual[0]]
     code, what = ("call.size", "other sizes") if mine.op == other.op else ("call.other", "another collective")
-    evidence = tuple(
-        f"rank {rank}: {describe(call)}" + (f", from {call.frames[0]}" if call.frames else "")
-        for rank, call in sorted(rows.items())
-    )[:8]
+    evidence = tuple(f"rank {rank}: {describe(rows[rank])}{lines.get(rank, '')}" for rank in sorted(rows))[:8]
     if size is not None and len(usual) > size / 2:
         verb = f"call{'s' if len(odd) == 1 else ''}"
         words = f"{ranks_of(odd)} {verb} {what}: {mine.words}, where the others call {other.words}"
         return Cause(code=code, message=words, ranks=tuple(odd), evidence=evidence, action=_SAME_CALL)
-    by_kind: dict[str, list[int]] = {}
-    for rank, call in sorted(rows.items()):
-        by_kind.setdefault(call.words, []).append(rank)
-    each = ", ".join(f"{ranks_of(ranks)} call{'s' if len(ranks) == 1 else ''} {k}" for k, ranks in by_kind.items())
+    each = ", ".join(f"{ranks_of(ranks)} call{'s' if len(ranks) == 1 else ''} {rows[ranks[0]].words}"
+                     for ranks in kinds.values())  # fmt: skip
     rest = "; there is no majority, so it is unknown which of them is wrong"
     if size is None:
         rest = "; the log names no process group, so they may be of different groups"

@@ -227,6 +227,9 @@ class RunFacts:
         if pointed:
             return pointed.most_common(1)[0][0]
         quiet = [rank for rank in quiet if rank in ranks]
+        if ends and self.lost_a_peer == set(self.states) and (self.world or 0) <= MOST_RANKS:
+            # all that have written lost another, which was killed before its monitor wrote
+            quiet = [rank for rank in range(self.world or 0) if rank not in self.states and rank not in self.traces]
         return quiet[0] if len(quiet) == 1 else None
 
     @property
@@ -320,7 +323,8 @@ class RunFacts:
             return self.limit
         if state.own and set(state.own) <= set(state.usual):
             return min(STALL_SECONDS, self.limit)
-        return min(IDLE_SECONDS, self.limit) if state.cpu_share is None or _is_idle(state) else self.limit
+        is_idle = state.cpu_share is None or kind_of(state, "compute") == "idle"
+        return min(IDLE_SECONDS, self.limit) if is_idle else self.limit
 
     def since_wait_began(self, rank: int, begun: float) -> Activity:
         """activity(), but what a rank did since the others' wait began counts, where it does something else only now.
@@ -328,13 +332,14 @@ class RunFacts:
         A rank that has just come back from a checkpoint computes by now; the wait is the checkpoint's.
         """
         now, state = self.activity(rank), self.states.get(rank)
-        if state is None or now.kind not in ("data", "workers", "compute", "idle", "io") or not begun:
+        if state is None or now.kind not in ("data", "workers", "compute", "idle", "io", "collective") or not begun:
             return now
-        old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=state.written))
+        until = state.written + self.ages.get(rank, 0.0)  # a file may be older than those of the ranks that wait
+        old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=until))
         looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
         # a call that holds the GIL prevents looks
-        if sum(looks.values()) * LOOK_SECONDS < (state.written - old.at) / 2:
-            words = f"{DOING[now.kind]} now, and for most of the time since then its monitor could not run"
+        if sum(looks.values()) * LOOK_SECONDS < (until - old.at) / 2:
+            words = f"{DOING[now.kind]} by its last sample, and for most of the wait its monitor could not run"
             return Activity(now.kind, words, self.limit)
         total = sum(n for one, n in looks.items() if one != "collective")
         long = {one: n for one, n in looks.items() if one in LONG_PHASES}
@@ -435,8 +440,3 @@ def kind_of(state: RankState, phase: str | None = None) -> str | None:
     if phase != "compute" or state.cpu_share is None or state.cpu_share >= IDLE_SHARE:
         return phase
     return "io" if state.is_active else "idle"
-
-
-def _is_idle(state: RankState) -> bool:
-    """Whether the main thread is not on a CPU, and the process hardly moves data."""
-    return state.cpu_share is not None and state.cpu_share < IDLE_SHARE and not state.is_active

@@ -23,7 +23,6 @@ from planner.why.facts import (
     TIMED_OUT,
     Activity,
     RunFacts,
-    Unknown,
     Verdict,
     are_alike,
     headline,
@@ -43,7 +42,7 @@ def by_clash(facts: RunFacts) -> Verdict | None:
     """Use calls that torch itself compared before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     rows = facts.log.clash
     if len({signature(call) for call in rows.values()}) >= 2:
-        cause = mismatch(rows, size=facts.world or len(rows))
+        cause = mismatch(rows, size=facts.world or len(rows), lines={})
         return facts.verdict("failed", cause)
     if len({call.number for call in rows.values()}) < 2:
         return None
@@ -204,29 +203,21 @@ def by_cut_message(facts: RunFacts) -> Verdict | None:
     return facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
 
 
-def by_hang(facts: RunFacts) -> Verdict | None:
-    """Find a rank whose own watchdog hung; it is named if no collective was outstanding, so it waited for nobody."""
-    if not facts.log.hung:
-        return None
-    rows = sorted(facts.log.hung.items())
-    idle = tuple(rank for rank, _ in rows if rank in facts.log.idle)
-    who = ranks_of([rank for rank, _ in rows])
-    no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
-    return facts.named("watchdog", who=who, seconds=rows[0][1], no_call=no_call, ranks=idle)
+def by_other_lines(facts: RunFacts) -> Verdict | None:
+    """Use lines that do not show which rank is missing, if no source says more.
 
-
-def by_peer(facts: RunFacts) -> Verdict | None:
-    """Find a peer that closed its connection, if nothing else says more: it ended first, or had lost another."""
-    if not facts.log.lost:
-        return None
-    hosts = ", ".join(sorted(set(facts.log.lost.values()))[:4])
-    who = tuple(sorted(facts.log.lost))
-    return facts.named("peer", waiting=who, who=ranks_of(who), hosts=hosts)
-
-
-def by_timeouts(facts: RunFacts) -> Verdict | None:
-    """Ranks that ended after they had waited too long, if no source says more: gloo names neither call nor peer."""
-    rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
+    A rank whose own watchdog hung is named if no collective was outstanding, so it waited for nobody. A peer that
+    closed its connection ended first, or had lost another. gloo's error of a wait that took too long names no peer.
+    """
+    log = facts.log
+    if hung := sorted(log.hung):
+        idle = tuple(rank for rank in hung if rank in log.idle)
+        no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
+        return facts.named("watchdog", who=ranks_of(hung), seconds=log.hung[hung[0]], no_call=no_call, ranks=idle)
+    if lost := tuple(sorted(log.lost)):
+        hosts = ", ".join(sorted(set(log.lost.values()))[:4])
+        return facts.named("peer", waiting=lost, who=ranks_of(lost), hosts=hosts)
+    rows = {rank: error for rank, error in sorted(log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
     return facts.named("in_vain", waiting=tuple(rows), who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
@@ -334,24 +325,22 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
     outside = sorted(set(facts.stacks) - inside)
     who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
     rest = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
-    line = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in rest)])
-    hint = Unknown(what="whether the ranks move: one stack does not show it", command="take the stacks once more "
-                   "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
-    return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
+    seen = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in rest)])
+    return Verdict(state="unknown", line="").left_open("stacks", seen=seen)
 
 
 def by_end(facts: RunFacts) -> Verdict | None:
-    """Return the verdict on a run whose ranks have ended by themselves, or were ended together from outside."""
+    """Return the verdict on a run whose ranks have ended by themselves, or were ended together from outside.
+
+    If no rank has written for a while, and none is known to run, it ended without a message.
+    """
     who = ranks_of(sorted(facts.states))
     if facts.is_over:
         return Verdict(state="fine", line=f"the run has ended: {len(facts.states)} ranks have ended by themselves")
     if facts.end_from_outside == "unknown":
         return facts.named("all_silent", who=who, verb="have", age="; they ended together")
-    return facts.named("stopped", who=who, signal=facts.end_from_outside) if facts.end_from_outside else None
-
-
-def by_silence(facts: RunFacts) -> Verdict | None:
-    """Return the verdict if no rank has written for a while and none is known to run: it ended without a message."""
+    if facts.end_from_outside:
+        return facts.named("stopped", who=who, signal=facts.end_from_outside)
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
     age = f"; the last heartbeat is {timedelta(seconds=round(facts.silence))} old"

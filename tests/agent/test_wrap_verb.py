@@ -81,14 +81,17 @@ def test_a_placeholder_for_the_number_of_nodes_may_be_several(tmp_path: Path) ->
             assert ("settings are those of several nodes" in said.stderr) is (count == "$NUM_NODES"), (count, kind)
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "devices"), [(1, 4, "1"), (8, 4, "4"), (4, 4, "2"), (16, 8, "4")])
+@pytest.mark.parametrize(("gpus", "ranks", "devices"), [(1, 4, "1"), (8, 4, "4"), (8, 16, "4"), (16, 8, "4")])
 def test_a_pod_gets_the_efa_devices_of_its_gpus(tmp_path: Path, gpus: int, ranks: int, devices: str) -> None:
-    """However many ranks it starts; a p4d has four devices for eight GPUs. More GPUs than it has are no error."""
-    pod = {"spec": {"containers": [{"name": "pytorch", "resources": {"limits": {"nvidia.com/gpu": gpus}}}]}}
-    spec = {"nprocPerNode": str(ranks), "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "template": pod}}}
+    """However many ranks torchrun's option starts; a p4d has four devices for eight GPUs. Too many ranks are named."""
+    container = {"name": "pytorch", "command": ["torchrun", f"--nproc-per-node={ranks}", "t.py"],
+                 "resources": {"limits": {"nvidia.com/gpu": gpus}}}  # fmt: skip
+    pod = {"spec": {"containers": [container]}}
+    spec = {"nprocPerNode": "4", "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "template": pod}}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": spec}))
     said = topoflight("wrap", tmp_path / "job.yaml", "--machine", "p4d.24xlarge")
     assert f"vpc.amazonaws.com/efa: '{devices}'" in said.stdout, said.output
+    assert (f"starts {ranks} ranks in a pod of {gpus} GPUs" in said.stderr) == (ranks > gpus), said.output
 
 
 def test_a_forecast_that_cannot_be_made_is_unknown_and_the_rest_is_added(tmp_path: Path) -> None:

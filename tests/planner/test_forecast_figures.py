@@ -48,10 +48,8 @@ def test_the_page_has_the_widths_that_ship() -> None:
     table = widths()
     for name, sigma in table.kinds.items():
         assert float(kinds[name][2]) == pytest.approx(sigma, abs=1e-3)
-    for name, sigma in table.any_with.items():
-        assert float(kinds[f"any: {name}"][2]) == pytest.approx(sigma, abs=1e-3)
-        # no kind is narrower than one that has a part of its marks, so one may cover more than it was learned for
-        assert 75 <= float(kinds[f"any: {name}"][3].rstrip("%")) <= 95
+        # the rows of one source alone may be covered more than they would be by their own width
+        assert 75 <= float(kinds[name][3].rstrip("%")) <= 95
     others = {
         "one step of the stack measured": table.calibrated, "difference of two layouts of one job": table.pair,
         "the same, of the same degrees": table.pair_same,

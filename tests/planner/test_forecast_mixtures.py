@@ -1,4 +1,4 @@
-"""Latent and linear attention, and mixtures of experts: weights, bytes and groups counted by hand."""
+"""Latent attention, Mamba-2, and mixtures of experts: weights, bytes and groups counted by hand."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.engine import Engine, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
-from planner.forecast.models import model_from_config
+from planner.forecast.models import model_from_config, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from planner.forecast.step_time import StepParts, step_parts
 from planner.stacks import engine_named
@@ -30,7 +30,7 @@ GPT_OSS = ModelSpec(
 def test_latent_attention_goes_through_its_ranks() -> None:
     """Down to 1536 and 512 + 64 columns, up to 128 heads of 192 and of 128 + 128, and out of 128 heads of 128."""
     by_hand = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-    assert weights(DEEPSEEK_V3).attention_per_layer == by_hand
+    assert weights(DEEPSEEK_V3).mixer_per_layer == by_hand
 
 
 @each_row(("gpu", "engine", "attention", "measured"), [
@@ -47,6 +47,7 @@ def test_attention_runs_at_the_rate_of_its_kernel_on_this_gpu(gpu, engine, atten
 
 FULL = TrainSpec(method="full", sequence_length=4096)
 SLOW = Speed(bytes_per_second=1e9, how="measured", link="TCP")
+ONE_NODE = Links(ranks_per_node=8, nodes=1, island_size=8, island=SLOW, node=SLOW, network=None)
 
 
 def parts_on_a_slow_network(
@@ -144,6 +145,33 @@ def test_a_captured_step_waits_for_no_kernel_launch_and_overlaps_all_to_alls_wit
     assert captured.expert_parallel == pytest.approx(plain.expert_parallel * (1 + 7 * 0.3) / 8)
     assert captured.gemm == pytest.approx(plain.gemm)
     assert captured.elementwise < plain.elementwise
+
+
+@each_row(("gpu", "speed"), [("NVIDIA GB300", 1.379), ("NVIDIA GB200", 1.0)])
+def test_a_captured_step_computes_latent_attention_in_mxfp8_on_compute_capability_10_3(gpu, speed) -> None:
+    """NVIDIA's recipes set fp8_dot_product_attention there, and only there; other heads are no faster in MXFP8."""
+    layout = Layout(world_size=8, dp_shard=8, ep=8, sharding="zero1", precision="mxfp8", gradient_accumulation=8)
+    engine = engine_named("megatron")
+    rates = gpu_rates(gpu_named(gpu), FULL, engine, "mxfp8")
+    for model, ratio in ((replace(DEEPSEEK_V3, dense_layers=0), speed), (GPT_OSS, 1.0)):
+        job = Job(model=model, train=FULL, links=ONE_NODE, rates=rates, engine=engine)
+        older = replace(job, engine=replace(engine, cuda_graph_arguments=()))
+        assert step_parts(older, layout).attention == pytest.approx(ratio * step_parts(job, layout).attention)
+
+
+def test_layers_with_mamba_2_count_as_their_share_of_all() -> None:
+    """Nemotron 3 Nano: 23 of 29 mixers, and weights as transformers 5.23 builds it, without convolutions and biases."""
+    nano, train = model_named("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"), replace(FULL, sequence_length=8192)
+    assert weights(nano).total == pytest.approx(31_577_937_344, rel=5e-5)
+    engine = engine_named("megatron")
+    rates = gpu_rates(gpu_named("NVIDIA H200"), train, engine, "bf16")
+    base = Job(model=nano, train=train, links=ONE_NODE, rates=rates, engine=engine)
+    mixed, attention, mamba = (
+        replace(base, model=replace(nano, mamba_layers=count)).layer(Layout(world_size=1), 8192.0)
+        for count in (23, 0, 29)
+    )
+    assert mixed == pytest.approx([(6 * a + 23 * m) / 29 for a, m in zip(attention, mamba, strict=True)])
+    assert mamba.attention == 0.0 and mamba.elementwise > attention.elementwise
 
 
 def test_tokens_cross_the_network_and_then_the_node() -> None:

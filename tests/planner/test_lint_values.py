@@ -111,6 +111,7 @@ def test_every_row_is_whole() -> None:
         assert bool(row.get("words")) != (bool(re.compile(row.get("pattern", "")).pattern) and bool(row.get("wanted")))
         assert bool(row.get("effect")) != (len(row.get("separator", "")) == 1)
     known = {"finding", "status", "names", "value", "number", "above", "with", "without", "where", "fields"}
+    known |= {"times", "product"}
     for row in more["rule"]:
         assert {"finding", "names"} <= {*row} <= known and row.get("where", "efa") in WHERE
         conditions = [row.get("value", ""), row.get("without", ""), *row.get("with", {}).values()]

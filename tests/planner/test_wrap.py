@@ -165,10 +165,10 @@ def test_a_text_without_a_last_newline_gets_none() -> None:
 
 
 @each_row(("text", "says"), rows("ranks"))
-def test_ranks_that_do_not_fit_or_get_no_variable_are_named(text: str, says: list[str]) -> None:
+def test_ranks_that_get_no_variable_are_named(text: str, says: list[str]) -> None:
     """A runtime in the same file as its TrainJob has the TrainJob's number of nodes."""
     notes = wrapped(text, replace(ADDED, gate_image=None))[1]
-    assert [note.partition(":")[0] for note in notes if "ranks in a pod" in note or "mpirun" in note] == says
+    assert [note.partition(":")[0] for note in notes if "mpirun" in note] == says
     assert {job.nodes for job in jobs_in(documents(text))} <= {2}
 
 

@@ -243,7 +243,7 @@ def test_ends_and_silences_accuse_only_whom_others_wait_for(states, more, state,
     more = {"ages": {rank: newest - one.written for rank, one in made.items()}, **more}
     if "log" in more:
         more["log"] = watchdog.read(more["log"])
-    found = judge(RunFacts(states=made, world=len(made), now=START, **more))
+    found = judge(RunFacts(states=made, now=START, **{"world": len(made), **more}))
     assert (found.state, found.ranks) == (state, tuple(named)), found.line
     assert words in found.line
 
@@ -377,6 +377,24 @@ def test_nothing_replaces_the_final_state(tmp_path: Path) -> None:
         end = "{}:{}".format(*client.getsockname())
     state = rank_files.read_state(monitor.folder / NAME.format(rank=0))
     assert state.ended and end in state.ends
+
+
+def test_a_rank_that_failed_writes_the_line_of_its_error_though_its_launcher_ends_it(tmp_path, monkeypatch):
+    class Terminated(rank_monitor.RankMonitor):
+        def dump(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        raise ValueError("no rows")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monitor, handler = Terminated(tmp_path, 0, 2), signal.getsignal(signal.SIGTERM)
+    monitor.folder.mkdir()
+    monitor.start()
+    monitor.end()
+    state = rank_files.read_state(monitor.folder / NAME.format(rank=0))
+    assert (state.error, signal.getsignal(signal.SIGTERM)) == ("ValueError: no rows", handler)
+    assert state.own[0].endswith("_though_its_launcher_ends_it")
 
 
 def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: Path, monkeypatch) -> None:

@@ -330,6 +330,12 @@ def of_calls() -> Iterator[Row]:
     yield "a short wait is none", waiting(phase="compute", for_seconds=1.5), "fine", (), "", ()
     seen = waiting(phase="compute", cpu_share=0.0)
     early = [replace(one, created=one.created - 40 if one.number <= 3 else one.created) for one in seen.traces[0].calls]
+    old = waiting(for_seconds=27.0, phase="compute", own=STEP, usual=STEP, samples={"compute": 110},
+                  marks=(Mark(at=NOW - 37, samples={"compute": 100}),))  # fmt: skip
+    old = replace(old, states=old.states | {2: replace(old.states[2], written=NOW - 26.9)}, ages={2: 26.9})
+    yield "it wrote when the wait began, and pickles since then", old, "fine", (), "", ("its monitor could not run",)
+    old = replace(old, states=old.states | {2: replace(old.states[2], phase="collective")})
+    yield "it was in the last call when it wrote", old, "fine", (), "", ("its monitor could not run",)
     started = {0: replace(seen.traces[0], calls=tuple(early))}
     yield ("the first calls waited for a rank that started late", replace(seen, traces=seen.traces | started),
            "stuck", (2,), "rank.idle", ())  # fmt: skip
@@ -372,6 +378,12 @@ def of_calls() -> Iterator[Row]:
     yield ("a GPU that has not come to the call is behind, though it is enqueued",
            RunFacts(traces=begun, world=4, now=NOW), "stuck", (3,), BEHIND, ())  # fmt: skip
     yield "another call", odd(call(5, "broadcast", done=False)), "stuck", (1,), "call.other", ()
+    lines = {r: RankState(rank=r, written=NOW + 20, phase="collective", calls=5, own=(f"train.py:{r} step",))
+             for r in range(4)}  # fmt: skip
+    lines[2] = replace(lines[2], ended=True, error="RuntimeError: Read error", where=("loss.py:7 loss",))
+    yield ("the lines of calls that differ", replace(odd(call(5, "broadcast", done=False)), states=lines), "failed",
+           (1,), "call.other", ("rank 1: broadcast of [8], number 5 of group 0, from train.py:1 step",
+                                "rank 2: all_reduce of [8], number 5 of group 0\nrank 3"))  # fmt: skip
     yield "another size", odd(call(5, done=False, size=4)), "stuck", (1,), "call.size", ()
     before = [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")]
     swapped = {r: [*before, call(5, "all_gather" if r == 1 else "all_reduce", done=False)] for r in range(3)}
