@@ -1,7 +1,7 @@
-"""YAML from untrusted sources as plain data, with limits on size, on aliases and on the result of merge keys.
+"""YAML from untrusted sources as plain data, with limits on size, on depth and on aliases.
 
-Specification: YAML 1.1, as PyYAML's safe loader reads it. That loader creates only plain data, but nested aliases and
-nested merge keys still grow exponentially, and an invalid scalar raises any exception of its constructor.
+Specification: YAML 1.1, as PyYAML's safe loader reads it. That loader creates only plain data, but nested aliases, also
+under merge keys, still grow exponentially, and an invalid scalar raises any exception of its constructor.
 """
 
 from __future__ import annotations
@@ -14,33 +14,10 @@ import yaml
 MOST_CHARACTERS = 1 << 20  # PyYAML parses about 100 kB per second
 MOST_LEVELS = 100
 MOST_NODES = 200_000  # of the expanded text: each alias counts as the nodes of its anchor
-MOST_PAIRS = 1000  # in one mapping, including merged pairs
-MOST_MERGED = 64  # mappings under one merge key
 
 
 class YamlTextError(ValueError):
     """The text is not YAML, or uses YAML that is not supported here."""
-
-
-def _measure_depth(text: str) -> int:
-    """Return the nesting depth of brackets, strings included: PyYAML's scanner checks each open one per token."""
-    depth = deepest = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
-        deepest = max(deepest, depth)
-    return deepest
-
-
-class _Loader(yaml.SafeLoader):
-    """The safe loader with a limit on merge keys."""
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        for key, value in node.value:
-            if key.tag == "tag:yaml.org,2002:merge" and len(getattr(value, "value", ())) > MOST_MERGED:
-                raise YamlTextError(f"a merge key with more than {MOST_MERGED} mappings")
-        super().flatten_mapping(node)
-        if len(node.value) > MOST_PAIRS:
-            raise YamlTextError(f"a mapping of more than {MOST_PAIRS} members")
 
 
 class Text(str):
@@ -53,7 +30,7 @@ class Plain(Text):
     """A scalar without quotes or tag: another YAML reader may parse it as a number or a boolean."""
 
 
-class _Texts(_Loader):
+class _Texts(yaml.SafeLoader):
     """The loader that keeps every scalar as text: 022 does not become 18, and `on` does not become True."""
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
@@ -77,7 +54,7 @@ class _Texts(_Loader):
     }
 
 
-class _UniqueKeyLoader(_Loader):
+class _UniqueKeyLoader(yaml.SafeLoader):
     """The loader that rejects a mapping with a repeated key. The safe loader silently keeps the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -94,8 +71,8 @@ class _UniqueKeyLoader(_Loader):
         return node
 
 
-def _check_aliases(text: str, most_aliases: int) -> None:
-    """Raise YamlTextError for more aliases, or for more nodes of the expanded text, than are read."""
+def _check_size(text: str, most_aliases: int) -> None:
+    """Raise YamlTextError for more levels, more aliases, or more nodes of the expanded text, than are read."""
     sizes, starts, nodes, aliases = dict[str | None, int](), list[tuple[str | None, int]](), 0, 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
@@ -106,8 +83,11 @@ def _check_aliases(text: str, most_aliases: int) -> None:
             sizes[anchor] = nodes - start
         elif isinstance(event, yaml.NodeEvent):
             nodes += 1
-            sizes[event.anchor] = 1
-            starts += [(event.anchor, nodes - 1)] if isinstance(event, yaml.CollectionStartEvent) else []
+            is_start = isinstance(event, yaml.CollectionStartEvent)
+            sizes[event.anchor] = MOST_NODES if is_start else 1  # an alias inside its own anchor has no end
+            starts += [(event.anchor, nodes - 1)] if is_start else []
+        if len(starts) > MOST_LEVELS:  # PyYAML's scanner checks each open bracket for each token
+            raise YamlTextError(f"nested more than {MOST_LEVELS} levels deep")
         if aliases > most_aliases:
             raise YamlTextError(f"more than {most_aliases} aliases")
         if nodes > MOST_NODES:
@@ -120,17 +100,15 @@ def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = 
     With `texts`, scalars stay text. With `once`, a repeated key in a mapping is an error. Raises YamlTextError.
     """
 
-    def make_loader(text: str) -> _Loader:
-        loader = (_Texts if texts else _UniqueKeyLoader if once else _Loader)(text)
+    def make_loader(text: str) -> yaml.SafeLoader:
+        loader = (_Texts if texts else _UniqueKeyLoader if once else yaml.SafeLoader)(text)
         loader.line = first - 1
         return loader
 
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
-    if _measure_depth(text) > MOST_LEVELS:
-        raise YamlTextError(f"brackets nested more than {MOST_LEVELS} levels deep")
     try:
-        _check_aliases(text, most_aliases)
+        _check_size(text, most_aliases)
         return list(yaml.load_all(text, Loader=make_loader))  # type: ignore[arg-type]  # PyYAML only calls it
     except YamlTextError:
         raise

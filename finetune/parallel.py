@@ -7,7 +7,7 @@ Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDa
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,14 +55,11 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
             if planned != value:
                 raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
         return plan.layout
-    wanted = resolve_layout(settings, world_size, node)
+    # without a plan one degree of data parallelism follows from the number of ranks
+    spread = {"dp_shard": 1} if settings.get("sharding") == "ddp" else {"dp_replicate": 1}
+    wanted = resolve_layout({"tp": 1, "pp": 1, "cp": 1, "sharding": "zero3", **spread, **settings}, world_size, node)
     wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
-    degrees = [wanted.get(name, 1) for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")]
-    rest = world_size // math.prod(degrees)
-    spread = "dp_replicate" if wanted.get("sharding") == "ddp" else "dp_shard"
-    if rest > 1 and spread not in wanted:
-        wanted[spread] = rest
-    if wanted.get("dp_shard", 1) == wanted.get("cp", 1) == 1 and "sharding" not in wanted:
+    if "sharding" not in settings and wanted["dp_shard"] == wanted["cp"] == 1:
         wanted["sharding"] = "ddp"
     if wanted.get("pp", 1) > 1:
         wanted.setdefault("gradient_accumulation", wanted["pp"] * wanted.get("virtual_stages", 1))
@@ -113,8 +110,7 @@ def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
     """First and one-past-last layer of each pipeline stage; where even is impossible the first stages take one more."""
     stages = layout.pp * layout.virtual_stages
     sizes = layout.stage_layers or [layers // stages + (n < layers % stages) for n in range(stages)]
-    starts = [sum(sizes[:n]) for n in range(stages)]
-    return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -580,9 +580,9 @@ def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
 
 
 def copy_files(folder: Path) -> None:
-    """Copy what starts the monitor in another container's Python: this file and those that load it."""
+    """Copy what starts the monitor in another container's Python: this file and the one that loads it."""
     top = Path(__file__).resolve().parents[1]
-    for name in ("finetune/autostart/sitecustomize.py", "finetune/rank_monitor.py", "contracts/import_hook.py"):
+    for name in ("finetune/autostart/sitecustomize.py", "finetune/rank_monitor.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((top / name).read_bytes())
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerAction
@@ -38,8 +39,7 @@ MAX_STEPS = 4096  # steps whose times are kept
 
 def rss_bytes() -> int:
     """Resident memory of this process now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
 def highest_rss_bytes() -> int:

@@ -18,9 +18,10 @@ import math
 import os
 import random
 import sys
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -351,30 +352,23 @@ class Batch:
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
-    """Pack rows into sequences of at most `length` tokens: first fit, longest first.
+    """Pack rows into sequences of at most `length` tokens: best fit, longest first.
 
     Positions restart with every row, so that attention does not cross rows.
     """
     bins: list[list[Example]] = []
-    room: dict[int, list[int]] = {}  # free tokens -> bins with that much space
+    room: list[tuple[int, int]] = []  # free tokens of a bin, and its index; sorted
     for example in sorted(examples, key=lambda e: -len(e.tokens)):
         size = len(example.tokens)
-        left = min((r for r, at in room.items() if r >= size and at), default=None)
-        if left is None:
+        at = bisect_left(room, (size, 0))
+        if at == len(room):
+            room.append((length, len(bins)))
             bins.append([])
-            index, left = len(bins) - 1, length
-        else:
-            index = room[left].pop()
+        left, index = room.pop(at)
         bins[index].append(example)
-        room.setdefault(left - size, []).append(index)
-    return [
-        Example(
-            tokens=np.concatenate([e.tokens for e in one]),
-            labels=np.concatenate([e.labels for e in one]),
-            positions=np.concatenate([e.positions for e in one]),
-        )
-        for one in bins
-    ]
+        insort(room, (left - size, index))
+    names = [one.name for one in fields(Example)]
+    return [Example(**{name: np.concatenate([getattr(e, name) for e in one]) for name in names}) for one in bins]
 
 
 def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> Batch:

@@ -73,9 +73,9 @@ def observe_modules(
     if replicas:
         degrees["dp_replicate"] = dist.get_world_size(replicas[0].process_group)
     kinds = {"FSDP" if isinstance(root, FSDPModule) else "DDP" if root in replicas else "none" for root in roots}
-    backend = str(dist.group.WORLD._get_backend(device).name()) if dist.is_initialized() else "none"
+    backend = str(dist.group.WORLD._get_backend(device).name())
     return {
-        **degrees, "cp": cp, "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        **degrees, "cp": cp, "world_size": dist.get_world_size(),
         "wrapper": "+".join(sorted(kinds)), "device": str(device), "backend": backend,
         "reshard_after_forward": _reshards(roots), "placements": dict(placements), "unsharded_parameters": unsharded,
         "split_projections": [split, projections], "parameter_bytes": whole_bytes,
@@ -120,8 +120,7 @@ def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, s
         pairs["projections split over tp"] = projections, split
     if requested.pp > 1:
         pairs["schedule"] = SCHEDULES[requested.schedule].__name__, got.schedule
-    if got.backend != "none":
-        pairs["backend"] = "nccl" if str(got.device).startswith("cuda") else "gloo", got.backend
+    pairs["backend"] = "nccl" if str(got.device).startswith("cuda") else "gloo", got.backend
     pairs |= {f"environment variable {name}": (value, os.environ.get(name)) for name, value in environment.items()}
     wrong = [f"{name}: asked {asked}, got {found}" for name, (asked, found) in pairs.items() if asked != found]
     if requested.pp > 1 and requested.stage_layers and not set(got.stage_layers) <= set(requested.stage_layers):
@@ -145,8 +144,6 @@ def require_equal(wrong: Sequence[str]) -> None:
 
 def _gather(value: Any) -> list[Any]:
     """Return the value of each rank, by rank."""
-    if not dist.is_initialized():
-        return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

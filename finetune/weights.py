@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from finetune.model import build_model
 # What PEFT puts between a module and the weights that came with it, and the names of its own.
 _WRAPPED = re.compile(r"(\.base_layer|\.original_module|\.modules_to_save\.default)+\.")
 _FACTOR = re.compile(r"\.lora_(embedding_)?([AB])\.default")
-Box = tuple[Sequence[int], Sequence[int]]  # where it begins, and its size, by dimension
+Part = tuple[slice, ...]  # of a tensor, by dimension
+WHOLE: Part = (slice(None),)
 
 
 def source_of(config: JobConfig) -> Source:
@@ -50,20 +52,20 @@ class Stored:
             except (OSError, ValueError, SafetensorError) as error:
                 raise ConfigError(f"{self._named}: {place}: {error}") from None
         name, first = next(iter(plain.named_parameters()))
-        self.dtype = self.read(name, ([0] * first.ndim, [0] * first.ndim)).dtype
+        self.dtype = self.read(name, (slice(0, 0),) * first.ndim).dtype
         if (files[0].parent / "generation_config.json").is_file():
             from transformers import GenerationConfig
 
             plain.generation_config = GenerationConfig.from_pretrained(files[0].parent)
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, part: Part = WHOLE) -> torch.Tensor:
         """Of a file that is mapped into memory: what is not read takes none."""
         if name not in self._file_of and name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
             name = "model.embed_tokens.weight"
         if name not in self._file_of:
             raise ConfigError(f"{self._named}: its safetensors files hold no {name}")
-        part: torch.Tensor = self._file_of[name].get_slice(name)[_slices(box)]
-        return part
+        found: torch.Tensor = self._file_of[name].get_slice(name)[part]
+        return found
 
 
 class Drawn:
@@ -74,7 +76,7 @@ class Drawn:
     def __init__(self, plain: Any, seed: int) -> None:
         self.plain, self.seed = plain, seed
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, part: Part = WHOLE) -> torch.Tensor:
         """Drawn whole, each time anew."""
         path, _, key = name.rpartition(".")
         if name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
@@ -83,7 +85,7 @@ class Drawn:
         with torch.random.fork_rng(devices=()), torch.no_grad():
             torch.default_generator.manual_seed(_seed(self.seed, f"{path}.{key}"))
             self.plain._init_weights(module)
-        return module.get_parameter(key).detach()[_slices(box)]
+        return module.get_parameter(key).detach()[part]
 
 
 Source = Stored | Drawn
@@ -108,10 +110,8 @@ def fill(source: Source, seed: int, net: nn.Module, device: torch.device, within
                 continue
             made = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, made)
-            if _FACTOR.search(name):
-                place(p, _factor(name, p.shape, seed))
-            else:
-                _read_into(p, source, plain_name(name))
+            is_factor = _FACTOR.search(name)
+            place(p, _factor(name, p.shape, seed).__getitem__ if is_factor else partial(source.read, plain_name(name)))
 
 
 def plain_name(name: str) -> str:
@@ -120,28 +120,14 @@ def plain_name(name: str) -> str:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
-def _read_into(p: torch.Tensor, source: Source, name: str) -> None:
-    box = _box(p)
-    if math.prod(box[1]):
-        (p.to_local() if isinstance(p, DTensor) else p).copy_(source.read(name, box))
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
-def place(p: torch.Tensor, whole: torch.Tensor) -> None:
-    """This rank's part of a value that every rank has."""
-    (p.to_local() if isinstance(p, DTensor) else p).copy_(whole[_slices(_box(p))])
-
-
-def _box(p: torch.Tensor) -> Box:
-    if not isinstance(p, DTensor):
-        return [0] * p.ndim, p.shape
-    (chunk,) = p.__create_chunk_list__()  # as torch.distributed.checkpoint asks for a rank's part
-    return chunk.offsets, chunk.sizes
-
-
-def _slices(box: Box | None) -> tuple[slice, ...]:
-    pairs = zip(*box, strict=True) if box else ()
-    return tuple(slice(start, start + size) for start, size in pairs) or (slice(None),)
+def place(p: torch.Tensor, read: Callable[[Part], torch.Tensor]) -> None:
+    """Copy this rank's part of a value, which `read` returns. A rank without a part reads nothing."""
+    local, offsets, sizes = p, torch.Size([0] * p.ndim), p.shape
+    if isinstance(p, DTensor):
+        (chunk,) = p.__create_chunk_list__()  # as torch.distributed.checkpoint asks for a rank's part
+        local, offsets, sizes = p.to_local(), chunk.offsets, chunk.sizes
+    if math.prod(sizes):
+        local.copy_(read(tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)) or WHOLE))
 
 
 def _quantise(p: Any, module: nn.Module, value: torch.Tensor, device: torch.device) -> None:

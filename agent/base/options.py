@@ -32,7 +32,7 @@ from click.core import ParameterSource
 from agent.base import EXIT_FAILED, EXIT_USAGE
 from agent.base.output import print_text, why_unwritable
 from agent.base.units import SIZE_WORDS, parse_size
-from contracts import bounded, tables
+from contracts import bounded, question, tables
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -271,8 +271,7 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            known = found.get(key) or _table("shared").get(key)
-            members = (known or tables.read_table(tables.__file__, "question.toml")[key]) | row  # few verbs need it
+            members = (found.get(key) or _table("shared").get(key) or question.rows()[key]) | row
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row

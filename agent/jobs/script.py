@@ -257,21 +257,22 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
 
     parsed = read_command(job.command, file)
     nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, parsed.ranks_per_node or job.ranks_per_node
+    gpus = None if job.kind.endswith("Runtime") else job.parts[0].gpus  # a TrainJob may replace those of its runtime
+    if gpus and ranks and ranks > gpus:
+        parsed.notes.append(f"starts {ranks} ranks in a pod of {gpus} GPUs. NCCL refuses two ranks on one GPU: "
+                            f"request {ranks} GPUs, or start fewer ranks")  # fmt: skip
+        ranks = gpus
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
         parsed.unknown.append("number of ranks: not in replicas, nprocPerNode, GPUs or the launcher's options"
                               + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
     advice, lines = forecast_command(parsed, request, found)
-    gpus = None if job.kind.endswith("Runtime") else job.parts[0].gpus  # a TrainJob may replace those of its runtime
-    if gpus and gpus != ranks:  # a pod gets the devices next to its GPUs, however many ranks it starts
+    if gpus and gpus != ranks:  # a pod gets the devices next to its GPUs, however few ranks it starts
         with contextlib.suppress(RequestError):  # the pod has more GPUs than the machine
             other = advise(request.changed(ranks_per_node=gpus), found)
             devices = (need for need in other.needs if need.name == "resource")
             advice = replace(advice, needs=(*(need for need in advice.needs if need.name != "resource"), *devices))
-    if gpus and ranks and ranks > gpus:
-        lines.append(f"starts {ranks} ranks in a pod of {gpus} GPUs. NCCL refuses two ranks on one GPU: "
-                     f"request {ranks} GPUs, or start fewer ranks")  # fmt: skip
     return advice, lines
 
 

@@ -29,7 +29,7 @@ class Meaning:
     verbs: bool = False
     note: str = ""
     alone: str = ""
-    symptom: bool = False
+    symptom: int = 0
     no_rdma: bool = False
     vague: int = 0
     proof: Sequence[str] = ()

@@ -41,14 +41,10 @@ def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
     """Return the "distance" lines in words. They say what NCCL thought possible, not what it did."""
     digits = re.match(r"(?:RCCL )?\d+\.(\d+)(?:\.(\d+))?", version or "")
     release = (int(digits[1]), int(digits[2] or 0)) if digits else (-1, 0)
-    names = next((names for first, names in reversed(PATHS) if first <= release), ())
-
-    def name(distance: int) -> str:
-        return names[distance] if distance < len(names) else f"distance {distance}"
-
+    names = dict(enumerate(next((names for first, names in reversed(PATHS) if first <= release), ())))
     return tuple(
-        f"{'enabled' if enabled else 'disabled'}: {name(distance)} where {name(limit)} is allowed "
-        f"({count} line{'s' * (count != 1)})"
+        f"{'enabled' if enabled else 'disabled'}: {names.get(distance, f'distance {distance}')} where "
+        f"{names.get(limit, f'distance {limit}')} is allowed ({count} line{'s' * (count != 1)})"
         for (enabled, distance, limit), count in ledger.facts.gdr_paths.most_common()
     )
 
@@ -140,20 +136,17 @@ def _intra(ledger: Ledger) -> str | None:
         return "SHM (attempted)"
     if ledger.codes["duplicate_gpu"] or ledger.codes["p2p_disabled_nvlink"]:
         return "none (init failed)"
-    if facts.local_ranks == 1 or facts.ranks == 1:
-        return None
+    is_alone = facts.local_ranks == 1 or facts.ranks == 1
     carried = any(channel.network for _, channel in ledger.channels)
-    return None if facts.local_ranks == 0 and carried else "unknown"
+    return None if is_alone or (facts.local_ranks == 0 and carried) else "unknown"
 
 
 def _gdrdma(ledger: Ledger, inter: str | None) -> str:
     count = ledger.count_wires().get((), ChannelCount())
     total, on = count.total, count.gdrdma
     # Tags that were found at the start of lines belong to as many channels that seem to have none.
-    if total and total - on <= ledger.counts["orphan tags"]:
-        return "on"
     if total:
-        return "on" if on == total else "off" if not on else "partial"
+        return "on" if total - on <= ledger.counts["orphan tags"] else "partial" if on else "off"
     if ledger.cut_wires():
         return "off" if inter == "Socket" else "none"
     if inter == "Socket":  # only selected: it carries nothing in a single-node job
@@ -180,14 +173,12 @@ def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
 
 def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     """Return channels between nodes first, then within a node, then announcements."""
-    ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
+    kinds = ("NET/", "COLLNET/"), ("transport ",), ("",)
     lines = [
-        (min((rank for start, rank in ranks.items() if fact.startswith(start)), default=2), row.line, index, row)
-        for index, (fact, rows) in enumerate(ledger.proof.items())
-        if not fact.startswith(FABRIC)
-        for row in rows[:2]
-    ]
-    return tuple(row for *_, row in sorted(lines, key=lambda entry: entry[:3])[:MAX_PROOF])
+        (next(place for place, start in enumerate(kinds) if fact.startswith(start)), row.line, row)
+        for fact, rows in ledger.proof.items() if not fact.startswith(FABRIC) for row in rows[:2]
+    ]  # fmt: skip
+    return tuple(row for *_, row in sorted(lines, key=itemgetter(0, 1))[:MAX_PROOF])
 
 
 def _mnnvl_use(ledger: Ledger) -> str:

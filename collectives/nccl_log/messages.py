@@ -159,6 +159,7 @@ class Facts:
         self.environment: Firsts[str, str] = Firsts()
         self.setting = ""  # of an environment variable, in the current message: "NAME=VALUE"
         self.ports: Firsts[tuple[str, str], str] = Firsts(MAX_PLACES)  # (host, port): link layer
+        self.addresses: Firsts[tuple[str, str], None] = Firsts(MAX_PLACES)  # (address of an interface, host)
         self.whole_lists: Firsts[str, None] = Firsts(4_096)  # hosts whose list of ports was read to its end
         self.layers: Firsts[tuple[int, str], None] = Firsts(4_096)  # (number of a device, link layer)
         self.sockets: Tally[str] = Tally(64)  # interfaces
@@ -275,6 +276,8 @@ class Facts:
         if b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
             self._take_ports(match, host)
             proven.append("RDMA devices in use")
+        for address in _TEXTS["address"].findall(message) if b"<0>" in message and host else ():
+            self.addresses.add((address.decode(), host), None)
         if b"GPU Direct RDMA" in message or b"DMA-BUF" in message:
             self._take_gdr(message, host, proven)
         if b" Pid " in message and (match := _TEXTS["test_rank"].search(message)):

@@ -19,6 +19,8 @@ _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # la
 # All but the first are also facts of facts.toml, or beginnings of such facts.
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
+_PEER = re.compile(r"(?:\bpeer|onnect to) (\S{1,255}?)<\d+>")
+_AT_EITHER_END = ("ib_retry_exceeded", "ib_rnr_retry_exceeded", "socket_connect_failed", "connection_closed_by_peer")
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -159,8 +161,8 @@ class _Findings:
         """Return the action, and the message if the case has one, for what the log shows (lines, ports, versions)."""
         facts = self.facts
         seen = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
-        seen += [f"NCCL {version}" for version in facts.versions] + [f"provider {name}" for name in facts.providers]
-        text = "\n".join((*seen, *(f"GPUDirect RDMA {word}" for _, word in facts.gdr_words)))
+        named = {"NCCL": facts.versions, "provider": facts.providers, "GPUDirect RDMA": (w for _, w in facts.gdr_words)}
+        text = "\n".join((*seen, *facts.counts, *(f"{kind} {name}" for kind, names in named.items() for name in names)))
         case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
         return {"action": meaning.action} | {name: text for name, text in case.items() if name != "seen"}
 
@@ -169,7 +171,8 @@ class _Findings:
         provider = self.facts.provider or "efa"
         other = CODES[code].other_provider
         if provider.startswith("efa") or not other:
-            self.add(code)
+            hosts = self._common_end(code) if code in _AT_EITHER_END else ()
+            self.add(code, "all connections that failed have an end there" * bool(hosts), hosts=hosts)
             return
         if other == "libfabric_request_failed" and provider == "cxi":
             other = "slingshot_request_failed"
@@ -192,6 +195,15 @@ class _Findings:
         short = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
         return tuple(name for name in names if name not in short)
 
+    def _common_end(self, code: str) -> Collection[str]:
+        """Return the host, or the address, that is an end of all connections that failed, if they are several."""
+        pairs = set()
+        for row in self.ledger.code_lines[code]:
+            if match := _PEER.search(row.text):
+                at = self._named(host for address, host in self.facts.addresses if address == match[1])
+                pairs.add(frozenset((*self._named([row.host]), at[0] if len(at) == 1 else match[1])))
+        return frozenset.intersection(*pairs) if len(pairs) > 1 else ()
+
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
         mine = tuple(row for row in rows if hosts.intersection(self._named([row.host]))) or rows
@@ -212,18 +224,16 @@ class _Findings:
         return lines or self.proof("GPUDirect RDMA refused")
 
     def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
-        """Return a line of each host with these environment variables, if it has the value of the log's first line."""
-        settings, lines = self.evidence.environment, self.ledger.variable_lines.items()
-        wanted = [f"{name}={settings[name]}" for name in variables if name in settings]
-        return tuple(row for one in wanted for (setting, _), row in lines if setting == one)
+        """Return a line of each host with these environment variables, "NAME" or "NAME=VALUE", and no default value."""
+        defaults = {f"{name}={value}" for name in _OFF_BY_DEFAULT for value in ("0", "")}
+        lines = [row for row in self.ledger.variable_lines.items() if row[0][0] not in defaults]
+        return tuple(row for one in variables for (setting, _), row in lines if one in (setting, row.proves))
 
     def _hosts_without_gdrdma(self) -> tuple[str, ...]:
         """Return the hosts with channels over RDMA of which none has GPUDirect RDMA."""
-        rows: dict[str, ChannelCount] = {}
-        for (host, network), count in self.ledger.count_wires("host", "network").items():
-            if network != "Socket":
-                rows[host] = rows.get(host, ChannelCount()) + count
-        return tuple(host for host, count in rows.items() if host and not count.gdrdma)
+        wires = self.ledger.count_wires("host", "network")
+        have = {host for (host, _), count in wires.items() if count.gdrdma}
+        return tuple({host: 0 for host, network in wires if host and network != "Socket" and host not in have})
 
     def _hosts_over(self, network: str) -> tuple[str, ...]:
         """Return the hosts with channels over this network; without such channels, those that chose it."""
@@ -315,8 +325,9 @@ class _Findings:
         if self.inter and suspects:
             others = [name for name in sockets if name not in suspects]
             more = f" (other interfaces: {', '.join(others[:4])})" if others else ""
-            local = others and any(name.startswith(WORDS_OF["local"]) for name in suspects)
-            stops = local and self.inter == "Socket" and not self._if_several()[1] and not self.facts.finished
+            local = not self.facts.finished and any(name.startswith(WORDS_OF["local"]) for name in suspects)
+            carries = others and self.inter == "Socket" and not self._if_several()[1]
+            stops = local and (carries or "socket_connect_failed" in self.problems)
             self.add("docker_interface_used", some(list(suspects), most=3) + more, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
@@ -348,15 +359,18 @@ class _Findings:
         carried = list(self.ledger.networks()) or [evidence.network or ""]
         # Channels of one host over the network are another problem.
         within = not self.inter and evidence.send.total + evidence.receive.total > 0
-        if state in ("off", "partial") and not within and gpus_are("without GPUDirect RDMA", evidence.gpus):
+        lacks = state in ("off", "partial") and not within
+        if lacks and gpus_are("without GPUDirect RDMA", evidence.gpus):
             lines = self.proof("GPU ") + self._channel_proof()
             self.add("gdr_not_supported_by_gpu", ", ".join(evidence.gpus), lines)
             return
+        if lacks and "Socket" not in carried and self.variable_proof(*CODES["gdr_disabled_by_env"].variables):
+            self.add("gdr_disabled_by_env")
         if state == "partial":
             self._find_partial()
         if one_direction(evidence):
             self.add("one_direction_seen", _part(evidence, []))
-        if state == "off" and "Socket" not in carried and not within:
+        if state == "off" and lacks and "Socket" not in carried:
             self._find_off(carried)
         refused = {enabled for name, enabled in self.facts.gdr_hca if "Libfabric" in name}
         if refused == {False} and evidence.gdrdma_fraction is None:
@@ -396,15 +410,13 @@ class _Findings:
             self.add("peermem_missing", hosts=refused)
 
     def _find_off(self, carried: list[str]) -> None:
-        env = self.evidence.environment
         is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or self.inter.startswith("IB")
         if self.evidence.gdrdma_fraction is not None:  # without a channel, what refused it is reported below
             code = "ib_without_gdrdma" if is_ib else _code_without_gdrdma(self.inter, carried, self.facts.provider)
             self.add(code, _part(self.evidence, []), self._channel_proof(), hosts=self._hosts_without_gdrdma())
             self.problems.pop("gdr_refused_by_plugin", None)
-        if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
-            self.add("gdr_disabled_by_env")
-        elif is_ib and {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}:
+        explained = "gdr_disabled_by_env" in self.problems
+        if is_ib and not explained and {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}:
             self.add("peermem_missing")
 
     def _find_distance(self) -> None:
@@ -422,7 +434,7 @@ class _Findings:
         env, transports = self.evidence.environment, self.evidence.transports
         shm = transports.get("SHM", 0)
         peer = sum(n for key, n in transports.items() if key.startswith("P2P/"))
-        if shm and env.get("NCCL_P2P_DISABLE") == "1":
+        if shm and self.variable_proof("NCCL_P2P_DISABLE=1"):
             self.add("p2p_disabled_by_env")
         elif shm and "NCCL_P2P_LEVEL" in env:
             self.add("p2p_level_limited_by_env", env["NCCL_P2P_LEVEL"])
@@ -437,17 +449,13 @@ class _Findings:
     def find_environment(self) -> None:
         """Find variables that cause or hide a problem."""
         env = self.evidence.environment
-        if self.inter == "Socket":
-            severity = self._if_several()[1]
-            if env.get("NCCL_IB_DISABLE", "0") not in ("0", ""):
-                self.add("ib_disabled_by_env", env["NCCL_IB_DISABLE"], severity=severity)
-            if env.get("NCCL_NET") == "Socket":
-                self.add("socket_forced_by_env", severity=severity)
+        if "Socket" in self.inter.split():  # or mixed with another network
+            for code in ("ib_disabled_by_env", "socket_forced_by_env"):
+                if self.variable_proof(*CODES[code].variables):
+                    self.add(code, severity=self._if_several()[1])
         set_by_plugin = WORDS_OF["set_by_ofi"] if "Libfabric" in self.inter else ()
-        tuned = [
-            name for name in env if name in WORDS_OF["tuning"] and name not in set_by_plugin
-            and not (env[name] == "0" and name in _OFF_BY_DEFAULT)
-        ]  # fmt: skip
+        names = (name for name in env if name in WORDS_OF["tuning"] and name not in set_by_plugin)
+        tuned = [name for name in names if self.variable_proof(name)]
         if tuned:
             detail = ", ".join(f"{name}={env[name]}" for name in tuned[:12])
             self.add("hand_tuned_env", detail, self.variable_proof(*tuned), len(tuned))

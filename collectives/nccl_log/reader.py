@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final
 from collectives.nccl_log.channels import MOST_HEAD_BYTES, TAG, Channel, direction_of, parse_channels
 from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, codes_of
 from collectives.nccl_log.ledger import Ledger, Runs, Writer, host_name
-from collectives.nccl_log.messages import END, STEP, Firsts, Place
+from collectives.nccl_log.messages import END, STEP, Firsts, Lasts, Place
 from contracts.bounded import utf16
 from contracts.tables import read_patterns, read_table
 
@@ -146,6 +146,7 @@ class Reader:
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
         self._above = (0, b"", b"")  # last line with a host that belongs to the line below: number, end, its label
+        self._raised: Lasts[bytes, str] = Lasts(MAX_SEEN)  # by label of lines: host whose exception Ray reports there
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def feed(self, block: bytes, *, cut: bool = False) -> None:
@@ -234,6 +235,10 @@ class Reader:
         is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
         above = above if is_below else b""
         self.ledger.writer = writer = Writer() if has_header else _writer_of(above + line)
+        if match := _TEXTS["raised"].search(line):
+            self._raised.add(_label_of(line), match[1].decode())
+        elif self._raised and _TEXTS["exception"].match(_TEXTS["launcher"].sub(b"", line)):
+            self.ledger.writer = writer = Writer(self._raised.pop(_label_of(line), writer.host), rank=writer.rank)
         if writer.host and writer.rank is not None:
             self.ledger.rank_hosts.add(writer.rank, writer.host)
         if has_header:

@@ -127,7 +127,7 @@ class Evidence:
     outcome: str = "unknown"  # "failed" (a line says how), "finished" (a line says so), "unknown"
     gpus: tuple[str, ...] = ()  # names of GPUs in the log
     runs: tuple[RunEvidence, ...] = ()  # if there are several; the counts above are of all of them
-    # The lines that say how NCCL uses NVSwitch (NVLS and MNNVL).
+    # The lines that say how NCCL uses NVSwitch (NVLS and MNNVL), and networking by GPUs (GIN).
     fabric: tuple[ProofLine, ...] = field(default=(), compare=False)
     missing_ranks: tuple[int, ...] = ()  # ranks of the largest communicator without a line
     hosts: int | None = None  # hosts that wrote lines of NCCL

@@ -11,8 +11,31 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+class _AfterImport:
+    """A meta path finder that calls the action of a module right after its import. Exceptions of it are ignored."""
+
+    def __init__(self, actions: dict[str, Callable[[Any], None]]) -> None:
+        self.actions = actions
+
+    def find_spec(self, name: str, path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Find only these modules, as Python's own finders do, with a loader that calls the action after execution."""
+        action = self.actions.pop(name, None)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if action else None
+        if action and spec and spec.loader:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                with contextlib.suppress(Exception):
+                    action(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _run_hidden(here: str) -> None:
@@ -47,9 +70,11 @@ def _wrap(module: Any) -> None:
 
 if "TOPOFLIGHT_RUN" in os.environ:
     with contextlib.suppress(Exception):
+        actions: dict[str, Callable[[Any], None]] = dict.fromkeys(
+            ("torch.distributed.distributed_c10d", "torch.distributed.launcher.api"), _wrap
+        )
         if "RANK" in os.environ and sys.orig_argv[1:2] == [os.environ.get("TOPOFLIGHT_SCRIPT")]:
-            _load_file("_topoflight_script_rank", "agent/jobs/script_rank.py").start()
-        after_import = _load_file("_topoflight_import_hook", "contracts/import_hook.py").AfterImport
-        for name in ("torch.distributed.distributed_c10d", "torch.distributed.launcher.api"):
-            after_import(name, _wrap)
+            script_rank = _load_file("_topoflight_script_rank", "agent/jobs/script_rank.py")
+            actions["torch.optim.optimizer"] = script_rank.start()
+        sys.meta_path.insert(0, _AfterImport(actions))
 _run_hidden(str(Path(__file__).resolve().parent))

@@ -121,7 +121,7 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
     made_up = replace(advice, model=replace(advice.model, name="house-model"))
     assert why_untrainable(advice, {}).startswith("dataset_name: no data set is named")
-    assert why_untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: where its weights are")
+    assert why_untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: no source of its weights")
     assert why_untrainable(made_up, {"dataset_name": "x", "model_name_or_path": "/models/house"}) == ""
     assert why_untrainable(advice, {"dataset_name": "x"}) == ""
     assert why_untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""

@@ -81,7 +81,7 @@ def test_a_placeholder_for_the_number_of_nodes_may_be_several(tmp_path: Path) ->
             assert ("settings are those of several nodes" in said.stderr) is (count == "$NUM_NODES"), (count, kind)
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "devices"), [(1, 4, "1"), (8, 4, "4"), (4, 4, "2"), (16, 8, "4")])
+@pytest.mark.parametrize(("gpus", "ranks", "devices"), [(1, 4, "1"), (8, 4, "4"), (8, 16, "4"), (16, 8, "4")])
 def test_a_pod_gets_the_efa_devices_of_its_gpus(tmp_path: Path, gpus: int, ranks: int, devices: str) -> None:
     """However many ranks torchrun's option starts; a p4d has four devices for eight GPUs. Too many ranks are named."""
     container = {"name": "pytorch", "command": ["torchrun", f"--nproc-per-node={ranks}", "t.py"],

@@ -120,7 +120,7 @@ def randomise_lora_b(named):
     for name, p in named.items():
         if "lora_B" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.removeprefix("module.").encode()))
-            place(p, torch.randn(p.shape, generator=generator) * 0.05)
+            place(p, (torch.randn(p.shape, generator=generator) * 0.05).__getitem__)
 
 
 def shape_of(layout):

@@ -14,7 +14,7 @@ import yaml
 from rigs.tables import ROOT
 
 from contracts.job_config import ConfigError, JobConfig
-from contracts.yaml_text import YamlTextError, _Loader, _Texts, load_all
+from contracts.yaml_text import YamlTextError, _Texts, _UniqueKeyLoader, load_all
 
 ROOMS = ("agent", "planner", "collectives", "topology", "probes", "finetune", "contracts", "hardware")
 SOURCES = {str(path.relative_to(ROOT)): path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))}
@@ -71,7 +71,7 @@ def test_no_object_is_unpickled_and_no_code_of_a_model_is_run() -> None:
 
 def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
     """The loaders of our own know no tag that PyYAML's safe loader does not."""
-    assert _Loader.yaml_constructors == _Texts.yaml_constructors == yaml.SafeLoader.yaml_constructors
+    assert _UniqueKeyLoader.yaml_constructors == _Texts.yaml_constructors == yaml.SafeLoader.yaml_constructors
     for text in ("!!python/object/apply:os.system [id]", "!!python/name:os.system"):
         for texts in (False, True):
             with pytest.raises(YamlTextError):
