@@ -221,6 +221,9 @@ def plan(
     models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
     if len(models) > 1:
         unknowns.append(_text("mixed_gpus", models=", ".join(map(str, models))))
+    most = max(sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes)
+    if has_gpu and links.ranks_per_node < most:
+        unknowns.append(_text("fewer_ranks", ranks=links.ranks_per_node, most=most))
     longer = sum(rows for length, rows in train.length_histogram if length > train.sequence_length)
     if longer:
         rows = sum(rows for _, rows in train.length_histogram)
@@ -592,8 +595,8 @@ def _make_point(
     price = prices.get(name) if isinstance(prices, Mapping) else prices
     cost = None if price is None else seconds.scaled(price * count / 3600.0)
     return replace(
-        here, layout=best.layout.family, global_batch=planned.global_batch,
-        tokens_per_second=forecast.tokens_per_second, mfu=forecast.mfu,
+        here, layout=best.layout.family + ", offloading" * (best.layout.offload != "none"),
+        global_batch=planned.global_batch, tokens_per_second=forecast.tokens_per_second, mfu=forecast.mfu,
         memory_bytes=forecast.memory_bytes.mid, seconds=seconds, gpu_hours=mid / 3600.0 * cluster.world_size,
         cost=cost,
     )  # fmt: skip

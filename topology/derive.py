@@ -35,11 +35,12 @@ def complete(node: NodeTopology) -> NodeTopology:
 
     A given reason in `virtual` is kept. Otherwise, the pairs themselves may show that a hypervisor hides the PCIe tree.
     """
-    # NCCL XML has PHB for NODE as well, so PHB everywhere is normal for a single real socket.
-    drawn = node.source == "NCCL XML"
+    warnings, machine = node.warnings, reference_of(node)
+    # NCCL XML has PHB for NODE as well, so PHB everywhere is normal for a single real socket, but not for a machine
+    # that is built with switches.
+    drawn = node.source == "NCCL XML" and (machine is None or machine.gpu_nic not in ("PIX", "PXB"))
     virtual = node.virtual or (None if drawn else explain_virtual(node.gpus, node.nics, node.pairs))
     nearest = nearest_nic(node.gpus, node.nics, node.pairs, virtual)
-    warnings, machine = node.warnings, reference_of(node)
     if virtual and virtual not in warnings:
         warnings = (*warnings, virtual)
     return replace(
@@ -112,14 +113,12 @@ def explain_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs:
         return None
     (label,) = seen
     affinities = {gpu.numa_affinity for gpu in gpus if gpu.numa_affinity and gpu.numa_affinity != UNKNOWN}
-    if label == "PHB" and len(gpus) > 2:
+    if label in ("PHB", "PHB/NODE") and len(gpus) > 2:
         span = f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
         return _text("all_phb", span=span)
-    # A GPU with its own NUMA node is attached to a Grace CPU by C2C; those machines show SYS to every NIC.
-    coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
     # NICs closer to each other than SYS prove a tree on another socket than every GPU; without their rows nobody knows.
     tree_visible = {level(known.label(a.name, b.name)) for a, b in combinations(nics, 2)} - {"SYS"}
-    if label == "SYS" and len(nics) > 1 and not coherent and not tree_visible:
+    if label == "SYS" and len(nics) > 1 and not _is_coherent(gpus) and not tree_visible:
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
     for a, b in combinations(gpus, 2):
         same = a.numa_affinity == b.numa_affinity and (a.numa_affinity or "").isdigit()
@@ -150,9 +149,17 @@ def _why_undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known
         return "no path between GPUs and NICs is known"
     if virtual:
         return virtual
-    if len(nics) > 1 and label == "SYS":
+    if len(nics) > 1 and label == "SYS" and _is_coherent(gpus):
+        return _text("coherent")
+    between = {level(known.label(a.name, b.name)) for a, b in combinations(nics, 2)}
+    if label == "SYS" and between and between <= {"SYS", UNKNOWN}:  # else the NICs are on a socket without GPUs
         return "every GPU is SYS from every NIC, so no NIC is nearer than another"
     return ""
+
+
+def _is_coherent(gpus: tuple[GpuNode, ...]) -> bool:
+    """Whether the GPUs have NUMA nodes of their own, as on a Grace CPU (C2C): nvidia-smi shows SYS to every NIC."""
+    return any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
 
 
 def _nearest(gpu: str, nics: tuple[NicNode, ...], known: Pairs, undecidable: str) -> NearestNic:

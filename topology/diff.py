@@ -11,7 +11,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +50,42 @@ def traits(
 ) -> dict[tuple[str, str], Trait]:
     """Return every trait of a snapshot by its subject and `what`.
 
-    GPUs get the names of the GPUs at the same PCI addresses in `like`, because NVML numbers only the GPUs it finds: if
-    one is missing, later GPUs have other numbers. `node` is the topology, if it is already built.
+    GPUs and NICs get the names of those at the same PCI addresses in `like`: NVML numbers only the GPUs it finds, so if
+    one is missing, later GPUs have other numbers; and systemd or rdma-core may rename a NIC. `node` is the topology, if
+    it is already built.
     """
     found: dict[tuple[str, str], Trait] = {}
-    names = {} if like is None else _map_names(snapshot.facts(GpuFacts), like.facts(GpuFacts))
-    of_facts = (traits_of(facts) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)) is not None)
-    for trait in chain(_probes(snapshot), *of_facts, _links(build(snapshot) if node is None else node)):
-        named = replace(trait, subject=_GPU_NAME.sub(lambda name: names.get(name[0], name[0]), trait.subject))
-        found.setdefault((named.subject, named.what), named)
+    names = {} if like is None else {kind: _map_names(snapshot, like, kind) for kind in _PLACES}
+    devices = names.get(GpuFacts, {}) | names.get(RdmaFacts, {})
+    of_facts = (
+        (kind, traits_of(facts)) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)) is not None
+    )
+    links = _links(build(snapshot) if node is None else node)
+    for kind, parts in ((Snapshot, _probes(snapshot)), *of_facts, (NodeTopology, links)):
+        known = names.get(kind, {}) if kind is InterfacesFacts else devices
+        for trait in parts:
+            subject = "".join(known.get(part, part) for part in _NAME.split(trait.subject))
+            found.setdefault((subject, trait.what), replace(trait, subject=subject))
     return found
 
 
-_GPU_NAME = re.compile(r"\bGPU\d+\b")
+_NAME = re.compile(r"([\s:])")
+_PLACES: dict[type, Callable[[Any], list[tuple[str | None, str]]]] = {  # (PCI address, name) of each device
+    GpuFacts: lambda facts: [(gpu.bus_id, f"GPU{gpu.index}") for gpu in facts.gpus],
+    RdmaFacts: lambda facts: [(device.bus_id, device.name) for device in facts.devices],
+    InterfacesFacts: lambda facts: [(one.bus_id, one.name) for one in facts.interfaces if one.bus_id],
+}
 
 
-def _map_names(mine: GpuFacts | None, theirs: GpuFacts | None) -> dict[str, str]:
-    """Map our GPU names to theirs by PCI address; empty if the GPU addresses of the machines differ."""
-    if mine is None or theirs is None:
+def _map_names(mine: Snapshot, theirs: Snapshot, kind: type) -> dict[str, str]:
+    """Map our device names to theirs by PCI address; empty if the addresses of the machines differ."""
+    rows = [_PLACES[kind](facts) for one in (mine, theirs) if (facts := one.facts(kind)) is not None]
+    here, there = (dict(each) for each in rows) if len(rows) == 2 else ({}, {})
+    several = sum(map(len, rows)) > len(here) + len(there)  # devices of one function
+    if several or None in here | there or not (here.keys() <= there.keys() or there.keys() <= here.keys()):
         return {}
-    places = {gpu.bus_id: f"GPU{gpu.index}" for gpu in theirs.gpus}
-    here = {gpu.bus_id for gpu in mine.gpus}
-    if None in here | places.keys() or not (here <= places.keys() or places.keys() <= here):
-        return {}
-    return {f"GPU{gpu.index}": places.get(gpu.bus_id, f"GPU at {gpu.bus_id}") for gpu in mine.gpus}
+    taken = there.values()
+    return {name: there.get(place) or f"{name} at {place}" * (name in taken) or name for place, name in here.items()}
 
 
 _FORMS: dict[str, Callable[[Any], object]] = {

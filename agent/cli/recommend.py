@@ -37,10 +37,8 @@ def recommend(**options: object) -> None:
     form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
-    source = click.get_current_context().get_parameter_source("lora_rank")
-    if source is ParameterSource.COMMANDLINE and options["method"] == "full":
-        raise click.UsageError(f"--lora-rank {options['lora_rank']}: use only one of --lora-rank and --method full")
-    config = options.pop("config")
+    config, rdma, tcp = (options.pop(name) for name in ("config", "rdma", "tcp"))
+    options["transport"] = "rdma" if rdma else "tcp" if tcp else None
     request = Request.of(**options)
     if (options["sweep"] or options["compare"]) and form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")

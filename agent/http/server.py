@@ -466,6 +466,8 @@ def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: 
         view, allowed = state.current(), ["json", *advise.EXPORTS]
         if query.form not in allowed:
             raise ProblemError(400, f"format={query.form}: must be one of {', '.join(allowed)}", allowed=allowed)
+        if query.method == "full" and "lora_rank" in query.model_fields_set:
+            raise ProblemError(400, "lora_rank and method=full cannot be combined")
         options = tuple((name, getattr(query, name)) for name in question.fields())
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 

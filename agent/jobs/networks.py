@@ -217,7 +217,7 @@ class _LocalComparison:
         path = output / "run.json"
         record = run_record.read(path) if path.exists() else None
         if any(codes) and (record is None or record.status in ("running", "complete")):
-            why = f"{_describe_exit_codes(codes, output)}; the logs of the ranks are in {output}"
+            why = f"{_describe_exits(codes, output)}; the logs of the ranks are in {output}"
             return replace(bar, status="failed", why=why)
         return replace(add_run(bar, record, network.name), record=str(path))
 
@@ -252,11 +252,11 @@ def measure(hosts: NamespaceHosts, network: str) -> BenchResult:
         )
         seen.read_events()
         if any(codes):
-            seen.outcome.problems.append(_describe_exit_codes(codes, folder))
+            seen.outcome.problems.append(_describe_exits(codes, folder))
         return assemble(spec, seen.outcome, started, time.monotonic() - clock, None)
 
 
-def _describe_exit_codes(codes: Sequence[int], folder: Path) -> str:
+def _describe_exits(codes: Sequence[int], folder: Path) -> str:
     """Return the exit codes of the ranks, and the last output of the one that failed first; others lose connections."""
     rank, code = max(enumerate(codes), key=lambda each: (each[1] > 1, each[1] < 0, each[1] != 0, -each[0]))
     log = (folder / f"rank{rank}.log").read_text(errors="replace")

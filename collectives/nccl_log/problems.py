@@ -326,8 +326,8 @@ class _Findings:
             others = [name for name in sockets if name not in suspects]
             more = f" (other interfaces: {', '.join(others[:4])})" if others else ""
             local = not self.facts.finished and any(name.startswith(WORDS_OF["local"]) for name in suspects)
-            failed = "socket_connect_failed" in self.problems and self.ledger.host_count() > 1
-            stops = local and (failed or (others and self.inter == "Socket" and not self._if_several()[1]))
+            carries = others and self.inter == "Socket" and not self._if_several()[1]
+            stops = local and (carries or "socket_connect_failed" in self.problems)
             self.add("docker_interface_used", some(list(suspects), most=3) + more, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
@@ -359,15 +359,18 @@ class _Findings:
         carried = list(self.ledger.networks()) or [evidence.network or ""]
         # Channels of one host over the network are another problem.
         within = not self.inter and evidence.send.total + evidence.receive.total > 0
-        if state in ("off", "partial") and not within and gpus_are("without GPUDirect RDMA", evidence.gpus):
+        lacks = state in ("off", "partial") and not within
+        if lacks and gpus_are("without GPUDirect RDMA", evidence.gpus):
             lines = self.proof("GPU ") + self._channel_proof()
             self.add("gdr_not_supported_by_gpu", ", ".join(evidence.gpus), lines)
             return
+        if lacks and "Socket" not in carried and self.variable_proof(*CODES["gdr_disabled_by_env"].variables):
+            self.add("gdr_disabled_by_env")
         if state == "partial":
             self._find_partial()
         if one_direction(evidence):
             self.add("one_direction_seen", _part(evidence, []))
-        if state == "off" and "Socket" not in carried and not within:
+        if state == "off" and lacks and "Socket" not in carried:
             self._find_off(carried)
         refused = {enabled for name, enabled in self.facts.gdr_hca if "Libfabric" in name}
         if refused == {False} and evidence.gdrdma_fraction is None:
@@ -412,9 +415,8 @@ class _Findings:
             code = "ib_without_gdrdma" if is_ib else _code_without_gdrdma(self.inter, carried, self.facts.provider)
             self.add(code, _part(self.evidence, []), self._channel_proof(), hosts=self._hosts_without_gdrdma())
             self.problems.pop("gdr_refused_by_plugin", None)
-        if self.variable_proof(*CODES["gdr_disabled_by_env"].variables):
-            self.add("gdr_disabled_by_env")
-        elif is_ib and {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}:
+        explained = "gdr_disabled_by_env" in self.problems
+        if is_ib and not explained and {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}:
             self.add("peermem_missing")
 
     def _find_distance(self) -> None:
@@ -447,7 +449,7 @@ class _Findings:
     def find_environment(self) -> None:
         """Find variables that cause or hide a problem."""
         env = self.evidence.environment
-        if self.inter == "Socket":
+        if "Socket" in self.inter.split():  # or mixed with another network
             for code in ("ib_disabled_by_env", "socket_forced_by_env"):
                 if self.variable_proof(*CODES[code].variables):
                     self.add(code, severity=self._if_several()[1])

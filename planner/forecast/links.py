@@ -176,12 +176,12 @@ def _find_expected(node: NodeTopology, scope: str) -> float | None:
     return next(filter(None, rates), None)
 
 
-def _find_island(node: NodeTopology, gpu: Gpu | None) -> tuple[int, Speed]:
+def _find_island(node: NodeTopology) -> tuple[int, Speed]:
     """Return size and speed of the node's smallest NVLink island; (1, ...) without NVLink."""
     sizes = [len(island.gpus) for island in node.islands if len(island.gpus) > 1]
     if not sizes:
         return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
-    usable = sum(gpu.usable for gpu in node.gpus)
+    usable, gpu = sum(gpu.usable for gpu in node.gpus), gpu_named(node.gpus[0].model)
     size = min(min(sizes), usable) if sum(sizes) >= usable else 1
     derived = _find_expected(node, "island")
     table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
@@ -200,11 +200,10 @@ def _choose_lower(derived: float | None, table: float | None, link: str, gpu: Gp
     return Speed(bytes_per_second=table or 0.0, how=how, link=link, why=f"measured on other {name}")
 
 
-def _find_node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island_size: int) -> Speed:
-    node = cluster.nodes[0]
+def _find_node_speed(cluster: ClusterTopology, node: NodeTopology, island: Speed, island_size: int) -> Speed:
     if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
         return island
-    derived = _find_expected(node, "node")
+    derived, gpu = _find_expected(node, "node"), gpu_named(node.gpus[0].model)
     table = gpu.busbw_of(len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
     speed = Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     if derived or table:
@@ -296,8 +295,10 @@ def links_of(
         node = Speed(bytes_per_second=_CONSTANTS["assumed_gloo"], how="assumed", link="host memory (gloo)")
         size, island = per_node, node
     else:
-        size, island = _find_island(first, gpu)
-        node = _find_node_speed(cluster, gpu, island, size)
+        different = {id(each.pairs): each for each in cluster.nodes}.values()  # copies of a node share their pairs
+        islands = [(each, *_find_island(each)) for each in different if each.gpus]
+        weakest, size, island = min(islands, key=lambda found: (found[1], found[2].bytes_per_second))
+        node = _find_node_speed(cluster, weakest, island, size)
     if inside:
         node = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
         if size >= per_node:

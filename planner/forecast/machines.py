@@ -45,7 +45,10 @@ def machine(name: str) -> Known:
     gpu = re.sub(r"(?<=[a-z])(?=[0-9])", " ?", re.sub(r"\A\d+x|[\W_]", "", wanted))  # rtx4090 is named "RTX 4090"
     if with_gpu := [row.name for row in catalogue() if gpu and re.search(rf"\b{gpu}\b", row.gpu.lower())]:
         hint = f"; with this GPU: {', '.join(with_gpu[:3])} (--ranks-per-node uses fewer of its GPUs)"
-    raise MachineError(f"machine={name!r}: not in the catalogue{hint}; --machine list names all")
+    raise MachineError(
+        f"machine={name!r}: not in the catalogue{hint}; --machine list names all, and "
+        "--host reads a recording of your own (topoflight capture)"
+    )
 
 
 def _find_nearest(row: Known, gpu: int) -> list[int]:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
-from hardware.units import gigabits
+from hardware.units import gigabits, some
 from probes.api import Sample, finding, probe_of, sample_facts, sample_known
 from probes.rdma.facts import OTHER, RAIL, ROCE_V2, SOURCE, RdmaDevice, RdmaFacts, RdmaPort, find_ipv4, is_link_local
 
@@ -334,9 +334,12 @@ def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "rdma.pfc.off unknown", names=names)
     for members in _group_alike(facts.devices):  # ports of another board may serve storage, on another fabric
         ports = [port for device, port in members if (device, port) in known]
-        if len({port.pfc_priorities for port in ports}) > 1:
-            model = members[0][0].model or "one board"
-            yield finding(TEXTS, "rdma.pfc.mixed", None, "", _list_evidence(ports), model=model)
+        often = Counter(port.pfc_priorities for port in ports)
+        if len(often) > 1:
+            rarest_first = sorted(ports, key=lambda port: often[port.pfc_priorities])
+            seen, model = _list_evidence(rarest_first), members[0][0].model or "one board"
+            few = some([port.netdev or "a port" for port in rarest_first[: min(often.values())]], most=4)
+            yield finding(TEXTS, "rdma.pfc.mixed", None, "", seen, model=model, few=few, total=len(ports))
     if known and not any(port.pfc_priorities for _, port in known):
         yield _report_no_flow_control([port for _, port in known])
 

@@ -20,15 +20,7 @@ from rigs.waiting import eventually
 
 from agent.cli.bench import compare_networks
 from agent.jobs import namespaces
-from agent.jobs.networks import (
-    NetworkBar,
-    NetworkBars,
-    _describe_exit_codes,
-    add_cost,
-    add_run,
-    draw_bars,
-    prove_network,
-)
+from agent.jobs.networks import NetworkBar, NetworkBars, _describe_exits, add_cost, add_run, draw_bars, prove_network
 from contracts.finding import Interval
 from contracts.run_record import record_of
 
@@ -93,7 +85,7 @@ def test_a_run_that_failed_names_the_rank_that_failed_first_and_its_error(tmp_pa
     """The other ranks lose their connections; the picture has the reason where the bar would be."""
     for rank, log in enumerate(logs):
         (tmp_path / f"rank{rank}.log").write_text(log)
-    told = _describe_exit_codes(codes, tmp_path)
+    told = _describe_exits(codes, tmp_path)
     assert told == why
     bars = NetworkBars(title="", where="", nodes=2, steps=1, node_hour_price=None,
                        bars=(NetworkBar(network="eth0", status="failed", why=told),))  # fmt: skip

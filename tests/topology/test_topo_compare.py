@@ -171,5 +171,8 @@ def test_gpus_are_compared_by_their_place_on_the_bus():
     assert of_gpus == ["GPU2 missing", "GPU4 x16 -> x8", "GPUs 8 -> 7"]
     came_back = messages(diff(later, snapshot(HGX)))
     new = snapshot(HGX).outcomes["gpu"].facts.gpus[2].bus_id
-    assert f"GPU at {new} new" in came_back
+    assert f"GPU2 at {new} new" in came_back
     assert not any("GPU7" in message for message in came_back)
+    facts = snapshot(HGX).outcomes["rdma"].facts
+    renamed = replace(facts, devices=(replace(facts.devices[0], name="ibp24s0"), *facts.devices[1:]))
+    assert messages(diff(snapshot(HGX), with_facts(snapshot(HGX), rdma=renamed))) == ["mlx5_0 name mlx5_0 -> ibp24s0"]
