@@ -332,7 +332,7 @@ class RunFacts:
         A rank that has just come back from a checkpoint computes by now; the wait is the checkpoint's.
         """
         now, state = self.activity(rank), self.states.get(rank)
-        if state is None or now.kind not in ("data", "workers", "compute", "idle", "io") or not begun:
+        if state is None or now.kind not in ("data", "workers", "compute", "idle", "io", "collective") or not begun:
             return now
         until = state.written + self.ages.get(rank, 0.0)  # a file may be older than those of the ranks that wait
         old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=until))

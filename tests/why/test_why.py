@@ -334,6 +334,8 @@ def of_calls() -> Iterator[Row]:
                   marks=(Mark(at=NOW - 37, samples={"compute": 100}),))  # fmt: skip
     old = replace(old, states=old.states | {2: replace(old.states[2], written=NOW - 26.9)}, ages={2: 26.9})
     yield "it wrote when the wait began, and pickles since then", old, "fine", (), "", ("its monitor could not run",)
+    old = replace(old, states=old.states | {2: replace(old.states[2], phase="collective")})
+    yield "it was in the last call when it wrote", old, "fine", (), "", ("its monitor could not run",)
     started = {0: replace(seen.traces[0], calls=tuple(early))}
     yield ("the first calls waited for a rank that started late", replace(seen, traces=seen.traces | started),
            "stuck", (2,), "rank.idle", ())  # fmt: skip
