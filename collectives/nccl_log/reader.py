@@ -147,6 +147,7 @@ class Reader:
         self._step = b""  # the last step of training that a line reports
         self._above = (0, b"", b"")  # last line with a host that belongs to the line below: number, end, its label
         self._raised: Lasts[bytes, str] = Lasts(MAX_SEEN)  # by label of lines: host whose exception Ray reports there
+        self._tasks: Lasts[bytes, str] = Lasts(MAX_SEEN)  # host of each task of srun or mpirun; empty: of several
         self.cause_lines = 0  # lines that may still contain the text of "Last error:"
 
     def feed(self, block: bytes, *, cut: bool = False) -> None:
@@ -239,6 +240,8 @@ class Reader:
             self._raised.add(_label_of(line), match[1].decode())
         elif self._raised and _TEXTS["exception"].match(_TEXTS["launcher"].sub(b"", line)):
             self.ledger.writer = writer = Writer(self._raised.pop(_label_of(line), writer.host), rank=writer.rank)
+        elif not (writer.host or has_header) and (task := _TEXTS["task"].match(line)):
+            self.ledger.writer = writer = Writer(self._tasks.get(task[1] or task[2], ""), rank=writer.rank)
         if writer.host and writer.rank is not None:
             self.ledger.rank_hosts.add(writer.rank, writer.host)
         if has_header:
@@ -273,6 +276,9 @@ class Reader:
             self._processes.add(writer.process, None)
         if prefix not in self._writers:
             self.ledger.hosts.add(writer.host)
+            if task := _TEXTS["task"].match(prefix):
+                number = task[1] or task[2]
+                self._tasks.add(number, writer.host if self._tasks.get(number, writer.host) == writer.host else "")
             self.ledger.facts.rccl |= b"/hipify/" in prefix
             if len(prefix) < MOST_PREFIX_BYTES:
                 self._writers.add(prefix, writer)

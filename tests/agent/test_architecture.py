@@ -1,12 +1,20 @@
-"""Imports: docs/explanation/architecture.md draws those of the packages, and each verb loads what it needs alone."""
+"""Imports: docs/explanation/architecture.md draws those of the packages; each verb reaches and loads what it needs.
+
+Imports inside functions count as well, since a verb that hides an import still depends on it. Imports for type
+checkers only do not count towards the lines that a verb reaches.
+"""
 
 import re
 import tomllib
+from collections import Counter
+from functools import cache
 
 import grimp
 import pytest
 from rigs.command import python
 from rigs.tables import ROOT, each_row, rows_of
+
+from agent.cli.main import VERBS
 
 PACKAGES = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
@@ -77,3 +85,43 @@ def test_an_agent_that_nobody_has_asked_has_loaded_neither_pages_nor_drivers() -
     done = python("import agent.http.server, agent.http.serve, sys; print(*sys.modules)")
     late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages"}
     assert not late.intersection(done.stdout.split())
+
+
+# The lines that each verb may reach; a number is only ever lowered.
+LIMITS = {
+    "evidence": 5_500, "explain": 9_000, "topo": 9_000, "lint-env": 9_000, "scan": 16_000, "recommend": 22_000,
+    "preflight": 30_000,  # with the benchmark and the reader of NCCL's log, which a second process had
+}  # fmt: skip
+
+
+@cache
+def imports() -> grimp.ImportGraph:
+    """Of all packages, without those for type checkers only."""
+    return grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+
+
+def reached(start: str) -> dict[str, int]:
+    """Every module that `start` reaches, itself and the packages above each included, with its number of lines."""
+    lines: dict[str, int] = {}
+    todo = [start]
+    while todo:
+        name = todo.pop()
+        if name not in lines:
+            place = ROOT / name.replace(".", "/")
+            source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            lines[name] = len(source.read_text(encoding="utf-8").splitlines())
+            todo += [
+                *imports().find_modules_directly_imported_by(name),
+                *([above] if (above := name.rpartition(".")[0]) else []),
+            ]
+    return lines
+
+
+@each_row("verb", LIMITS)
+def test_a_verb_reaches_no_more_than_its_limit(verb: str) -> None:
+    """The lines of all modules that the verb's module reaches."""
+    found = reached(VERBS[verb][0])
+    largest: Counter[str] = Counter()
+    for name, lines in found.items():
+        largest[".".join(name.split(".")[:2])] += lines
+    assert largest.total() <= LIMITS[verb], f"{verb} reaches {len(found)} modules, most of all {largest.most_common(8)}"

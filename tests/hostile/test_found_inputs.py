@@ -1,14 +1,18 @@
-"""Inputs that once broke a reader, each as it was found: by the fuzzer, by a random run, or by reading the code."""
+"""Inputs that once broke a reader, found by the fuzzer, at random or by reading the code; the fuzzer, for a while."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import fuzz_targets
+import pytest
 import yaml
 from click.testing import CliRunner
 from fuzz_targets import _dumps as dumped, check, targets
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from agent.cli.main import cli
 from contracts.job_config import read_file
@@ -71,3 +75,18 @@ def test_a_name_that_no_file_can_have_is_no_file(words: str) -> None:
 def test_a_file_that_settings_name_may_have_no_possible_name(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"deepspeed: {'x' * 300}\n")
     assert read_file(tmp_path / "job.yaml") == {"deepspeed": "x" * 300}
+
+
+RUNS = 3_000  # some 40 s of CPU
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_no_input_of_the_fuzzer_breaks_a_reader() -> None:
+    """Only where atheris has a wheel. The same inputs in each run; `make fuzz` looks for others."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64" or sys.version_info >= (3, 14):
+        pytest.skip("atheris has no wheel for this interpreter")
+    words = [sys.executable, str(ROOT / "bench/fuzz.py"), "--runs", str(RUNS)]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False, timeout=1100)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-4000:]
+    assert int(done.stdout.split(" inputs")[0].split()[-1]) >= RUNS, done.stdout
