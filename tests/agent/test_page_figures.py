@@ -8,7 +8,7 @@ import pytest
 from rigs.agents import agent
 from rigs.command import drawn
 from rigs.recorded import H100, NAMES, snapshot, view
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.base.options import RequestError
 from agent.checks.verdict import build_view
@@ -20,6 +20,8 @@ from agent.terminal.findings import print_findings
 from agent.terminal.measured import list_transports
 from contracts.finding import Interval
 from contracts.run_record import record_of
+
+rows = rows_of(__file__)
 
 HOSTILE = "<script>alert('&')</script>\"x"
 FIGURES = environment().get_template("charts.html.j2").module
@@ -156,11 +158,7 @@ def test_the_interval_says_whether_the_run_was_inside() -> None:
     assert "inside it" in FIGURES.interval(forecast, 1.2) and "outside it" in FIGURES.interval(forecast, 1.4)
 
 
-@each_row(
-    ("asked", "named"),
-    [({"nodes": "0"}, "nodes=0"), ({"nodes": "²"}, "nodes=²"), ({"global_batch": "-4"}, "global_batch=-4"),
-     ({"sequence_length": "1e9"}, "sequence_length=1e9"), ({"method": "magic"}, "method=magic")],
-)  # fmt: skip
+@each_row(("asked", "named"), rows("wrong_fields"))
 def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], named: str) -> None:
     """As any user's mistake."""
     with pytest.raises(RequestError, match="must be") as caught:
@@ -168,15 +166,7 @@ def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], name
     assert str(caught.value).startswith(named)
 
 
-@each_row(
-    ("transports", "shown"),
-    [
-        (["NET/IB/0", "NET/IB/0/GDRDMA", "NET/IB/1/GDRDMA", "P2P/CUMEM"], "NET/IB, NET/IB/GDRDMA, P2P/CUMEM"),
-        (["NET/Socket/0"], "NET/Socket, eth0"),
-        (["gloo: TCP over net1 (10.0.0.1)"], "gloo: TCP over net1 (10.0.0.1)"),
-        ([], ""),
-    ],
-)
+@each_row(("transports", "shown"), rows("transports"))
 def test_the_transports_of_a_run_in_its_row(transports: list[str], shown: str) -> None:
     """NCCL's interface is that of its data only if sockets carry the data."""
     assert list_transports(record_of({"transports": transports, "nccl": {"interfaces": ["eth0"]}})) == shown

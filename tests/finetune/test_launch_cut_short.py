@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from rigs.tables import each_row
+from rigs.tables import each_row, rows_of
 
 from agent.advice import job_settings
 from agent.advice.advise import Request, advise
@@ -57,13 +57,7 @@ def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
     return replace(made, exit_code=own)
 
 
-@pytest.mark.parametrize(
-    ("does", "code", "ending"),
-    [("saves", 75, "stopped by SIGTERM: the job saved and ended; run the same command again to resume"),
-     ("is done", 0, "stopped by SIGTERM: the job was done by then"),
-     ("only ends", 1, "stopped by SIGTERM: the job ended without saving (exit code 1); run the same command again to "
-                      "resume from the last checkpoint, if one was saved")],
-)  # fmt: skip
+@pytest.mark.parametrize(("does", "code", "ending"), rows_of(__file__)("sigterm")())
 def test_sigterm_is_passed_on_and_its_outcome_reported(tmp_path, does, code, ending):
     """75 only where the job saved; the handler of before is back."""
     before = signal.getsignal(signal.SIGTERM)

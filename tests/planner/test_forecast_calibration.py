@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from rigs.tables import rows_of
 
 from collectives.bench.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
 from collectives.bench.results import Measurement
@@ -87,12 +88,7 @@ def test_file_round_trip_and_errors(tmp_path):
     file.write_text(json.dumps(plain.write(CPU)))
     assert load_calibration(file) == CPU
     good = json.loads(json.dumps(plain.write(CPU)))
-    for change, says in (
-        ({"schema_version": 7}, "schema_version=7"),
-        ({"device": ""}, "device"),
-        ({"gemm_flops_per_second": -1}, "gemm_flops_per_second=-1"),
-        ({"layer": {"hidden": 1}}, "calibration"),
-    ):
+    for change, says in rows_of(__file__)("wrong")():
         with pytest.raises(CalibrationError, match=says):
             parse_calibration({**good, **change})
 

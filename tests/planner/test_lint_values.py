@@ -127,6 +127,7 @@ def test_every_text_is_used_and_filled_in() -> None:
     given: dict[str, set[str]] = {}
     for row in SETTINGS["rule"]:
         others = {"other", "most"} if "above" in row else {"other", "cause"} if "with" in row else set[str]()
+        others |= {"sockets", "product"} if "product" in row else others
         fields = others | {*row.get("fields", {})}
         assert fields == given.setdefault(row["finding"], fields), row
     for path in (Path(__file__).parents[2] / "planner" / "lint").glob("*.py"):

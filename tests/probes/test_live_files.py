@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+from rigs.tables import rows_of
 
 from probes.host.live import LINES_MAX, LiveHost, append_new_lines
 from probes.pci.read import parse_config
@@ -172,11 +173,7 @@ def test_a_kernel_log_that_may_not_be_read_is_an_error() -> None:
         assert found == ()
 
 
-@pytest.mark.parametrize(
-    ("environment", "named"),
-    [({"NODE_NAME": "gpu-07", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True), ({"NODE_NAME": "gpu-07"}, False),
-     ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("environment", "named"), rows_of(__file__)("pods")())
 def test_a_pod_is_called_by_its_node(environment: dict[str, str], named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod's own host name changes with every pod; outside a cluster NODE_NAME means nothing."""
     for name in ("NODE_NAME", "KUBERNETES_SERVICE_HOST"):
