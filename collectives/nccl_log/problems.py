@@ -203,7 +203,8 @@ class _Findings:
         owners: dict[str, list[str]] = {}
         for address, host in self.facts.addresses:
             owners.setdefault(address, []).append(host)
-        ends, known = [], set()
+        ends: list[tuple[str, str]] = []
+        known: set[str] = set()
         for _, host, address in (one for one in self.ledger.code_peers if one[0] == code):
             at = self._named(owners.get(address, ()))
             if len(at) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
