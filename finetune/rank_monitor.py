@@ -307,19 +307,24 @@ class RankMonitor(threading.Thread):
     def end(self) -> None:
         """The process is done: the recorder's calls, the last state, and the error that ended it, if one did.
 
-        A launcher ends the other ranks of a failure with SIGTERM. This process ends by itself, once both are written.
+        A launcher ends the other ranks of a failure with SIGTERM. It acts once both are written.
         """
         if self.over.is_set() or os.getpid() != self.pid:
             return
         self.over.set()
         handler = signal.getsignal(signal.SIGTERM)  # None: not of Python, and stays
         is_ours = handler is not None and threading.current_thread() is threading.main_thread()
+        late: list[int] = []
         if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.write(ended=True)
-        self.dump()
-        if is_ours:
-            signal.signal(signal.SIGTERM, handler)
+            signal.signal(signal.SIGTERM, lambda number, _: late.append(number))
+        try:
+            self.write(ended=True)
+            self.dump()
+        finally:
+            if is_ours:
+                signal.signal(signal.SIGTERM, handler)
+            for number in late[:1]:
+                os.kill(os.getpid(), number)
         self.join(timeout=2 * INTERVAL_SECONDS)
 
     def _replace(self, name: str, text: bytes) -> None:

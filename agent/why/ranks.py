@@ -125,7 +125,7 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     """Read a run's folder once."""
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     # before the files are read: a file that is replaced meanwhile must not count as old content with a new time
-    at_first = {path.name: _modified(path) for path in ranks.glob("state_rank_*.json")}
+    began, at_first = time.time(), {path.name: _modified(path) for path in ranks.glob("state_rank_*.json")}
     states, wrong = rank_files.read_ranks(ranks.glob("state_rank_*.json"), read_state)
     traces, bad = rank_files.read_ranks(ranks.glob("*trace_rank_*"), rank_files.read_file)
     since = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
@@ -147,13 +147,13 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     is_running, at = any(kind != "gone" for kind in alive.values()), time.time()
     silence = None
     if states and not is_running:
-        silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else at - last
+        silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else began - last
         is_running = silence < SILENT_RUN_SECONDS
     full = ""
     with suppress(OSError):
         disk = os.statvfs(ranks)  # of zeros where a FUSE file system has no statfs
         full = str(folder) if states and disk.f_bavail == 0 < disk.f_blocks else ""
-    if full and at - last > STALE_SECONDS:  # a rank that runs cannot write either
+    if full and began - last > STALE_SECONDS:  # a rank that runs cannot write either
         silence, ages = None, {}
     first, stopped = _end_by_torchrun(ranks / FIRST)
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied, full=full,

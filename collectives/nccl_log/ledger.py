@@ -25,6 +25,7 @@ MAX_FILES: Final = 8_192
 MAX_GPUS: Final = 8_192
 MAX_RUNS: Final = 32
 
+_PEER = re.compile(rb"(?:\bpeer|onnect to) (\S{1,255}?)<\d+>")
 # `grep -C` puts "train.log-12-" before a line of the context.
 _LOG_NAME = re.compile(rb"[\w.-]*\.(?:log|txt|out|err|stdout|stderr)(?:\.\d+)?-(?:\d+-(?=[A-Za-z]))?(?=\w)")
 
@@ -71,6 +72,7 @@ class Ledger:
         self.codes: Tally[str] = Tally()
         self.code_lines = Proofs()
         self.code_writers: Firsts[tuple[str, Writer], None] = Firsts(MAX_WRITERS)
+        self.code_peers: Firsts[tuple[str, str, str], None] = Firsts(MAX_WRITERS)  # (code, host, address of its peer)
         # Line numbers by file, because the order of lines says what came first only within one file.
         self.began: Firsts[str, int] = Firsts(MAX_FILES)  # first line of NCCL
         self.ended: Lasts[str, int] = Lasts(MAX_FILES)  # last line that says that the job finished
@@ -225,6 +227,8 @@ class Ledger:
         self.last_lines.add((code, self.file), self.lines)
         if self.writer.host or self.writer.rank is not None:
             self.code_writers.add((code, self.writer), None)
+        if match := _PEER.search(shown):
+            self.code_peers.add((code, self.writer.host, match[1].decode("utf-8", "replace")), None)
         if len(self.code_lines.get(code, ())) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
             self.code_lines.add(code, [self._proof_line(shown, code)])
 

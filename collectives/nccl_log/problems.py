@@ -19,7 +19,6 @@ _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # la
 # All but the first are also facts of facts.toml, or beginnings of such facts.
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
-_PEER = re.compile(r"(?:\bpeer|onnect to) (\S{1,255}?)<\d+>")
 _AT_EITHER_END = ("ib_retry_exceeded", "ib_rnr_retry_exceeded", "socket_connect_failed", "connection_closed_by_peer")
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
@@ -196,13 +195,28 @@ class _Findings:
         return tuple(name for name in names if name not in short)
 
     def _common_end(self, code: str) -> Collection[str]:
-        """Return the host, or the address, that is an end of all connections that failed, if they are several."""
-        pairs = set()
-        for row in self.ledger.code_lines[code]:
-            if match := _PEER.search(row.text):
-                at = self._named(host for address, host in self.facts.addresses if address == match[1])
-                pairs.add(frozenset((*self._named([row.host]), at[0] if len(at) == 1 else match[1])))
-        return frozenset.intersection(*pairs) if len(pairs) > 1 else ()
+        """Return the host, or the address, that is an end of all connections that failed, if no other can be at fault.
+
+        Two other hosts have such a connection by its own lines, or by theirs. In a chain of three the first may have
+        ended, and the second because of it. A host that closed connections is the peer of all.
+        """
+        owners: dict[str, list[str]] = {}
+        for address, host in self.facts.addresses:
+            owners.setdefault(address, []).append(host)
+        ends: list[tuple[str, str]] = []
+        known: set[str] = set()
+        for _, host, address in (one for one in self.ledger.code_peers if one[0] == code):
+            at = self._named(owners.get(address, ()))
+            if len(at) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
+                return ()
+            known.update(at)
+            ends.append((next(iter(self._named([host])), ""), at[0] if at else address))
+        for one in frozenset.intersection(*map(frozenset, ends)) if ends else ():
+            by_others = {host for host, peer in ends if peer == one} - {one, ""}
+            by_itself = {peer for host, peer in ends if host == one and code != "connection_closed_by_peer"} & known
+            if max(len(by_others), len(by_itself - {one})) > 1:
+                return {one}
+        return ()
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""

@@ -388,12 +388,19 @@ def test_a_rank_that_failed_writes_the_line_of_its_error_though_its_launcher_end
         raise ValueError("no rows")
     except ValueError as error:
         monkeypatch.setattr(sys, "last_value", error, raising=False)
-    monitor, handler = Terminated(tmp_path, 0, 2), signal.getsignal(signal.SIGTERM)
+    came, monitor = list[bool](), Terminated(tmp_path, 0, 2)
     monitor.folder.mkdir()
+    file = monitor.folder / NAME.format(rank=0)
+
+    def handle(*_: object) -> None:
+        came.append(rank_files.read_state(file).ended)
+
+    before = signal.signal(signal.SIGTERM, handle)
     monitor.start()
     monitor.end()
-    state = rank_files.read_state(monitor.folder / NAME.format(rank=0))
-    assert (state.error, signal.getsignal(signal.SIGTERM)) == ("ValueError: no rows", handler)
+    assert signal.signal(signal.SIGTERM, before) is handle and came == [True], "the job's own handler runs, once"
+    state = rank_files.read_state(file)
+    assert state.error == "ValueError: no rows"
     assert state.own[0].endswith("_though_its_launcher_ends_it")
 
 
