@@ -211,7 +211,7 @@ class _Findings:
                 return ()
             known.update(at)
             ends.append((next(iter(self._named([host])), ""), at[0] if at else address))
-        for one in frozenset.intersection(*map(frozenset, ends)) if ends else ():
+        for one in frozenset.intersection(*map(frozenset, ends)) - {""} if ends else ():
             by_others = {host for host, peer in ends if peer == one} - {one, ""}
             by_itself = {peer for host, peer in ends if host == one and code != "connection_closed_by_peer"} & known
             if max(len(by_others), len(by_itself - {one})) > 1:
