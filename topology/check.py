@@ -378,8 +378,9 @@ def _find_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[str, st
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         farthest = row.gpu_nic_farthest or row.gpu_nic
-        relayed = {each.gpu for each in node.nearest_nic if each.local and not each.why and _find_relay(node, each)}
-        decided = [each for each in node.nearest_nic if each.gpu not in (lost | relayed if _shares_nics(node) else lost)]
+        shared = [each for each in node.nearest_nic if _shares_nics(node) and each.local and not each.why]
+        relayed = {each.gpu for each in shared if _find_relay(node, each)}
+        decided = [each for each in node.nearest_nic if each.gpu not in lost | relayed]
         far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
             yield "far NIC", _text("far_nic", gpus=", ".join(far), farthest=farthest, machine=row.called)
