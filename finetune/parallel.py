@@ -55,11 +55,12 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
             if planned != value:
                 raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
         return plan.layout
-    # without a plan one degree of data parallelism follows from the number of ranks
-    spread = {"dp_shard": 1} if settings.get("sharding") == "ddp" else {"dp_replicate": 1}
+    # without a plan one degree of data parallelism follows from the number of ranks: with hybrid_shard the replicas
+    is_hybrid = {"sharding", "dp_shard"} <= settings.keys()
+    spread = {"dp_shard": 1} if settings.get("sharding") == "ddp" else {} if is_hybrid else {"dp_replicate": 1}
     wanted = resolve_layout({"tp": 1, "pp": 1, "cp": 1, "sharding": "zero3", **spread, **settings}, world_size, node)
     wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
-    if "sharding" not in settings and wanted["dp_shard"] == wanted["cp"] == 1:
+    if "sharding" not in settings.keys() & wanted.keys() and wanted["dp_shard"] == wanted["cp"] == 1:
         wanted["sharding"] = "ddp"
     if wanted.get("pp", 1) > 1:
         wanted.setdefault("gradient_accumulation", wanted["pp"] * wanted.get("virtual_stages", 1))

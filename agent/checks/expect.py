@@ -92,11 +92,10 @@ def read_file(path: Path) -> tuple[NodeExpectation, ...]:
 
 def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[NodeExpectation, ...]:
     """Read the values of each key, in the order of KEYS."""
-    if unknown := [key for key in found if key not in KEYS]:
-        close = {each: None for key in unknown for each in difflib.get_close_matches(key, KEYS, n=2)}
+    if unknown := [key[:64] for key in found if key not in KEYS]:
+        close = {each: None for key in unknown[:8] for each in difflib.get_close_matches(key, KEYS, n=2)}
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        named = ", ".join(key[:64] for key in unknown)
-        raise GateError(f"{where}: {named}: unknown key; allowed are {', '.join(KEYS)}{hint}")
+        raise GateError(f"{where}: {units.some(unknown)}: unknown key; allowed are {', '.join(KEYS)}{hint}")
     for key, values in found.items():
         if key not in _LISTS and len(values) != 1:
             raise GateError(f"{where}: {key} is given {len(values)} times; only {', '.join(_LISTS)} may be repeated")

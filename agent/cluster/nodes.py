@@ -40,7 +40,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
-from probes.limits.probe import LimitsFacts, format_size as limit_words
+from probes.limits.probe import LimitsFacts, format_size as format_limit
 from probes.pci.facts import PciDevice, is_network
 from probes.rdma.facts import Gid, RdmaFacts
 from probes.registry import ALL
@@ -178,7 +178,7 @@ def record_of_view(view: View, *, name: str | None = None, interval_seconds: flo
         links=", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels)[:64] or None,
         hcas=len(rdma.in_reach) if rdma else 0 if has_none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
-        memlock=limit_words(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
+        memlock=format_limit(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
         driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,
         findings=_findings(checks, view.since), facts=pack_facts(snapshot), changes=changes,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agent.advice.advise import Request, advise, with_fsdp
 from agent.advice.job_settings import build_job_plan, build_job_request, build_request, estimate_grace, read_settings
 from agent.base import EXIT_PASS, result_store, units, version
-from agent.base.options import InputError, read_snapshots as read_snapshots
+from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic
 from agent.checks import measured, verdict as gate
 from agent.checks.findings import sort_worst_first

@@ -258,10 +258,11 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
     parsed = read_command(job.command, file)
     nodes, ranks = max(job.nodes or 0, parsed.nodes or 0) or None, parsed.ranks_per_node or job.ranks_per_node
     gpus = None if job.kind.endswith("Runtime") else job.parts[0].gpus  # a TrainJob may replace those of its runtime
-    if gpus and ranks and ranks > gpus:
-        parsed.notes.append(f"starts {ranks} ranks in a pod of {gpus} GPUs. NCCL refuses two ranks on one GPU: "
+    fewest = min((part.gpus for part in job.parts if part.gpus), default=0)
+    if gpus and ranks and ranks > fewest:
+        parsed.notes.append(f"starts {ranks} ranks in a pod of {fewest} GPUs. NCCL refuses two ranks on one GPU: "
                             f"request {ranks} GPUs, or start fewer ranks")  # fmt: skip
-        ranks = gpus
+        ranks = min(ranks, gpus)
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:

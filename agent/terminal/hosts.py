@@ -22,7 +22,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.limits.probe import LimitsFacts, format_size as limit_words
+from probes.limits.probe import LimitsFacts, format_size as format_limit
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
@@ -98,7 +98,7 @@ def describe_facts(facts: Any) -> list[str]:
             for i in facts.interfaces
         ]
     if isinstance(facts, LimitsFacts):
-        memlock = limit_words(facts.memlock_soft_bytes) if facts.memlock_known else "unknown"
+        memlock = format_limit(facts.memlock_soft_bytes) if facts.memlock_known else "unknown"
         return [f"memlock {memlock}, /dev/shm {units.size(facts.shm_size_bytes)}, of {facts.whose}"]
     if isinstance(facts, PciFacts):
         return [units.count(len(facts.devices), "PCI device")]

@@ -121,9 +121,13 @@ def find(ledger: Ledger, evidence: Evidence) -> tuple[tuple[LogProblem, ...], tu
     if reasons and "socket_fallback" in problems:
         action = f"The log names the reason ({reasons[0].code}). {reasons[0].action}"
         problems["socket_fallback"] = replace(problems["socket_fallback"], action=action)
-    # The problem that names the reason comes before a CUDA error or a missing tag, and a failure before a slow path.
+    # The problem that names the reason comes before a CUDA error or a missing tag, both before the watchdog that they
+    # set off, and a failure before a slow path.
     slow = {code for code in codes_with("gdr") if code in problems and problems[code].severity == "fail"}
-    ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + (each.code in slow)))
+    symptoms = {code: CODES[code].symptom for code in problems}
+    last = max((symptom for code, symptom in symptoms.items() if symptom < 2 and code not in slow), default=0)
+    place = {code: last + 0.5 if symptom > 1 else symptom + (code in slow) for code, symptom in symptoms.items()}
+    ranked = by_severity(sorted(problems.values(), key=lambda each: place[each.code]))
     return ranked, tuple(found.notes)
 
 
@@ -211,7 +215,7 @@ class _Findings:
                 return ()
             known.update(at)
             ends.append((next(iter(self._named([host])), ""), at[0] if at else address))
-        for one in frozenset.intersection(*map(frozenset, ends)) if ends else ():
+        for one in frozenset.intersection(*map(frozenset, ends)) - {""} if ends else ():
             by_others = {host for host, peer in ends if peer == one} - {one, ""}
             by_itself = {peer for host, peer in ends if host == one and code != "connection_closed_by_peer"} & known
             if max(len(by_others), len(by_itself - {one})) > 1:

@@ -6,6 +6,8 @@ sitecustomize of the user, which this one hides, is also run. This code must not
 would disturb the script. The monitor is loaded by path, so that no module of the script can shadow it.
 """
 
+from __future__ import annotations  # in an older Python of the user an annotation would be an error
+
 import contextlib
 import importlib.machinery
 import importlib.util

@@ -378,11 +378,9 @@ def read_dockerfile(text: str) -> Script:
         elif instruction in ("CMD", "ENTRYPOINT") and NAMED.search(rest):
             script.unread.append(Unread(line=line, why=f"a variable in {instruction}"))
         elif instruction == "RUN" or document:  # it may write files; variables that it exports do not outlive it
-            command = re.sub(r"^(?:--\w+\S*\s*)+", "", rest).strip()
-            if instruction != "RUN":
-                command = f"cat > {command.rpartition(' ')[2]}"
-            elif not command and (program := re.match(r".*\n(?:#!(.*))?", document)):  # the document is a script
-                command = program[1] or "sh"
+            command = re.sub(r"^(?:--\w+\S*\s*)+", "", rest).strip() if instruction == "RUN" else ""
+            if instruction == "RUN" and not command and (program := re.match(r".*\n(?:#!(.*))?", document)):
+                command = program[1] or "sh"  # the document is a script
             command += f"{document}\n"
             found = read_shell(command, before=stage.values(), line=line)
             script.inner += [one for one in found.inner if one.target != "python" or one.text not in command]
@@ -427,6 +425,7 @@ def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, st
             if end is None:
                 script.unread.append(Unread(line=first, why=f"the here-document {here[3]} has no end"))
                 continue
-            document += f" {word}\n{text[at : end.end()]}"
+            target = f"cat > {rest.rpartition(' ')[2]}" * (name != "RUN")  # of COPY and ADD
+            document += f"{target} {word}\n{text[at : end.end()]}"
             line, at, rest = line + text.count("\n", at, end.end()), end.end(), rest.replace(word, "")
         yield first, name, rest, document

@@ -668,7 +668,8 @@ class _Reader(Expander):
         """Follow `set -a`, and fish's `set -x NAME value`; without -x fish sets a variable of the shell."""
         options, named = [each.text for each in given], [word for word in given if word.text[:1] != "-"]
         exported = True if _NAMES["fish"].intersection(options[:2]) else None
-        if (exported or (named and NAMED.fullmatch(named[0].text))) and len(named) > 1:
+        in_shell = options[:1] in (["-g"], ["-l"], ["-U"]) and any(map(NAMED.fullmatch, options[1:2]))
+        if (exported or in_shell) and len(named) > 1:
             value, raw = (" ".join(parts) for parts in zip(*((each.text, each.raw) for each in named[1:]), strict=True))
             self.set(Assigned(named[0].text, value, raw, line), exported=exported)
         elif "--" in options and any(map(NAMED.search, options)):

@@ -334,11 +334,13 @@ def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
         yield finding(TEXTS, "rdma.pfc.off unknown", names=names)
     for members in _group_alike(facts.devices):  # ports of another board may serve storage, on another fabric
         ports = [port for device, port in members if (device, port) in known]
-        often = Counter(port.pfc_priorities for port in ports)
+        often = Counter(port.pfc_priorities for port in ports).most_common()
         if len(often) > 1:
-            rarest_first = sorted(ports, key=lambda port: often[port.pfc_priorities])
-            seen, model = _list_evidence(rarest_first), members[0][0].model or "one board"
-            few = some([port.netdev or "a port" for port in rarest_first[: min(often.values())]], most=4)
+            (usual, most), (_, next_most), *_ = often
+            ports.sort(key=lambda port: port.pfc_priorities == usual)
+            odd = [port.netdev or "a port" for port in ports if port.pfc_priorities != usual and most > next_most]
+            few = f": {some(odd, most=4)} unlike the others" if odd else ""
+            seen, model = _list_evidence(ports), members[0][0].model or "one board"
             yield finding(TEXTS, "rdma.pfc.mixed", None, "", seen, model=model, few=few, total=len(ports))
     if known and not any(port.pfc_priorities for _, port in known):
         yield _report_no_flow_control([port for _, port in known])

@@ -113,7 +113,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
         ]  # fmt: skip
         wrong = []
         for words, ready in rows:
-            with subprocess.Popen([*MODULE, *words], env=os.environ | {"KUBECONFIG": str(config)},
+            with subprocess.Popen([sys.executable, *MODULE, *words], env=os.environ | {"KUBECONFIG": str(config)},
                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:  # fmt: skip
                 try:
                     eventually(lambda ready=ready, process=process: ready(process), words[0])

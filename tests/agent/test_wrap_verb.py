@@ -86,11 +86,16 @@ def test_a_pod_gets_the_efa_devices_of_its_gpus(tmp_path: Path, gpus: int, ranks
     """However many ranks torchrun's option starts; a p4d has four devices for eight GPUs. Too many ranks are named."""
     container = {"name": "pytorch", "command": ["torchrun", f"--nproc-per-node={ranks}", "t.py"],
                  "resources": {"limits": {"nvidia.com/gpu": gpus}}}  # fmt: skip
-    pod = {"spec": {"containers": [container]}}
-    spec = {"nprocPerNode": "4", "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "template": pod}}}
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": spec}))
+    larger = container | {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+    replicas = {"Worker": {"replicas": 2, "template": {"spec": {"containers": [container]}}}}
+    job = {"kind": "PyTorchJob", "metadata": {"name": "a"},
+           "spec": {"nprocPerNode": "4", "pytorchReplicaSpecs": replicas}}  # fmt: skip
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     said = topoflight("wrap", tmp_path / "job.yaml", "--machine", "p4d.24xlarge")
     assert f"vpc.amazonaws.com/efa: '{devices}'" in said.stdout, said.output
+    replicas["Master"] = {"template": {"spec": {"containers": [larger]}}}  # only the Workers have too few
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(job))
+    said = topoflight("wrap", tmp_path / "both.yaml", "--machine", "p4d.24xlarge")
     assert (f"starts {ranks} ranks in a pod of {gpus} GPUs" in said.stderr) == (ranks > gpus), said.output
 
 

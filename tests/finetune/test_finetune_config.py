@@ -236,10 +236,14 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
 
 
 @each_row(("ranks", "node", "degrees"), [(16, 8, (2, 8)), (8, 8, (1, 8)), (4, 1, (4, 1)), (1, 1, (1, 1))])
-def test_hybrid_shard_shards_within_a_node(ranks, node, degrees):
-    """However many the job comes to have."""
-    asked = resolve_layout(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0].layout, ranks, node)
-    assert (asked["dp_replicate"], asked["dp_shard"]) == degrees
+def test_hybrid_shard_shards_within_a_node(ranks, node, degrees, monkeypatch):
+    """However many the job comes to have, with a plan and without one."""
+    config = parse_config({"fsdp": "hybrid_shard auto_wrap"})[0]
+    asked = resolve_layout(config.layout, ranks, node)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    layout = settle_layout(JobPlan(config=config), ranks, has_gpu=True)
+    assert (asked["dp_replicate"], asked["dp_shard"]) == (layout.dp_replicate, layout.dp_shard) == degrees
+    assert layout.sharding == ("zero3" if ranks > 1 else "ddp")
 
 
 def test_every_row_of_the_option_tables_is_sound():
