@@ -146,7 +146,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     decided = [near for near in node.nearest_nic if near.decidable]
     direct = {nic for near in decided if by_gdr(near, farthest) for nic in near.nics}
     lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
-    hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and not _has_half(node))
+    hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in decided:
         if near.why:
             seen = tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4]
@@ -168,7 +168,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 nics=some(near.nics, most=4), near=near, closed=_text("no_pxn") * node.nvlink_known + hidden,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
-            designed, relay = _judge_by_design(node, near), _find_relay(node, near) if _has_half(node) else ()
+            designed, relay = _judge_by_design(node, near), _find_relay(node, near) if _shares_nics(node) else ()
             yield finding(
                 TEXTS, "topology.gdr.path" + (" designed" if designed else " relayed" if relay else ""),
                 designed or (Status.INFO if relay else Status.WARN if direct & set(near.nics) else Status.FAIL),
@@ -178,9 +178,9 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
             )  # fmt: skip
 
 
-def _has_half(node: NodeTopology) -> bool:
+def _shares_nics(node: NodeTopology) -> bool:
     """Whether there is a NIC for every two GPUs, as servers are sold, though HGX boards have room for one each."""
-    return 2 * len(node.nics) >= len(node.gpus)
+    return len(node.gpus) / 2 <= len(node.nics) < len(node.gpus)
 
 
 def _judge_by_design(node: NodeTopology, near: NearestNic) -> Status | None:
@@ -378,8 +378,9 @@ def _find_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[str, st
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         farthest = row.gpu_nic_farthest or row.gpu_nic
-        relayed = {each.gpu for each in node.nearest_nic if each.local and not each.why and _find_relay(node, each)}
-        decided = [each for each in node.nearest_nic if each.gpu not in (lost | relayed if _has_half(node) else lost)]
+        shared = [each for each in node.nearest_nic if _shares_nics(node) and each.local and not each.why]
+        relayed = {each.gpu for each in shared if _find_relay(node, each)}
+        decided = [each for each in node.nearest_nic if each.gpu not in lost | relayed]
         far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
             yield "far NIC", _text("far_nic", gpus=", ".join(far), farthest=farthest, machine=row.called)

@@ -155,7 +155,7 @@ def test_the_question_is_declared_once() -> None:
     members = {one.name for kind in (Request, TrainSpec) for one in fields(kind)} | {"lengths"}
     unused = question.fields().keys() - members
     assert not unused, f"{unused}: add a member to Request (agent/advice/advise.py) or to TrainSpec"
-    options = recommend.make_context("recommend", []).params
+    options = recommend.make_context("recommend", []).params | {"transport": None}  # by --rdma and --tcp
     missing = question.fields().keys() - options.keys()
     assert not missing, f"{missing}: add a table to agent/base/verbs/recommend.toml"
     asked = question.model()()

@@ -78,8 +78,8 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     rows = [
         (tmp_path / "new", False, ""), (file, False, ""), (Path("/dev/null"), False, ""), (tmp_path, False, "a folder"),
-        (tmp_path / "a" / "b", False, "does not exist"), (file / "b", False, "no folder"),
-        (tmp_path / "a" / "b", True, ""), (file / "b", True, "no folder"), (file, True, "no folder"),
+        (tmp_path / "a" / "b", False, "does not exist"), (file / "b", False, "is not a folder"),
+        (tmp_path / "a" / "b", True, ""), (file / "b", True, "is not a folder"), (file, True, "is not a folder"),
         (Path("/proc/nothing/x"), True, "cannot be written to"),
     ]  # fmt: skip
     wrong = [(path, why) for path, folder, part in rows

@@ -138,13 +138,13 @@ def test_publisher_writes_changes_at_once_and_silence_seldom(api: ApiServer) -> 
     held = [record]
     publisher = Publisher(client_of(api), lambda: held[0], look_seconds=0.01)
     publisher.start()
-    attempts = ("publish_attempts_total",)
-    eventually(lambda: publisher.tally[attempts] == 1, "the first write")
+    written = ("publish_success_timestamp_seconds",)
+    eventually(lambda: written in publisher.tally, "the first write")
     held[0] = replace(record, scanned_at_seconds=record.scanned_at_seconds + 30)
     time.sleep(0.3)
-    assert publisher.tally[attempts] == 1
+    assert publisher.tally["publish_attempts_total",] == 1
     held[0] = replace(record, verdict="fail")
-    eventually(lambda: publisher.tally[attempts] == 2, "the change")
+    eventually(lambda: publisher.tally["publish_attempts_total",] == 2, "the change")
     publisher.stop()
 
 

@@ -66,7 +66,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("environment", text(read_text), EnvironmentTextError, (b"#" * (9 * MIB),)),
     ("manifest", text(lambda raw: read_text(raw, "yaml").environments), EnvironmentTextError, (
         b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",
-        b"a: &a {k: v}\nb:\n  <<: [" + b"*a, " * 100 + b"]",
+        b"a: &a {k: [" + b"v, " * 1000 + b"]}\nb:\n  <<: [" + b"*a, " * 200 + b"]",
     )),
     ("flight recorder", lambda path: read_trace(path.read_bytes(), rank=0), RankFileError, (
         DEEP, b"]r\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"cos\nsystem\n(X\x02\0\0\0lstR.", b"(" * 1000,

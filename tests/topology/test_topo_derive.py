@@ -230,3 +230,11 @@ def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, produc
     made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
     assert complete(made).sku == sku
     assert [words for words in departures(made) if sku is None] == []
+
+
+def test_gpus_without_a_nic_of_their_own_are_by_design_only_if_nics_are_fewer() -> None:
+    links = dict.fromkeys(combinations(range(4), 2), "NV12")
+    near = {(i, f"n{j}"): "PIX" if i == 2 * j else "NODE" for i in range(4) for j in range(4)}
+    for nics, status in ((FOUR_NICS[:2], "info"), (FOUR_NICS, "warn")):
+        found = {f.subject: f.status for f in check(node(4, links | near, nics=nics)) if f.code == "topology.gdr.path"}
+        assert found == {"GPU1": status, "GPU3": status}
