@@ -36,6 +36,7 @@ def test_logged_steps_tell_memory_and_communication(trained):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, record = trained
+    assert record["transports"] and all(one.startswith("gloo: TCP over ") for one in record["transports"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = {line["step"]: line for line in lines if "loss" in line}
     assert all(line["memory_bytes"] > 0 and line["mfu"] is None for line in steps.values())

@@ -1,9 +1,10 @@
-"""SIGTERM ends the agent within the grace that its manifest gives, whatever it is about."""
+"""The process of the agent: what it takes, in the short form of bench/footprint.py, and how SIGTERM ends it."""
 
 import signal
 import socket
 import sys
 
+import footprint
 import pytest
 import resident
 import yaml
@@ -19,6 +20,7 @@ GRACE_SECONDS = next(
     for document in yaml.safe_load_all((ROOT / "deploy/daemonset/base/daemonset.yaml").read_text())
     if document["kind"] == "DaemonSet"
 )
+NOISE_MIB = 3.0  # allocators keep freed pages; ten scans and a hundred requests that leak a page each show more
 COSTLY = "/recommendations?model=Llama-3.1-405B&nodes=20000"
 
 
@@ -51,7 +53,7 @@ def silent(tmp_path):
 
 @pytest.mark.parametrize("busy", [None, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
 def test_it_ends_in_time(busy, silent, tmp_path):
-    """None: before anything is loaded but the listening socket."""
+    """Within the grace of its manifest; None: before anything is loaded but the listening socket."""
     port = resident.free_port()
     words = ["--publish", "--token-review"] if busy is asking_the_cluster else []
     command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(H100), "--port", str(port), *words,
@@ -68,3 +70,31 @@ def test_it_ends_in_time(busy, silent, tmp_path):
         assert agent.wait(GRACE_SECONDS) in (-signal.SIGTERM, 128 + signal.SIGTERM)
         for one in held:
             one.close()
+
+
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
+    """The recorded machine as the live probes see it."""
+    return resident.restore(tmp_path_factory.mktemp("machine"))
+
+
+def test_memory_with_publishing(restored, tmp_path):
+    """Into the stand-in for the API server, measured once it has published: its start is spread over some seconds."""
+    root, environment = restored
+    with footprint.published(tmp_path) as (words, more, begun):
+        loud, _, _ = footprint.at_rest(tmp_path, "--root", root, *words, environment={**environment, **more}, scans=2,
+                                       settle=1, begun=begun)  # fmt: skip
+    assert loud.pss <= footprint.PUBLISHING
+
+
+@pytest.mark.timeout(900)
+def test_nothing_grows(restored, tmp_path):
+    """From the first third of many scans and requests to the last."""
+    root, environment = restored
+    found = footprint.steady(tmp_path / "busy", root, environment, scans=40, requests=330)
+    assert found.errors == 0
+    assert found.scans >= 40
+    assert found.requests >= 330
+    mib, descriptors = found.grown()
+    assert descriptors <= 3, "more than connections that are just being closed"
+    assert mib < NOISE_MIB
