@@ -21,15 +21,15 @@ pytestmark = pytest.mark.long
 QUICK = """
 import sys
 from agent.http import serve
-from agent.base.options import snapshots
+from agent.base.options import read_snapshots
 from agent.http.access import LimitedProtocol
 from probes.registry import ALL
 from agent.http.state import State
 from pathlib import Path
 port, LimitedProtocol.most_connections, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 LimitedProtocol.seconds = {"head": seconds, "next head": 2 * seconds, "body": seconds, "reader": seconds}
-state = State(lambda: snapshots((Path(sys.argv[4]),), ALL), interval_seconds=3600)
-app = serve.application(state, serve.serve.make_context("serve", []).params)
+state = State(lambda: read_snapshots((Path(sys.argv[4]),), ALL), interval_seconds=3600)
+app = serve.build_application(state, serve.serve.make_context("serve", []).params)
 serve.listen(app, serve.bind("127.0.0.1", port))
 """
 SECONDS = 2.0  # that a request may take to arrive, instead of the agent's own limit
