@@ -121,13 +121,10 @@ def find(ledger: Ledger, evidence: Evidence) -> tuple[tuple[LogProblem, ...], tu
     if reasons and "socket_fallback" in problems:
         action = f"The log names the reason ({reasons[0].code}). {reasons[0].action}"
         problems["socket_fallback"] = replace(problems["socket_fallback"], action=action)
-    # The problem that names the reason comes before a CUDA error or a missing tag, both before the watchdog that they
-    # set off, and a failure before a slow path.
+    # The problem that names the reason comes before a CUDA error or a missing tag, then the watchdog that they set off,
+    # and a slow path after any failure.
     slow = {code for code in codes_with("gdr") if code in problems and problems[code].severity == "fail"}
-    symptoms = {code: CODES[code].symptom for code in problems}
-    last = max((symptom for code, symptom in symptoms.items() if symptom < 2 and code not in slow), default=0)
-    place = {code: last + 0.5 if symptom > 1 else symptom + (code in slow) for code, symptom in symptoms.items()}
-    ranked = by_severity(sorted(problems.values(), key=lambda each: place[each.code]))
+    ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + 3 * (each.code in slow)))
     return ranked, tuple(found.notes)
 
 
