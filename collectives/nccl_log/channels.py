@@ -66,14 +66,8 @@ def _make_channel(match: re.Match[bytes], direction: str | None, *, cut: bool) -
         gdrdma, torn = _gdrdma_of(match["run"])
         if cut and not gdrdma:
             gdrdma, torn = None, True
-        return Channel(
-            transport=f"{match['net'].decode()}/{match['name'].decode()}",
-            direction=direction,
-            gdrdma=gdrdma,
-            device=int(match["dev"][:6]),
-            proxied=match["proxy"] is not None,
-            torn=torn,
-        )
+        network, device = f"{match['net'].decode()}/{match['name'].decode()}", int(match["dev"][:6])
+        return Channel(network, direction, gdrdma, device, proxied=match["proxy"] is not None, torn=torn)
     if match["shm"]:
         return Channel(transport="SHM")
     kind, tags = match["p2p"].decode(), match["p2prun"].decode()

@@ -282,8 +282,12 @@ class Facts:
             self._take_gdr(message, host, proven)
         if b" Pid " in message and (match := _TEXTS["test_rank"].search(message)):
             self.test_ranks.add(int(match[1]), match[2].decode("utf-8", "replace"))
-        if b"NVIDIA" in message or b"Tesla" in message or b"GeForce" in message or b" Pid " in message:
-            self._take_gpu(message, proven)
+        has_gpu = b"NVIDIA" in message or b"Tesla" in message or b"GeForce" in message or b" Pid " in message
+        if has_gpu and (match := _gpu_name().search(message) or _TEXTS["test_gpu"].search(message)):
+            name = b" ".join(match[1].split()).decode("utf-8", "replace")
+            if name not in self.gpus:
+                proven.append(f"GPU {name}")
+            self.gpus.add(name)
         return proven
 
     def _take_row(self, row: _Row, message: bytes, proven: list[str]) -> None:
@@ -336,10 +340,3 @@ class Facts:
             self.gdr_paths.add(key)
             if not key[0]:
                 proven.append("GPUDirect RDMA too far")
-
-    def _take_gpu(self, message: bytes, proven: list[str]) -> None:
-        if match := _gpu_name().search(message) or _TEXTS["test_gpu"].search(message):
-            name = b" ".join(match[1].split()).decode("utf-8", "replace")
-            if name not in self.gpus:
-                proven.append(f"GPU {name}")
-            self.gpus.add(name)

@@ -96,12 +96,8 @@ def one_direction(evidence: Evidence) -> bool:
     The sender and the receiver each print a channel, so logs are missing if one half is missing. NCCL decides on
     GPUDirect RDMA for each direction separately (NCCL_NET_GDR_READ is for sends).
     """
-    return (
-        evidence.gdrdma == "on"
-        and evidence.inter_node_transport is not None
-        and not evidence.undirected.total
-        and bool(evidence.send.total) != bool(evidence.receive.total)
-    )
+    is_half = bool(evidence.send.total) != bool(evidence.receive.total) and not evidence.undirected.total
+    return is_half and evidence.gdrdma == "on" and evidence.inter_node_transport is not None
 
 
 def find(ledger: Ledger, evidence: Evidence) -> tuple[tuple[LogProblem, ...], tuple[LogProblem, ...]]:
@@ -205,13 +201,12 @@ class _Findings:
         for address, host in self.facts.addresses:
             owners.setdefault(address, []).append(host)
         ends: list[tuple[str, str]] = []
-        known: set[str] = set()
         for _, host, address in (one for one in self.ledger.code_peers if one[0] == code):
             at = self._named(owners.get(address, ()))
             if len(at) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
                 return ()
-            known.update(at)
             ends.append((next(iter(self._named([host])), ""), at[0] if at else address))
+        known = set(self._named(host for _, host in self.facts.addresses))
         for one in frozenset.intersection(*map(frozenset, ends)) - {""} if ends else ():
             by_others = {host for host, peer in ends if peer == one} - {one, ""}
             by_itself = {peer for host, peer in ends if host == one and code != "connection_closed_by_peer"} & known
@@ -430,8 +425,8 @@ class _Findings:
             code = "ib_without_gdrdma" if is_ib else _code_without_gdrdma(self.inter, carried, self.facts.provider)
             self.add(code, _part(self.evidence, []), self._channel_proof(), hosts=self._hosts_without_gdrdma())
             self.problems.pop("gdr_refused_by_plugin", None)
-        explained = "gdr_disabled_by_env" in self.problems
-        if is_ib and not explained and {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}:
+        refused = {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}
+        if is_ib and refused and "gdr_disabled_by_env" not in self.problems:
             self.add("peermem_missing")
 
     def _find_distance(self) -> None:
