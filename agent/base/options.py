@@ -82,11 +82,9 @@ def parse_version(text: str | None) -> tuple[int, int, int] | None:
     """Parse "2.27.7" or "2.27.7+cuda12.9" into numbers."""
     if text is None:
         return None
-    parts = text.split("+")[0].split("-")[0].split(".")
-    if not 2 <= len(parts) <= 3 or not all(part.isdecimal() and len(part) < 6 for part in parts):
+    if not (match := re.fullmatch(r"([0-9]{1,5})\.([0-9]{1,5})(?:\.([0-9]{1,5}))?(?:[+-].*)?", text)):
         raise RequestError(f"nccl={text!r}: must look like 2.27.7")
-    major, minor, patch = (*(int(part) for part in parts), 0)[:3]
-    return major, minor, patch
+    return int(match[1]), int(match[2]), int(match[3] or 0)
 
 
 def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
