@@ -24,24 +24,20 @@ NOISE_MIB = 3.0  # allocators keep freed pages; ten scans and a hundred requests
 COSTLY = "/recommendations?model=Llama-3.1-405B&nodes=20000"
 
 
-def connected(port: int, *requests: bytes) -> list[socket.socket]:
-    return [connect_deaf(port, request) for request in requests]
+def crowded() -> list[bytes]:
+    """Requests of silent, slow and deaf clients."""
+    return [*[b""] * 20, *[b"GET / HTTP/1.1\r\nX: "] * 20, *[get_of("/snapshot") * 100] * 20]
 
 
-def crowded(port: int) -> list[socket.socket]:
-    """Silent, slow and deaf clients."""
-    return connected(port, *[b""] * 20, *[b"GET / HTTP/1.1\r\nX: "] * 20, *[get_of("/snapshot") * 100] * 20)
-
-
-def planning(port: int) -> list[socket.socket]:
+def planning() -> list[bytes]:
     """The worker at work, and a queue before it."""
-    return connected(port, *(get_of(f"{COSTLY}&sequence_length={4096 + number}") for number in range(20)))
+    return [get_of(f"{COSTLY}&sequence_length={4096 + number}") for number in range(20)]
 
 
-def asking_the_cluster(port: int) -> list[socket.socket]:
+def asking_the_cluster() -> list[bytes]:
     """Of an API server that takes connections and says nothing; tokens wait to be judged, too."""
     posted = b"POST /preflight HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %020d\r\n\r\n"
-    return connected(port, *[get_of("/nodes")] * 50, *(posted % number for number in range(20)))
+    return [*[get_of("/nodes")] * 50, *(posted % number for number in range(20))]
 
 
 @pytest.fixture
@@ -64,7 +60,7 @@ def test_it_ends_in_time(busy, silent, tmp_path):
             held = []
         else:
             resident.wait(port, "/readyz", agent)
-            held = busy(port)
+            held = [connect_deaf(port, request) for request in busy()]
             assert resident.get(port, "/metrics")[0] == 200  # after them: they have arrived
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(GRACE_SECONDS) in (-signal.SIGTERM, 128 + signal.SIGTERM)

@@ -111,30 +111,22 @@ def test_a_request_that_never_ends_is_closed(impatient: Served, start: bytes, an
     impatient.honest()
 
 
-def test_a_client_that_does_not_read_is_let_go(impatient: Served) -> None:
-    """It asks for far more than the sockets hold and takes nothing."""
+@pytest.mark.parametrize("how", ["deaf", "half-open", "reset"])
+def test_a_client_that_does_not_read_or_leaves_in_the_midst_is_let_go(impatient: Served, how: str) -> None:
+    """It takes nothing of much; shuts its side after half a request; or is killed while its answer comes."""
     before = impatient.descriptors()
-    deaf = []
-    for number in range(10):
-        deaf.append(connect_deaf(impatient.port, get_of("/snapshot") * 400, f"127.0.0.{20 + number}"))
-    impatient.honest()
-    eventually(lambda: impatient.descriptors() <= before + 1, "the deaf clients' connections are closed")
-    for one in deaf:
-        one.close()
-    impatient.honest()
-
-
-@pytest.mark.parametrize("how", ["half-open", "reset"])
-def test_a_client_that_leaves_in_the_midst_is_let_go(impatient: Served, how: str) -> None:
-    """It shuts its side after half a request and keeps the socket; or it is killed while its answer comes."""
-    before = impatient.descriptors()
-    asked = get_of("/snapshot") if how == "reset" else get_of("/snapshot")[:-2]
-    left = [connect(impatient.port, asked, HOSTILE) for _ in range(10)]
+    if how == "deaf":
+        asked = get_of("/snapshot") * 400  # more than the sockets hold
+        left = [connect_deaf(impatient.port, asked, f"127.0.0.{20 + number}") for number in range(10)]
+        impatient.honest()
+    else:
+        asked = get_of("/snapshot") if how == "reset" else get_of("/snapshot")[:-2]
+        left = [connect(impatient.port, asked, HOSTILE) for _ in range(10)]
     for one in left:
         if how == "reset":
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             one.close()
-        else:
+        elif how == "half-open":
             one.shutdown(socket.SHUT_WR)
     eventually(lambda: impatient.descriptors() <= before + 1, "their connections are closed")
     for one in left:

@@ -128,6 +128,8 @@ def customise(environment):
     import torch.distributed
 
     c10d = torch.distributed.distributed_c10d  # imported before, so that the hook on its import has not run
+    # Of a rank, torchrun has wrapped it already: two monitors would write the same file.
+    c10d.init_process_group = vars(c10d).setdefault("_init_before", c10d.init_process_group)
     sitecustomize._wrap(c10d)
     torch.distributed.init_process_group = c10d.init_process_group
 
