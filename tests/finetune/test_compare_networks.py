@@ -210,8 +210,8 @@ INTERFACES = set(psutil.net_if_addrs())  # of this host itself
 
 def count_hosts(verb):
     """The children of a verb that hold the namespaces of a host; a child may end meanwhile."""
-    words = [child.as_dict(["cmdline"])["cmdline"] or [""] for child in verb.children(recursive=True)]
-    return sum(command[0] == "cat" for command in words)
+    children = verb.children(recursive=True)
+    return sum((one.info["cmdline"] or [""])[0] == "cat" for one in psutil.process_iter(["cmdline"]) if one in children)
 
 
 @needs_namespaces
