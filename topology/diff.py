@@ -62,7 +62,7 @@ def traits(
     )
     links = _links(build(snapshot) if node is None else node)
     for kind, parts in ((Snapshot, _probes(snapshot)), *of_facts, (NodeTopology, links)):
-        known = names.get(kind, {}) if kind is InterfacesFacts else devices
+        known = names.get(kind, {}) if kind is InterfacesFacts else devices  # IPoIB may be named as its RDMA device
         for trait in parts:
             subject = "".join(known.get(part, part) for part in _NAME.split(trait.subject))
             found.setdefault((subject, trait.what), replace(trait, subject=subject))
