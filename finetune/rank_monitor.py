@@ -323,8 +323,8 @@ class RankMonitor(threading.Thread):
         finally:
             if is_ours:
                 signal.signal(signal.SIGTERM, handler)
-            for number in late[:1]:
-                os.kill(os.getpid(), number)
+            if late:
+                signal.raise_signal(signal.SIGTERM)
         self.join(timeout=2 * INTERVAL_SECONDS)
 
     def _replace(self, name: str, text: bytes) -> None:

@@ -106,8 +106,8 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     """Describe in one sentence how the step's time is spent."""
     by_name, total = parts._asdict(), parts.total
     kinds = ("communication-bound: ", COMMUNICATION, 0.33), ("compute-bound: ", _COMPUTE, 0.6), ("", by_name, 0.0)
-    shares = ((bound, names) for bound, names, least in kinds if sum(by_name[name] for name in names) >= least * total)
-    bound, names = next(shares)
+    reached = ((bound, names) for bound, names, least in kinds if sum(by_name[name] for name in names) >= least * total)
+    bound, names = next(reached)
     most = max(names, key=lambda name: by_name[name])
     return f"{bound}{_describe(links, layout, most)}: {by_name[most] / total:.0%} of the step"
 

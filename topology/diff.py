@@ -57,12 +57,10 @@ def traits(
     found: dict[tuple[str, str], Trait] = {}
     names = {} if like is None else {kind: _map_names(snapshot, like, kind) for kind in _PLACES}
     devices = names.get(GpuFacts, {}) | names.get(RdmaFacts, {})
-    of_facts = (
-        (kind, traits_of(facts)) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)) is not None
-    )
+    of_facts = ((kind, traits_of(facts)) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)))
     links = _links(build(snapshot) if node is None else node)
     for kind, parts in ((Snapshot, _probes(snapshot)), *of_facts, (NodeTopology, links)):
-        known = names.get(kind, {}) if kind is InterfacesFacts else devices
+        known = names.get(kind, {}) if kind is InterfacesFacts else devices  # IPoIB may be named as its RDMA device
         for trait in parts:
             subject = "".join(known.get(part, part) for part in _NAME.split(trait.subject))
             found.setdefault((subject, trait.what), replace(trait, subject=subject))

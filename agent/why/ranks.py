@@ -125,8 +125,8 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     """Read a run's folder once."""
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     # before the files are read: a file that is replaced meanwhile must not count as old content with a new time
-    began, at_first = time.time(), {path.name: _modified(path) for path in ranks.glob("state_rank_*.json")}
-    states, wrong = rank_files.read_ranks(ranks.glob("state_rank_*.json"), read_state)
+    began, files = time.time(), {path: _modified(path) for path in ranks.glob("state_rank_*.json")}
+    states, wrong = rank_files.read_ranks(files, read_state)
     traces, bad = rank_files.read_ranks(ranks.glob("*trace_rank_*"), rank_files.read_file)
     since = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
     nodes, _ = rank_files.read_ranks(ranks.glob("state_node_*.json"), read_state)
@@ -139,7 +139,7 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     written = {rank: state.written for rank, state in states.items()}
     # File times come from one clock, that of the file system, unless the folder was copied: then they are not write
     # times
-    modified = {rank: at_first.get(name := NAME.format(rank=rank)) or _modified(ranks / name) for rank in states}
+    modified = {rank: files.get(ranks / NAME.format(rank=rank), 0.0) for rank in states}
     copied = any(abs(modified[rank] - when) > COPIED_SECONDS for rank, when in written.items())
     times = written if copied else modified
     last = max(times.values(), default=0.0)

@@ -205,12 +205,12 @@ class _Findings:
             at = self._named(owners.get(address, ()))
             if len(at) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
                 return ()
-            ends.append((next(iter(self._named([host])), ""), at[0] if at else address))
+            ends.append((self.names.get(host, host), at[0] if at else address))
         known = set(self._named(host for _, host in self.facts.addresses))
-        for one in frozenset.intersection(*map(frozenset, ends)) - {""} if ends else ():
-            by_others = {host for host, peer in ends if peer == one} - {one, ""}
-            by_itself = {peer for host, peer in ends if host == one and code != "connection_closed_by_peer"} & known
-            if max(len(by_others), len(by_itself - {one})) > 1:
+        for one in {end for pair in ends for end in pair if end}.intersection(*ends):
+            writers = {host for host, peer in ends if host and peer == one} - {one}
+            peers = {peer for host, peer in ends if host == one} & known - {one}
+            if len(writers) > 1 or (len(peers) > 1 and code != "connection_closed_by_peer"):
                 return {one}
         return ()
 
@@ -243,7 +243,7 @@ class _Findings:
         """Return the hosts with channels over RDMA of which none has GPUDirect RDMA."""
         wires = self.ledger.count_wires("host", "network")
         have = {host for (host, _), count in wires.items() if count.gdrdma}
-        return tuple({host: 0 for host, network in wires if host and network != "Socket" and host not in have})
+        return tuple(dict.fromkeys(host for host, net in wires if host and net != "Socket" and host not in have))
 
     def _hosts_over(self, network: str) -> tuple[str, ...]:
         """Return the hosts with channels over this network; without such channels, those that chose it."""

@@ -235,13 +235,14 @@ class Reader:
         number, above, label = self._above
         is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
         above = above if is_below else b""
-        self.ledger.writer = writer = Writer() if has_header else _writer_of(above + line)
+        writer = Writer() if has_header else _writer_of(above + line)
         if match := _TEXTS["raised"].search(line):
             self._raised.add(_label_of(line), match[1].decode())
         elif self._raised and _TEXTS["exception"].match(_TEXTS["launcher"].sub(b"", line)):
-            self.ledger.writer = writer = Writer(self._raised.pop(_label_of(line), writer.host), rank=writer.rank)
+            writer = Writer(self._raised.pop(_label_of(line), writer.host), rank=writer.rank)
         elif not (writer.host or has_header) and (task := _TEXTS["task"].match(line)):
-            self.ledger.writer = writer = Writer(self._tasks.get(task[1] or task[2], ""), rank=writer.rank)
+            writer = Writer(self._tasks.get(task[1], ""), rank=writer.rank)
+        self.ledger.writer = writer
         if writer.host and writer.rank is not None:
             self.ledger.rank_hosts.add(writer.rank, writer.host)
         if has_header:
@@ -277,8 +278,7 @@ class Reader:
         if prefix not in self._writers:
             self.ledger.hosts.add(writer.host)
             if task := _TEXTS["task"].match(prefix):
-                number = task[1] or task[2]
-                self._tasks.add(number, writer.host if self._tasks.get(number, writer.host) == writer.host else "")
+                self._tasks.add(task[1], writer.host if self._tasks.get(task[1], writer.host) == writer.host else "")
             self.ledger.facts.rccl |= b"/hipify/" in prefix
             if len(prefix) < MOST_PREFIX_BYTES:
                 self._writers.add(prefix, writer)

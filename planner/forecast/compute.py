@@ -288,8 +288,8 @@ def _time_products(shapes: Sequence[_Product], rates: Rates, constants: Constant
 
 def _list_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
     """Return the multiplications of a layer on one rank."""
-    attention = mamba_products(model, tp) if model.mamba_layers else attention_products(model, tp)
-    shapes = (*((tokens, out, into, 1) for into, out in attention), *_list_mlp_shapes(model, tokens, tp, ep))
+    mixer = mamba_products(model, tp) if model.mamba_layers else attention_products(model, tp)
+    shapes = (*((tokens, out, into, 1) for into, out in mixer), *_list_mlp_shapes(model, tokens, tp, ep))
     if model.experts and model.shared_expert_ffn:
         h, shared = float(model.hidden), model.shared_expert_ffn / tp
         shapes += ((tokens, shared * (2 if model.gated_mlp else 1), h, 1), (tokens, h, shared, 1))

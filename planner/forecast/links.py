@@ -182,7 +182,7 @@ def _find_island(node: NodeTopology) -> tuple[int, Speed]:
     if not sizes:
         return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     usable, gpu = sum(gpu.usable for gpu in node.gpus), gpu_named(node.gpus[0].model)
-    size = min(min(sizes), usable) if sum(sizes) >= usable else 1
+    size = min(min(sizes), usable) if sum(sizes) >= usable > 0 else 1
     derived = _find_expected(node, "island")
     table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
     if derived or table:
@@ -295,7 +295,7 @@ def links_of(
         node = Speed(bytes_per_second=_CONSTANTS["assumed_gloo"], how="assumed", link="host memory (gloo)")
         size, island = per_node, node
     else:
-        different = {id(each.pairs): each for each in cluster.nodes}.values()  # copies of a node share their pairs
+        different = {id(each.gpus): each for each in cluster.nodes}.values()  # copies of a node share their GPUs
         islands = [(each, *_find_island(each)) for each in different if each.gpus]
         weakest, size, island = min(islands, key=lambda found: (found[1], found[2].bytes_per_second))
         node = _find_node_speed(cluster, weakest, island, size)

@@ -73,7 +73,7 @@ def mamba_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float], 
 def mixer_columns(model: ModelSpec) -> float:
     """Return the columns per token of queries, keys, values and attention output; the mean with those of Mamba-2.
 
-    Mamba-2 keeps the outputs of its first projection, of its scan, and of the norm after it.
+    The columns of Mamba-2 are the outputs of its first projection, of its scan, and of the norm after it.
     """
     heads, values, share = model.heads, model.value_dim or model.head_dim, model.mamba_layers / model.layers
     own = heads if model.kv_rank else model.kv_heads  # latent attention expands its keys for every head

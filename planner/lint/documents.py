@@ -425,6 +425,8 @@ def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, st
             if end is None:
                 script.unread.append(Unread(line=first, why=f"the here-document {here[3]} has no end"))
                 continue
+            if name == "RUN" and document and NAMED.search(text, at, end.start()):  # its command is not known
+                script.unread.append(Unread(line=line, why=f"the here-document {here[3]} after another one"))
             target = f"cat > {rest.rpartition(' ')[2]}" * (name != "RUN")  # of COPY and ADD
             document += f"{target} {word}\n{text[at : end.end()]}"
             line, at, rest = line + text.count("\n", at, end.end()), end.end(), rest.replace(word, "")

@@ -264,7 +264,7 @@ def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Sequen
             if "product" in row:
                 factor, _ = strtoll(environment.get(row["times"], ""))
                 applies = number * factor > row["product"]
-                fields |= {"sockets": factor, "product": number * factor}
+                fields |= {"factor": factor, "product": number * factor}
             for other, condition in row.get("with", {}).items():
                 given = environment.get(other, "")
                 applies = applies and re.fullmatch(condition, given) is not None

@@ -278,7 +278,7 @@ class BlockedCalls:
         last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
         newest = trace.enqueued.get(call.group) or (last.number if last else 0)
         since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
-        return Activity("unknown", f"has not entered {describe(call)}{since}{_origin(last.frames if last else ())}")
+        return Activity("unknown", f"has not entered {describe(call)}{since}{_name_line(last.frames if last else ())}")
 
     def _describe(self, waiting: Sequence[int], *, whole: bool = False) -> list[str]:
         """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0"; whole: for whom, and from which line."""
@@ -454,13 +454,13 @@ class BlockedCalls:
     def _line_of(self, rank: int, call: Call) -> str:
         """The line of the user's code from which a rank has made a call, if a source shows it.
 
-        The rank's file does if the rank waits in this call, and has been looked at since, or ended there.
+        The rank's file does if the rank waits in this call and was sampled since then, or ended there.
         """
         state, wait = self.facts.states.get(rank), self.waits.get(rank)
         is_there = state is not None and wait is not None and wait.call is call and (
             any(map(IN_CALL.search, state.where)) if state.error
             else state.phase == "collective" and wait.seconds >= 2 * LOOK_SECONDS)  # fmt: skip
-        return _origin(state.own if state is not None and is_there and state.own else call.frames)
+        return _name_line(state.own if state is not None and is_there and state.own else call.frames)
 
     def _find_mismatches(self) -> Iterator[Cause]:
         """The oldest call of each group that a rank waits in, and the ranks that called something else there.
@@ -487,7 +487,7 @@ class BlockedCalls:
             yield mismatch(rows, size=known if group else None, lines=lines)
 
 
-def _origin(frames: Sequence[str]) -> str:
+def _name_line(frames: Sequence[str]) -> str:
     return f", from {frames[0]}" if frames else ""
 
 

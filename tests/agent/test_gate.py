@@ -95,7 +95,7 @@ NODES = "/apis/topoflight.io/v1alpha1/nodetopologies"
 
 @each_row(("before", "now", "judged"), rows("regressions"))
 def test_the_table_of_regressions(before: Status | None, now: Status, judged: Status) -> None:
-    """A check fails that became worse or can no longer be measured. A failure of the baseline becomes a note."""
+    """A value that got worse fails, and so does one that can no longer be measured; an old finding is reported."""
     baseline = {("a.b.c", "n", ""): before} if before else {}
     (made,) = compare_with_baseline([Finding(code="a.b.c", status=now, node="n")], baseline)
     assert made.status == judged

@@ -90,12 +90,13 @@ def test_an_nvlink_domain_stays_one_where_a_job_spans_several(machine: str, node
 
 
 def test_scanned_nodes_are_an_island_where_they_follow_each_other() -> None:
-    """Two domains of two nodes, in the order of the ranks or not; a node outside any domain."""
+    """Two domains of two nodes, in the order of the ranks or not; a node without a domain, NVLink or GPUs."""
     one, other = (machines.cluster("gb300", 36).nodes[i] for i in (0, -1))
     alone = replace(one, gpus=tuple(replace(gpu, nvlink_domain=None) for gpu in one.gpus))
-    cards = machines.get("l40s", "cards")  # no NVLink: TP on any node would cross PCIe on this one
-    mixed = ((machines.get("dgx-h100", "board"), cards), 1)
-    for nodes, ranks in (((one, one, other, other), 8), ((one, other, one, other), 4), ((one, one, alone), 4), mixed):
+    board, cards = machines.get("dgx-h100", "board"), machines.get("l40s", "cards")  # TP would cross PCIe on the cards
+    lost = replace(board, gpus=tuple(replace(gpu, usable=False) for gpu in board.gpus))
+    mixed = ((board, cards), 1), ((lost, board), 1)
+    for nodes, ranks in (((one, one, other, other), 8), ((one, other, one, other), 4), ((one, one, alone), 4), *mixed):
         assert links_of(ClusterTopology(nodes=nodes, inter_node_transport="rdma")).island_size == ranks
 
 

@@ -1,4 +1,4 @@
-"""Memory by stack, counted by hand from what its code keeps; by the width of numbers; what DDP keeps of gradients."""
+"""Memory by stack, counted by hand from what its code stores; by the width of numbers; what DDP stores of gradients."""
 
 from dataclasses import replace
 

@@ -194,8 +194,7 @@ def test_the_link_named_for_a_component_is_the_one_that_slows_it() -> None:
         once, later = step_parts(fast, layout), step_parts(slow, layout)
         assert {name for name, seconds in once._asdict().items() if getattr(later, name) > seconds} == crossing
         used = {name: link_of(fast.links, layout, name) for name in COMMUNICATION if getattr(once, name) > 0}
-        named = {name for name, link in used.items() if link is fast.links.network}
-        assert named == crossing
+        assert {name for name, link in used.items() if link is fast.links.network} == crossing
 
 
 def test_what_the_host_takes_is_not_known_before_it_is_measured() -> None:
