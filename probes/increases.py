@@ -108,7 +108,7 @@ CODES = ("rdma.counters.rising", "gpu.counters.rising", "gpu.xid.new")
 """Finding codes that require two scans. After a single scan their status is unknown."""
 
 
-def find_rising(before: Snapshot, after: Snapshot) -> tuple[Finding, ...]:
+def compare_scans(before: Snapshot, after: Snapshot) -> tuple[Finding, ...]:
     """Report counters that increased between two scans; nothing if the scans cannot be compared."""
     seconds = after.taken_at_seconds - before.taken_at_seconds
     if before.hostname != after.hostname or not seconds > 0:
@@ -128,7 +128,7 @@ def find_risen(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """
     found: dict[tuple[str, str, str], Finding] = {}
     for before in sorted(past, key=lambda snapshot: snapshot.taken_at_seconds):
-        for risen in find_rising(before, now):
+        for risen in compare_scans(before, now):
             # the message without its numbers, which depend on the length of the interval
             trouble = re.sub(r"\d+(\.\d+)?", "", risen.message)
             found.setdefault((risen.code, risen.subject, trouble), risen)

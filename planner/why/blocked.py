@@ -454,7 +454,7 @@ class BlockedCalls:
     def _line_of(self, rank: int, call: Call) -> str:
         """The line of the user's code from which a rank has made a call, if a source shows it.
 
-        The rank's file does if the rank waits in this call, and has been looked at since, or ended there.
+        The rank's file does if the rank waits in this call and was sampled since then, or ended there.
         """
         state, wait = self.facts.states.get(rank), self.waits.get(rank)
         is_there = state is not None and wait is not None and wait.call is call and (

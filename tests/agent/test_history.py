@@ -21,7 +21,7 @@ from contracts.finding import Status
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.hostinfo.probe import HostinfoFacts
-from probes.increases import EarlierScans, find_risen, find_rising
+from probes.increases import EarlierScans, compare_scans, find_risen
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
 rows = rows_of(__file__)
@@ -223,7 +223,7 @@ def scan_at(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | 
 
 
 def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
-    found = find_rising(scan_at(0), scan_at(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
+    found = compare_scans(scan_at(0), scan_at(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
     assert [(f.code, f.status, f.subject) for f in found] == [
         ("rdma.counters.rising", Status.FAIL, "mlx5_0:1"),
         ("gpu.nvlink.errors", Status.WARN, "GPU2"),
@@ -236,7 +236,7 @@ def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
 def test_what_cannot_be_compared_gives_no_finding() -> None:
     failed = scan_at(15, outcomes={"rdma": Failed(error="x")})
     later = {what: scan_at(**row) for what, row in rows("incomparable")().items()} | {"failed": failed}
-    assert {what: find_rising(scan_at(0), scan) for what, scan in later.items()} == dict.fromkeys(later, ())
+    assert {what: compare_scans(scan_at(0), scan) for what, scan in later.items()} == dict.fromkeys(later, ())
 
 
 def gpus(**changes) -> Snapshot:
@@ -248,7 +248,7 @@ def gpus(**changes) -> Snapshot:
 @each_row(("before", "after", "expected"), rows("rises"))
 def test_what_rises_on_a_gpu(before: dict, after: dict, expected: list[str] | None) -> None:
     """PCIe replays by DCGM's limit, memory errors and Xids at once; what was not read gives no verdict."""
-    found = find_rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
+    found = compare_scans(gpus(gpu=before), gpus(gpu=after, at=15.0))
     assert [[f.code, f.status] for f in found] == ([expected] if expected else [])
     assert {f.code for f in found} <= set(ALL_CODES)
 
@@ -300,7 +300,7 @@ def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
 def test_errors_of_links_are_judged_by_their_kind(name: str, rise: int, seconds: float, found: int) -> None:
     """One lost link is one too many; what a healthy link has counts by its rate."""
     before = {**HEALTHY, "receive": 0, "recovery_failed": 0, "effective": 0, "symbol": 0}
-    after = find_rising(scan_at(0, errors=before), scan_at(seconds, errors={**before, name: before[name] + rise}))
+    after = compare_scans(scan_at(0, errors=before), scan_at(seconds, errors={**before, name: before[name] + rise}))
     assert [(f.code, f.status) for f in after] == [("gpu.nvlink.errors", Status.WARN)] * found
 
 
@@ -309,5 +309,5 @@ def test_a_gpu_that_was_lost_is_known_by_its_place() -> None:
     before = gpus(gpu={"xids": ()})
     lost = Gpu(index=2, bus_id="0000:1b:00.0", error="GPU_IS_LOST", xids=(79,))
     facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(lost,))
-    (found,) = find_rising(before, scan_at(15, outcomes={"gpu": Ok(facts=facts)}))
+    (found,) = compare_scans(before, scan_at(15, outcomes={"gpu": Ok(facts=facts)}))
     assert (found.code, found.subject) == ("gpu.xid.new", "GPU2")
