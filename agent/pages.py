@@ -116,7 +116,7 @@ def environment() -> Environment:
 
 
 def render_report(report: Report) -> str:
-    """The report as one self-contained HTML file."""
+    """Return the report as one self-contained HTML file."""
     shown = make_rows(report.nodes, report.checks, report.started_at_seconds)
     return render("report", report=report, rows=shown, style_hash=digest("style.css"))
 

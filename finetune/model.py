@@ -290,7 +290,7 @@ def attend(
 
 
 def _varlen_takes(query: torch.Tensor) -> bool:
-    """Flash attention's terms: an Ampere or later GPU, 16 bits, heads of 256 at most."""
+    """Return whether flash attention supports the query: an Ampere or later GPU, 16 bits, heads of at most 256."""
     if not (_HAS_VARLEN and query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256):
         return False
     capability: tuple[int, int] = torch.cuda.get_device_capability(query.device)

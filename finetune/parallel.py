@@ -62,7 +62,7 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
     wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
     if "sharding" not in settings.keys() & wanted.keys() and wanted["dp_shard"] == wanted["cp"] == 1:
         wanted["sharding"] = "ddp"
-    if wanted.get("pp", 1) > 1:
+    if wanted["pp"] > 1:
         wanted.setdefault("gradient_accumulation", wanted["pp"] * wanted.get("virtual_stages", 1))
     return parse_layout(wanted, "layout")
 

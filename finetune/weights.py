@@ -59,7 +59,7 @@ class Stored:
             plain.generation_config = GenerationConfig.from_pretrained(files[0].parent)
 
     def read(self, name: str, part: Part = WHOLE) -> torch.Tensor:
-        """Of a file that is mapped into memory: what is not read takes none."""
+        """Read a part of a parameter. The file is mapped into memory, so that other parts take no memory."""
         if name not in self._file_of and name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
             name = "model.embed_tokens.weight"
         if name not in self._file_of:
@@ -77,7 +77,7 @@ class Drawn:
         self.plain, self.seed = plain, seed
 
     def read(self, name: str, part: Part = WHOLE) -> torch.Tensor:
-        """Drawn whole, each time anew."""
+        """Draw the whole parameter again for each call, and return a part of it."""
         path, _, key = name.rpartition(".")
         if name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
             path = "model.embed_tokens"

@@ -364,7 +364,7 @@ def _read_baseline(path: Path) -> Baseline:
         if "facts" in snapshot["outcomes"].get("pci", {})
     }
     busbw = _read_busbw(value["bench"]) if value.get("bench") else {}
-    return Baseline(statuses=_keep_worst(value["checks"]), buses=buses, busbw=busbw)
+    return Baseline(statuses=_select_worst(value["checks"]), buses=buses, busbw=busbw)
 
 
 def _read_busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
@@ -400,7 +400,7 @@ def find_missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> t
     return tuple(found)
 
 
-def _keep_worst(checks: Iterable[Mapping[str, Any]]) -> dict[Key, Status]:
+def _select_worst(checks: Iterable[Mapping[str, Any]]) -> dict[Key, Status]:
     held: dict[Key, Status] = {}
     for check in checks:
         key = str(check["code"]), str(check["node"]), str(check["subject"])

@@ -92,7 +92,7 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     checks = tuple(checks)
     results = {status: [check for check in checks if check.status == status] for status in ORDER}
     listed = _count_listed(checks)
-    prefix = f"{aside}; " if (aside := warn_of_unchecked_gpus(checks)) else ""
+    prefix = f"{aside}; " if (aside := describe_unchecked_gpus(checks)) else ""
 
     def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, why: str) -> Verdict:
         code = EXIT_INTERRUPTED if stopped == "SIGINT" else exit_code
@@ -123,7 +123,7 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     return verdict("pass", EXIT_PASS, f"{prefix}{found}{left}")
 
 
-def warn_of_unchecked_gpus(checks: Iterable[Finding]) -> str:
+def describe_unchecked_gpus(checks: Iterable[Finding]) -> str:
     """Return a warning if hosts were checked without their GPUs, because a pass then does not cover them; else ""."""
     known: dict[str, bool] = {}
     for check in checks:

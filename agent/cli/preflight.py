@@ -86,10 +86,10 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 def render_github(report: Report) -> str:
     """Return workflow commands for GitHub Actions: one annotation per failed or warned check."""
     from agent.checks.findings import group_findings
-    from agent.checks.verdict import warn_of_unchecked_gpus
+    from agent.checks.verdict import describe_unchecked_gpus
 
     levels = {"fail": "error", "warn": "warning"}
-    aside = warn_of_unchecked_gpus(report.checks)
+    aside = describe_unchecked_gpus(report.checks)
     lines = [f"::notice title=preflight::{_escape(aside)}\n"] if aside else []
     named = len({check.node for check in report.checks if check.node}) > 1
     for group in group_findings(report.checks):

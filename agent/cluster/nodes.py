@@ -155,7 +155,7 @@ def from_resource(item: Json) -> NodeRecord:
 # Make a record from a view, and the API objects of a record.
 
 
-def record_of_view(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> NodeRecord:
+def make_record(view: View, *, name: str | None = None, interval_seconds: float = 300.0) -> NodeRecord:
     """Return the record of the view's host; `name` is the name of the Node."""
     (snapshot,), (node,), checks = view.snapshots, view.topologies, view.checks
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)

@@ -175,7 +175,7 @@ def build_application(state: Any, options: dict[str, Any], client: Any = None) -
 
 def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
     """Return a function that gives the record of the newest view, made once per view; None before the first scan."""
-    from agent.cluster.nodes import record_of_view
+    from agent.cluster.nodes import make_record
 
     name = options["node_name"] or os.uname().nodename
     made: tuple[Any, Any] = None, None
@@ -183,7 +183,7 @@ def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
     def latest() -> Any:
         nonlocal made
         if (view := state.view) is not made[0]:
-            made = view, record_of_view(view, name=name, interval_seconds=options["publish_interval"])
+            made = view, make_record(view, name=name, interval_seconds=options["publish_interval"])
         return made[1]
 
     return latest

@@ -34,7 +34,7 @@ from agent.base import log_to_stderr, output
 from agent.base.options import RequestError
 from agent.checks.verdict import View
 from agent.cluster.client import AccessError, ApiError, Client, connect
-from agent.cluster.nodes import Fleet, make_row, record_of_view
+from agent.cluster.nodes import Fleet, make_record, make_row
 from collectives.bench import processes
 from contracts import question
 from contracts.redaction import without_secrets
@@ -245,7 +245,7 @@ class WorkerData:
         Raises ProblemError 503 if the cluster's records have never been listed.
         """
         if source != "kubernetes":
-            return Fleet([record_of_view(self.view, interval_seconds=interval)])
+            return Fleet([make_record(self.view, interval_seconds=interval)])
         if time.monotonic() - self._listed_at > LIST_SECONDS:
             self._list()
         if self._fleet is None:

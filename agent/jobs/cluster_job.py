@@ -159,7 +159,7 @@ def build_claim(options: Mapping[str, Any]) -> tuple[Document, ...]:
 
 
 def build_plan(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:
-    """The job's document: the run on the claim, unless the settings say where. JobError where nothing can train."""
+    """Return the job's plan, which writes to the claim unless the settings name a folder. Raises RequestError."""
     output = str(_read_explicit_settings(options).get("output_dir", ""))
     folder = _place_on_claim(output or options["name"])
     more = (f"output_dir={folder}",) if name_claim(options) else ()

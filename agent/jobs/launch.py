@@ -99,7 +99,7 @@ def train(
 
 
 def finish_record(path: Path, ended: FinishedJob, began: float) -> run_record.RunRecord | None:
-    """The job's record of this start, with its end from the exit code if the job could not write it (SIGKILL)."""
+    """Return the record of this start. If the job could not write its end (SIGKILL), it is added from the exit code."""
     code, reason = ended.exit_code, ended.ending
     record, is_ended = run_record.end(path, status="failed", exit_code=code, reason=reason, began=began)
     if is_ended:  # prints errors to stderr

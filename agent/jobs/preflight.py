@@ -153,7 +153,7 @@ class _Stages:
         settings = {setting.name: setting.value for setting in advice.settings}
         hosts = [gate.with_environment(one, settings) for one in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return list_blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
+        return name_blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
@@ -166,7 +166,7 @@ class _Stages:
         try:
             return benchmark.measure(
                 self.found[0], self._ranks(), self.progress, self.stop, budget_seconds=options["bench_seconds"],
-                quick=options["quick"], force=options["force"], due=due_of(self.expected),
+                quick=options["quick"], force=options["force"], due=make_due(self.expected),
             )  # fmt: skip
         except benchmark.BenchmarkError as error:
             self.notes.append(f"not measured: {error}")
@@ -229,7 +229,7 @@ class _Stages:
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def list_blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
+def name_blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
     """Return the failures that prevent a training run; empty without one, or with --force."""
     checks = select(measured.require_measured(found), skip=options["skip"], known=measured.ALL_CODES)
     checks = measured.compare_with_baseline(checks, before.statuses)
@@ -260,7 +260,7 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
 
 
 def require_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
-    """Return the expectations. Raises GateError."""
+    """Return the expectations. Raises GateError if options are given that contain none."""
     if not words and path is None:
         return ()
     from agent.checks.expect import read_expectations
@@ -271,7 +271,7 @@ def require_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeE
     return found
 
 
-def due_of(expected: Sequence[NodeExpectation]) -> Due | None:
+def make_due(expected: Sequence[NodeExpectation]) -> Due | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
     first = {one.key: one.value for one in reversed(expected)}
     wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
@@ -329,7 +329,7 @@ def render_junit(report: Report) -> str:
     for check in sort_worst_first(report.checks):
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
-    aside = gate.warn_of_unchecked_gpus(report.checks)
+    aside = gate.describe_unchecked_gpus(report.checks)
     return printable(
         render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
     )

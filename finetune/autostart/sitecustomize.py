@@ -19,7 +19,7 @@ from typing import Any
 
 
 class _AfterImport:
-    """A meta path finder that calls the action of a module right after its import. Exceptions of it are ignored."""
+    """A meta path finder that calls the action of a module right after its import. Errors of an action are ignored."""
 
     def __init__(self, actions: dict[str, Callable[[Any], None]]) -> None:
         self.actions = actions

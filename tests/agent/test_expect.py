@@ -17,7 +17,7 @@ from rigs.tables import ROOT, each_row
 from agent.checks.expect import KEYS, parse, read_expectations, read_file
 from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, build_view, judge
-from agent.cluster.nodes import NodeRecord, check_nodes as gate_of_nodes, record_of_view
+from agent.cluster.nodes import NodeRecord, check_nodes as gate_of_nodes, make_record
 from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State
@@ -119,7 +119,7 @@ def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path
         state.refresh()
         verdict = client.get("/preflight").json()["verdict"]
         assert (verdict["word"], verdict["exit_code"]) == (word, code), text
-        assert state.view is not None and record_of_view(state.view).verdict == word, text
+        assert state.view is not None and make_record(state.view).verdict == word, text
 
 
 def of_records(record: NodeRecord, words: str) -> tuple[Finding, ...]:

@@ -106,7 +106,7 @@ def preflight(*words: object) -> Result:
 
 
 def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path):
-    """By a report of the sick machine and of the good one, and by what --save wrote."""
+    """The baseline is a report of the sick or of the good machine, or a file that --save wrote."""
     sick, good, saved = (tmp_path / name for name in ("sick", "good", "saved.json"))
     assert preflight("--host", SICK, "-o", f"json={sick}", "--save", saved).exit_code == 3
     table = tmp_path / "table"
@@ -125,8 +125,7 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path):
     [("lost-gpus", ("0000:61:00.0", "0000:c3:00.0"), "gpus=8"), ("lost-hca", ("0000:4f:00.0",), "hcas=10")],
 )
 def test_a_device_that_left_the_bus_is_worse_than_the_baseline(machine, lost, subject, tmp_path):
-    """Nothing of it is left that a check could fail on; both ways round."""
-
+    """No other check fails for a device that is missing. Devices that the baseline lacks are no failure."""
     now, before, after = (tmp_path / name for name in ("now.json", "before.json", "after.json"))
     now.write_text(dumps(build.record(build.MACHINES[machine])), encoding="utf-8")
     preflight("--host", GOOD, "--save", before)
@@ -153,13 +152,13 @@ def api(tmp_path, monkeypatch):
 
 @each_row(("words", "code"), rows("over_nodes"))
 def test_the_gate_over_nodes(api: ApiServer, words: list[str], code: int) -> None:
-    """What agents published decides; a node nobody hears of is a failure."""
+    """The published records decide. A node without a recent record fails."""
     done = preflight(*words)
     assert done.exit_code == code, done.output
 
 
 def test_nodes_are_read_and_printed_as_host_lists_of_slurm(api: ApiServer) -> None:
-    """Printed are the nodes that do not pass."""
+    """Only the nodes that do not pass are printed."""
     assert preflight("--nodes", "good,n[01-03],old", "-o", "slurm").stdout == "n[01-03],old\n"
     assert preflight("--nodes", "good", "-o", "slurm").stdout == ""
     reasons = preflight("--nodes", "n[1-2]", "-o", "reason").stdout.splitlines()
@@ -180,7 +179,7 @@ def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
 
 
 def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
-    """The object is there, its status is not yet."""
+    """The object exists, but has no status yet."""
     held = Fleet()
     held.replace([{"metadata": {"name": "n"}, "spec": {"nodeName": "n"}}])
     (check,) = check_nodes(["n"], held)
@@ -188,7 +187,7 @@ def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
 
 
 def test_a_report_of_nodes_is_written_whole(api, tmp_path):
-    """--report with --nodes: every file, each node with what it published, also one that nobody heard of."""
+    """--report with --nodes: every file, each node with its published record, and one node that has no record."""
     folder = tmp_path / "report"
     done = preflight("--nodes", "good,sick,never", "--report", folder)
     assert done.exit_code == 3, done.output
@@ -201,4 +200,4 @@ def test_a_report_of_nodes_is_written_whole(api, tmp_path):
     page = (folder / "report.html").read_text()
     assert "<h1>good, sick, never</h1>" in page and "NV18" in page and "cluster.node.silent" in page
     again = preflight("--nodes", "good,sick", "--baseline", folder / "report.json")
-    assert again.exit_code == 0, "what stood there already is no regression"
+    assert again.exit_code == 0, "a failure of the baseline is not a regression"

@@ -15,7 +15,7 @@ from scanned import scan
 
 from agent.checks.measured import PROBE_CODES
 from agent.checks.verdict import View, build_view, judge
-from agent.cluster.nodes import check_nodes, record_of_view
+from agent.cluster.nodes import check_nodes, make_record
 from agent.http.server import create
 from agent.http.state import State
 from probes.api import Absent, Failed, Ok, Snapshot
@@ -59,7 +59,7 @@ def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
     links = {c["status"] for c in said["checks"] if c["code"].startswith("topology.nvlink.")}
     assert links == {"unknown"}
 
-    record = record_of_view(view, name="node-a")
+    record = make_record(view, name="node-a")
     assert (record.verdict, record.gpus) == ("unknown", 8)  # the bus counts them
     assert [f["severity"] for f in record.findings if f["code"].startswith("gpu.")] != []
     fleet = fleet_of(through_the_api(replace(record, scanned_at_seconds=time.time())))
@@ -190,7 +190,7 @@ def test_a_host_without_rdma_devices_has_none_and_an_unread_one_is_unknown() -> 
     devices = facts(RdmaFacts).devices  # a pod can open the first one alone
     pod = changed(snapshot(), RdmaFacts, devices=(*devices[:1], *each(devices[1:], uverbs=None)), in_container=True)
     rows += [(snapshot(), len(devices)), (pod, 1)]
-    assert [record_of_view(build_view((found,)), name="a").hcas for found, _ in rows] == [hcas for _, hcas in rows]
+    assert [make_record(build_view((found,)), name="a").hcas for found, _ in rows] == [hcas for _, hcas in rows]
 
 
 def off_the_bus(name: str, gone: int, **pci: object) -> Snapshot:

@@ -21,7 +21,7 @@ from agent.checks.verdict import build_view
 from agent.cli.launch import _require_pass
 from agent.http.server import read_record
 from agent.jobs.launch import FinishedJob, finish_record
-from agent.jobs.preflight import list_blocking_failures
+from agent.jobs.preflight import name_blocking_failures
 from contracts import run_record
 from contracts.job_config import dump_plan, read_config, read_plan
 from contracts.run_record import RunRecord
@@ -58,11 +58,11 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
     checks, options = view(SICK).checks, {"skip": (), "force": False}
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
-    assert all(code in list_blocking_failures(checks, options, Baseline()) for code in failed)
-    assert list_blocking_failures(checks, {**options, "force": True}, Baseline()) == ""
-    assert list_blocking_failures(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
+    assert all(code in name_blocking_failures(checks, options, Baseline()) for code in failed)
+    assert name_blocking_failures(checks, {**options, "force": True}, Baseline()) == ""
+    assert name_blocking_failures(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
     everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
-    assert list_blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
+    assert name_blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
 
 
 def launched(folder: Path, code: int, log: str = "") -> FinishedJob:

@@ -26,7 +26,7 @@ from starlette.testclient import TestClient
 from agent.base import result_store
 from agent.cli import bundle
 from agent.cli.bundle import pack_bundle, unpack_bundle
-from agent.cluster.nodes import record_of_view, to_resource
+from agent.cluster.nodes import make_record, to_resource
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import launch
@@ -150,7 +150,7 @@ def outputs(tmp_path, caplog):
         ):
             found[f"error: {name}"] = client.get("/recommendations", params=params).text
         found["runs posted"] = client.get("/runs").text
-    record = record_of_view(state.view, name="node-a")
+    record = make_record(state.view, name="node-a")
     found["NodeTopology"] = json.dumps(to_resource(record))
     found["facts of the NodeTopology"] = gzip.decompress(base64.b64decode(record.facts or "")).decode()
     recorder = RecordingHost(host)

@@ -83,7 +83,7 @@ def test_a_placeholder_for_the_number_of_nodes_may_be_several(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("gpus", "ranks", "devices"), [(1, 4, "1"), (8, 4, "4"), (8, 16, "4"), (16, 8, "4")])
 def test_a_pod_gets_the_efa_devices_of_its_gpus(tmp_path: Path, gpus: int, ranks: int, devices: str) -> None:
-    """However many ranks torchrun's option starts; a p4d has four devices for eight GPUs. Too many ranks are named."""
+    """The option of torchrun decides the ranks. A p4d has four devices for eight GPUs. Too many ranks give a note."""
     container = {"name": "pytorch", "command": ["torchrun", f"--nproc-per-node={ranks}", "t.py"],
                  "resources": {"limits": {"nvidia.com/gpu": gpus}}}  # fmt: skip
     larger = container | {"resources": {"limits": {"nvidia.com/gpu": 8}}}

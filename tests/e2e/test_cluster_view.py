@@ -29,8 +29,8 @@ from agent.cluster.nodes import (
     NodeRecord,
     check_nodes,
     from_resource,
+    make_record,
     make_row,
-    record_of_view,
 )
 from agent.http import worker
 from agent.http.server import create
@@ -41,7 +41,7 @@ NODES = path_of(API_VERSION, PLURAL)
 
 
 def record_of(name: str, node: str) -> NodeRecord:
-    return record_of_view(view(name), name=node)
+    return make_record(view(name), name=node)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from rigs.tables import each_row
 from agent.checks.history import Event, History
 from agent.checks.verdict import build_view
 from agent.cluster.client import LONGEST_WAIT_SECONDS, backoff_seconds
-from agent.cluster.nodes import MOST_CHANGES, record_of_view, to_resource
+from agent.cluster.nodes import MOST_CHANGES, make_record, to_resource
 
 CODE = "rdma.port.down"
 START = float(int(time.time()) - 7200)
@@ -28,9 +28,9 @@ def test_a_raised_finding_has_its_start_in_the_record() -> None:
     down, history = with_ports(snapshot("gb200-nvl72-tray"), "mlx5_2", state="DOWN"), History()
     for scan in range(3):
         view = history.update(build_view((replace(down, taken_at_seconds=START + 30 * scan),)))
-        found = [one.get("since") for one in record_of_view(view, name="n1").findings if one["code"] == CODE]
+        found = [one.get("since") for one in make_record(view, name="n1").findings if one["code"] == CODE]
         assert found == ([] if scan == 0 else [_time(START)])
-    alone = [one for one in record_of_view(build_view((down,)), name="n1").findings if one["code"] == CODE]
+    alone = [one for one in make_record(build_view((down,)), name="n1").findings if one["code"] == CODE]
     assert [one.get("since") for one in alone] == [None]
 
 
@@ -39,7 +39,7 @@ def test_the_record_holds_the_newest_and_says_so_by_its_schema() -> None:
     tray = snapshot("gb200-nvl72-tray")
     events = tuple(Event(at_seconds=START + i, kind="raised", text="t" * 300, code="c" * 128, subject="s" * 128)
                    for i in range(100))  # fmt: skip
-    made = record_of_view(replace(build_view((tray,)), events=events), name="n1")
+    made = make_record(replace(build_view((tray,)), events=events), name="n1")
     assert [one["at"] for one in made.changes] == [_time(START + i) for i in range(100)][-MOST_CHANGES:]
     assert len(json.dumps(made.changes)) < 24 << 10
     assert len(json.dumps(to_resource(made)[1])) < 64 << 10

@@ -237,7 +237,7 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
 
 @each_row(("ranks", "node", "degrees"), [(16, 8, (2, 8)), (8, 8, (1, 8)), (4, 1, (4, 1)), (1, 1, (1, 1))])
 def test_hybrid_shard_shards_within_a_node(ranks, node, degrees, monkeypatch):
-    """However many the job comes to have, with a plan and without one."""
+    """For any number of nodes, with a plan and without one."""
     config = parse_config({"fsdp": "hybrid_shard auto_wrap"})[0]
     asked = resolve_layout(config.layout, ranks, node)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))

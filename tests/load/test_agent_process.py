@@ -1,4 +1,4 @@
-"""The process of the agent: what it takes, in the short form of bench/footprint.py, and how SIGTERM ends it."""
+"""The agent's process: its memory and descriptors, in the short form of bench/footprint.py, and its end by SIGTERM."""
 
 import signal
 import socket
@@ -49,7 +49,7 @@ def silent(tmp_path):
 
 @pytest.mark.parametrize("busy", [None, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
 def test_it_ends_in_time(busy, silent, tmp_path):
-    """Within the grace of its manifest; None: before anything is loaded but the listening socket."""
+    """Within the grace period of its manifest. None: only the listening socket exists, nothing else is loaded."""
     port = resident.free_port()
     words = ["--publish", "--token-review"] if busy is asking_the_cluster else []
     command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(H100), "--port", str(port), *words,

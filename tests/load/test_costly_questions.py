@@ -100,9 +100,9 @@ def works(agent: Served) -> bool:
 
 
 def test_a_question_that_takes_too_long_is_ended_and_its_process_replaced(agent: Served) -> None:
-    """503 says so; the next question is answered by another process; everything else is served meanwhile.
+    """The answer is 503. Another process answers the next question. All other requests are served in the meantime.
 
-    Of those that ask the same there may be more than there are places: it is one question.
+    Equal questions take one place in the queue, so that there may be more of them than there are places.
     """
     assert cheap(agent, 2) == 200
     before = worker(agent)

@@ -113,7 +113,7 @@ def test_a_request_that_never_ends_is_closed(impatient: Served, start: bytes, an
 
 @pytest.mark.parametrize("how", ["deaf", "half-open", "reset"])
 def test_a_client_that_does_not_read_or_leaves_in_the_midst_is_let_go(impatient: Served, how: str) -> None:
-    """It takes nothing of much; shuts its side after half a request; or is killed while its answer comes."""
+    """It reads no response, shuts down its side after half a request, or is killed during the response."""
     before = impatient.descriptors()
     if how == "deaf":
         asked = get_of("/snapshot") * 400  # more than the sockets hold

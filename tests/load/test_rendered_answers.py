@@ -17,7 +17,7 @@ from rigs.waiting import eventually
 from scanned import scan
 from starlette.testclient import TestClient
 
-from agent.cluster.nodes import NodeRecord, record_of_view, to_resource
+from agent.cluster.nodes import NodeRecord, make_record, to_resource
 from agent.http.server import MOST_ANSWERS, WORTH_BYTES, ResponseCache, create
 from agent.http.state import State
 from agent.http.worker import Answer
@@ -87,7 +87,7 @@ LIMIT_BYTES = 256 << 20  # of the pod, deploy/daemonset
 def cluster(tmp_path_factory):
     """An agent of one node among 2,000, of which each has a graph and findings."""
     folder = tmp_path_factory.mktemp("agent")
-    record = record_of_view(view(), name="x")
+    record = make_record(view(), name="x")
     with ApiServer() as api:
         for number in range(RECORDS):
             named: NodeRecord = replace(record, name=f"node-{number:05d}")

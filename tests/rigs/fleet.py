@@ -10,7 +10,7 @@ from typing import Any
 from rigs.recorded import H100, view
 
 from agent.checks.verdict import build_view
-from agent.cluster.nodes import Fleet, NodeRecord, format_time, from_resource, record_of_view, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, format_time, from_resource, make_record, to_resource
 from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
@@ -21,7 +21,7 @@ FAULT_SECONDS = 5400.0  # how long ago a fault came
 
 def record_of(found: str | Snapshot = H100, name: str | None = None, **changed: Any) -> NodeRecord:
     """What the agent of a machine, recorded or made from one, has published just now."""
-    made = record_of_view(view(found) if isinstance(found, str) else build_view((found,)), name=name)
+    made = make_record(view(found) if isinstance(found, str) else build_view((found,)), name=name)
     return replace(made, **{"scanned_at_seconds": time.time(), **changed})
 
 
@@ -44,7 +44,7 @@ def through_the_api(record: NodeRecord) -> NodeRecord:
 def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[NodeRecord]:
     """Of H100 nodes; where `sick`, each sixtieth or the only one has one of five faults, and a few are silent."""
     now = time.time() if now is None else now
-    known = cache(lambda machine: record_of_view(view(machine)))
+    known = cache(lambda machine: make_record(view(machine)))
     for n in range(nodes):
         ill = sick and (n % EVERY == EVERY // 3 or nodes == 1)
         made = known(SICK[n // EVERY % len(SICK)] if ill else H100)

@@ -81,7 +81,7 @@ def test_a_batch_script_has_the_options_of_the_command(tmp_path: Path) -> None:
         assert line in topoflight(*LAUNCH, "--exclude", word).output, line
     large = ("--model", "Llama-3.1-70B", "--method", "full", "--set", "dataset_name=synthetic:arithmetic")
     noted = topoflight(*LAUNCH, *large, "--set", "max_seq_length=128").stderr
-    assert "note: max_seq_length is now max_length" in noted and "note: a checkpoint has 788.5 GiB" in noted, noted
+    assert "note: max_seq_length is now max_length" in noted and "note: a checkpoint takes 788.5 GiB" in noted, noted
 
 
 @each_row(("words", "message"), rows("refused"))
