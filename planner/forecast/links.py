@@ -290,7 +290,6 @@ def links_of(
     nodes = len(cluster.nodes)
     inside, across = _find_measured(measurements, across=False), _find_measured(measurements, across=True)
     alpha = _measure_alpha(measurements)
-    gpu = gpu_named(first.gpus[0].model) if first.gpus else None
     if not first.gpus:
         node = Speed(bytes_per_second=_CONSTANTS["assumed_gloo"], how="assumed", link="host memory (gloo)")
         size, island = per_node, node
@@ -318,5 +317,5 @@ def links_of(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,
         alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
-        host=_find_host_speed(cluster, gpu),
+        host=_find_host_speed(cluster, gpu_named(first.gpus[0].model if first.gpus else None)),
     )  # fmt: skip

@@ -174,10 +174,11 @@ class _Walk:
             if script.always.get(each.name) is each and (found := config.always.get(str(reference.get("key")))):
                 script.always[each.name] = found._replace(name=each.name)
         included = [each for each in self._included if each[1] in configs]
-        for script, name, prefix in reversed(included):
+        for script, name, prefix in [*reversed(included), *included]:  # the base of a base may come before or after it
             given = configs[name].always.items()
             more = {prefix + key: each._replace(name=prefix + key) for key, each in given if NAME.match(key)}
             script.always = more | script.always
+        for script, name, _ in reversed(included):
             script.findings += configs[name].findings
             script.files.remove(name)
         taken = {name for _, name, _ in included if name.startswith("ConfigMap")}
