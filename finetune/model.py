@@ -275,7 +275,7 @@ def attend(
         return causal(query, key, value).transpose(1, 2), None
     rows, _, length, _ = query.shape
     bounds, lengths = documents
-    if not dropout and _varlen_takes(query):
+    if not dropout and _supports_varlen(query):
         flat = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
         from torch.nn.attention.varlen import varlen_attn
 
@@ -289,7 +289,7 @@ def attend(
     return whole.permute(1, 2, 0, 3), None
 
 
-def _varlen_takes(query: torch.Tensor) -> bool:
+def _supports_varlen(query: torch.Tensor) -> bool:
     """Return whether flash attention supports the query: an Ampere or later GPU, 16 bits, heads of at most 256."""
     if not (_HAS_VARLEN and query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256):
         return False

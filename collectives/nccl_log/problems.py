@@ -168,7 +168,7 @@ class _Findings:
         other = CODES[code].other_provider
         if provider.startswith("efa") or not other:
             hosts = self._common_end(code) if code in _AT_EITHER_END else ()
-            self.add(code, "all connections that failed have an end there" * bool(hosts), hosts=hosts)
+            self.add(code, "this host is one end of each failed connection" * bool(hosts), hosts=hosts)
             return
         if other == "libfabric_request_failed" and provider == "cxi":
             other = "slingshot_request_failed"
