@@ -211,9 +211,9 @@ def test_the_frontier_goes_over_networks_and_says_why_nothing_fits() -> None:
 
 # Published recipes as questions: the recipe's own layout, ours, and why they differ where they do. What explains a
 # difference (`differs`: split, batch or recomputation) is this planner's own account of both layouts, and the test
-# holds the claim to it. "slower": the recipe's is forecast slower. "even": as fast, within what two forecasts err against
-# each other. "room": by this memory forecast the recipe's fits only with recomputation that its source does not name.
-# No recipe may be forecast faster than ours by more than that error: the search would have missed it.
+# holds the claim to it. "slower": the recipe's is forecast slower. "even": as fast, within what two forecasts err
+# against each other. "room": by this memory forecast the recipe's fits only with recomputation that its source does
+# not name. No recipe may be forecast faster than ours by more than that error: the search would have missed it.
 RECIPES: dict = yaml.safe_load(Path(__file__).with_name("layout_recipes.yaml").read_text(encoding="utf-8"))
 
 
