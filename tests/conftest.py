@@ -38,7 +38,7 @@ TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "tri
 SLOW = """
 train real_prometheus agent_image softroce slurm_cluster search_hosts why_runs bench_hosts bench_slow_networks
 finetune_pods finetune_equivalence trl_trainer finetune_hub input_bounds finetune_loading page_in_browser lint_forms
-compare_networks bench_ends hostile_clients costly_questions forecast_memory_cpu paths_and_tokens run_post footprint
+compare_networks bench_ends hostile_clients costly_questions forecast_calibration paths_and_tokens run_post footprint
 finetune_traced finetune_memory wrap_verb drills_scan bench_measures rendered_answers finetune_resume
 finetune_survival evidence_scale model_weights
 """
