@@ -50,8 +50,7 @@ def render_matrix(node: NodeTopology) -> str:
     lines += [f"  {label:<4} = {meaning}" for label, meaning in _LEGEND if label != "NV#" or shows_nvlink]
     if UNKNOWN in "".join(lines[1 : len(labels) + 1]) and any(pair.label == UNKNOWN for pair in node.pairs):
         lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could read it")
-    named = [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]
-    if named:
+    if named := [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]:
         lines += ["", "NIC Legend:", "", *(f"  {label}: {printable(name)}" for label, name in named)]
     return "\n".join(lines) + "\n"
 
@@ -68,13 +67,9 @@ def _list_affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
 
 def _format_affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
     """Return the cells after the last device. nvidia-smi has two tabs before the GPU NUMA ID, and none for NICs."""
-    if isinstance(device, NicNode) or not affinity:
-        return ""
-    text = ""
-    for title, name in affinity:
-        before = "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t"
-        text += before + (getattr(device, name) or "")
-    return text
+    shown = () if isinstance(device, NicNode) else affinity
+    tabs = {title: "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t" for title, _ in shown}
+    return "".join(tabs[title] + (getattr(device, name) or "") for title, name in shown)
 
 
 # The document -------------------------------------------------------------------------------------------------------
