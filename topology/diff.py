@@ -363,11 +363,10 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     family, because in a GPU fleet this is a fault, not another type of machine.
     """
     listed = list(snapshots)
-    counts = [len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0 for snapshot in listed]
-    whole = listed[counts.index(max(counts))] if listed else None
-    known = [traits(snapshot, like=whole) for snapshot in listed]
-    if not known:
+    if not listed:
         raise ValueError("a fleet needs at least one snapshot, got none")
+    whole = max(listed, key=lambda snapshot: len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0)
+    known = [traits(snapshot, like=whole) for snapshot in listed]
     node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, known, strict=True))
     kinds = [_get_kind(mine) for _, mine in nodes]

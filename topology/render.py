@@ -7,6 +7,7 @@ use, including EFA and Ethernet, and has no escape codes.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 from typing import Any
 
 from contracts.tables import read_table
@@ -27,14 +28,8 @@ def columns(node: NodeTopology) -> dict[str, str]:
     """Return the column label of every device by name, in matrix order; NICs without a label are numbered."""
     labels = {gpu.name: gpu.name for gpu in node.gpus}
     taken = {nic.label for nic in node.nics}
-    number = 0
-    for nic in node.nics:
-        label = nic.label
-        while label is None:
-            label = None if f"NIC{number}" in taken else f"NIC{number}"
-            number += 1
-        labels[nic.name] = label
-    return labels
+    free = (label for label in map("NIC{}".format, count()) if label not in taken)
+    return labels | {nic.name: next(free) if nic.label is None else nic.label for nic in node.nics}
 
 
 def render_matrix(node: NodeTopology) -> str:
