@@ -417,8 +417,8 @@ def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, st
             if match[2] and match[2].strip():
                 script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        blank = "\n" if name == "ENV" else ""  # its variables have lines of their own
-        rest, document = re.sub(end_of_line, lambda each: blank * each[0].count("\n") or " ", match[2]).strip(), ""
+        rest = re.sub(end_of_line, lambda each: " " + "\n" * each[0].count("\n"), match[2]).strip()
+        rest, document = rest if name == "ENV" else rest.replace("\n", ""), ""  # variables of ENV have lines
         for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
             if (here := _HEREDOC.match(word)) is None:
                 continue
