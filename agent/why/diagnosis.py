@@ -299,7 +299,8 @@ _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted"
          "no_transport_evidence")  # fmt: skip
 
 # A cause of `why`, and the problem of the log that says less about the same lines.
-_MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch"}
+_MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch",
+               "rank.gone": "job_failed"}  # fmt: skip
 
 
 def _cause_of(problem: LogProblem) -> Cause:
