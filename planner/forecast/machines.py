@@ -11,6 +11,7 @@ from dataclasses import replace
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
+from planner.forecast.specs import PlanError
 from topology.derive import islands, mark_through_neighbours, nearest_nic, rails
 from topology.graph import (
     ClusterTopology,
@@ -25,7 +26,7 @@ from topology.graph import (
 from topology.paths import with_expectations
 
 
-class MachineError(ValueError):
+class MachineError(PlanError):
     """The catalogue does not have this machine."""
 
 
@@ -35,10 +36,10 @@ def names() -> tuple[str, ...]:
 
 
 def machine(name: str) -> Known:
-    """Return a row of the catalogue by name or alias."""
-    wanted = name.strip().lower()
+    """Return a row of the catalogue by name or alias; Azure also writes `Standard_` before its names."""
+    wanted = name.strip().lower().removeprefix("standard_")
     for row in catalogue():
-        if wanted == row.name.lower() or wanted in row.aliases:
+        if re.sub(r"[\W_]", "", wanted) in [re.sub(r"[\W_]", "", one.lower()) for one in (row.name, *row.aliases)]:
             return row
     near = difflib.get_close_matches(wanted, [row.name for row in catalogue()], n=3, cutoff=0.4)
     hint = "; --sweep compares several machines" if "," in name else f"; nearest: {', '.join(near)}" if near else ""
@@ -167,11 +168,11 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
 def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
     """Return the node for a job that uses its first `count` usable GPUs; other GPUs' paths and rails are dropped.
 
-    Raises ValueError if the node has fewer.
+    Raises MachineError if the node has fewer.
     """
     usable = tuple(gpu for gpu in node.gpus if gpu.usable)
     if not 1 <= count <= len(usable):
-        raise ValueError(
+        raise MachineError(
             f"ranks per node = {count}: must be from 1 to {len(usable)}, the usable GPUs of {node.hostname}; NCCL "
             "takes one rank per GPU"
         )
@@ -192,7 +193,7 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
 
     If an NVLink domain cannot hold all nodes, they are distributed evenly over as few domains as possible.
 
-    Raises MachineError for an unknown machine, ValueError for more GPUs than it has.
+    Raises MachineError for an unknown machine or more GPUs than it has.
     """
     if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= 65536:
         raise MachineError(f"nodes={nodes!r}: must be a whole number from 1 to 65536")
