@@ -489,6 +489,7 @@ class _Findings:
         if evidence.gdrdma == "on" and not self.problems:
             missing = _silent_nodes(facts)
         if missing:
+            missing = facts.unread_ranks() or missing
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
         elif is_silent:
             self.add("no_transport_evidence")

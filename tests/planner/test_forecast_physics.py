@@ -546,17 +546,16 @@ def test_fused_kernels_keep_no_output_of_the_experts() -> None:
 
 
 def test_experts_merged_with_adapters_get_a_gradient_of_their_own() -> None:
-    """PEFT's ParamWrapper multiplies with W + BA: its gradient is as large a product as W's in a full fine-tune."""
-    model = replace(GPT_OSS, layers=4)
-    layout, engine = Layout(world_size=1), engine_named("trl")
-    targets = ("q_proj", "gate_proj", "up_proj", "down_proj")
-    train = replace(FULL, method="lora", lora_rank=8, lora_targets=targets)
-    merged = parts_on_a_slow_network(model, layout, engine, train).gemm
-    apart = parts_on_a_slow_network(model, layout, replace(engine, merges_expert_adapters=False), train).gemm
-    rows = 4096.0 * 4 / 128
+    """PEFT's W + BA has a gradient as large as W's. Experts with biases move 40 and 56.1 bytes (`expert_bytes`)."""
+    model, layout, engine = replace(GPT_OSS, layers=4), Layout(world_size=1), engine_named("trl")
+    train = replace(FULL, method="lora", lora_rank=8, lora_targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
+    plain = replace(engine, merges_expert_adapters=False, expert_bytes=(0.0,) * 4)
+    merged, apart = (parts_on_a_slow_network(model, layout, each, train) for each in (engine, plain))
+    rows, rates = 4096.0 * 4 / 128, gpu_rates(gpu_named("NVIDIA H100 80GB HBM3"), train, engine, "bf16")
     flops = sum(2 * rows * n * 2880 * (1 + 180 / rows + 190 / n + 220 / 2880) for n in (2 * 2880, 2880))
-    gpu = gpu_named("NVIDIA H100 80GB HBM3")
-    assert merged - apart == pytest.approx(4 * 128 * flops / gpu_rates(gpu, train, engine, "bf16").gemm)
+    assert merged.gemm - apart.gemm == pytest.approx(4 * 128 * flops / rates.gemm)
+    moved = 128 * rows * (40.0 * 2880 + 56.1 * 2 * 2880) + 3 * 2 * 2.0 * weights(model).routed_per_layer
+    assert merged.elementwise - apart.elementwise == pytest.approx(4 * moved / rates.hbm)
 
 
 def test_gathered_keys_and_values_hide_under_a_ranks_own_attention() -> None:
