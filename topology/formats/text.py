@@ -274,8 +274,7 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     others = [name for name in matrix.devices if _NO_NIC.fullmatch(name)]
     if others:
         matrix.warnings.append(_text("no_nics", names=", ".join(others)))
-    listed = [_MODEL.match(line) for _, line in reversed(lines)]  # the first line of a GPU holds
-    models = {f"GPU{index}": found[2] for found in listed if found for index in found[1].split(",")}
+    models = {f"GPU{i}": m[2] for _, line in reversed(lines) if (m := _MODEL.match(line)) for i in m[1].split(",")}
     named = [name for name in matrix.devices if re.fullmatch(r"GPU\d+", name)]
     gpus = tuple(_build_gpu(name, rows.get(name), matrix, models.get(name)) for name in named)
     nics = _build_nics([name for name in matrix.devices if name not in (*named, *others)], legend)
