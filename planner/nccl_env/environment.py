@@ -90,7 +90,7 @@ def vendor_script(case: Situation) -> Note | None:
     """
     for node in case.nodes:
         row, info = recognise(node), node.facts(HostinfoFacts)
-        if row is None or row.amd or not (row.plugin or info is None):
+        if row is None or row.amd or not (row.plugin or (info is None and not case.efa)):
             continue
         if not row.plugin:
             left = [f"{name}={value}" for name, (value, recipe) in row.values().items() if name not in recipe.set]
