@@ -9,11 +9,10 @@ from rigs.recorded import NAMES, view
 
 from agent.advice import advise
 from agent.advice.advise import EMBEDDED_MODEL, Request
-from agent.base import units
+from agent.base import question, units
 from agent.http import pages, worker
 from agent.http.worker import Answer
 from agent.terminal.advice import print_recommendation
-from contracts import question
 
 
 def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
