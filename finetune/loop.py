@@ -62,12 +62,6 @@ class Done(NamedTuple):
     stop: bool  # a rank was asked to stop
 
 
-def weights_in(parameter: torch.Tensor) -> int:
-    """Return the number of weights in a parameter; bitsandbytes packs several per element and stores their shape."""
-    packed = getattr(parameter, "quant_state", None)
-    return math.prod(packed.shape) if packed is not None else parameter.numel()
-
-
 class Trainer:
     """The training run."""
 
@@ -88,7 +82,7 @@ class Trainer:
             test = rows.prepare(config, config.dataset_test_split, self.tokenizer)[0]
 
         net = model.build_model(config, layout.precision, recorder.note)
-        counts = [(weights_in(p), p.requires_grad) for p in net.parameters()]
+        counts = [(p.numel(), p.requires_grad) for p in net.parameters()]  # before 4-bit weights are packed
         shape = model.causal_lm(net).config
         rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None

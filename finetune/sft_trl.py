@@ -68,7 +68,7 @@ def _make_trainer(
     with hub.asking("model_name_or_path", model.model_name_or_path, config.model_revision):
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None
-    counts = sum(map(loop.weights_in, net.parameters()))
+    counts = net.num_parameters()
     seen = Recording(layout, plan, device, made)
     try:
         trainer = _Trainer(
