@@ -1,17 +1,18 @@
-"""NCCL's channels against the plan: what stops the job, what is only told, and the line that is named as evidence."""
+"""NCCL's channels and gloo's connections against the plan: what stops the job, what is only told, and the evidence."""
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from rigs.command import TORCHRUN, interpreter, python
-from rigs.tables import each_row
+from rigs.tables import ROOT, each_row
 
 from finetune import channels
-from finetune.channels import planned_channels, read_log, record
+from finetune.channels import gloo_transports, planned_channels, read_log, record
 
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 INFO = "node-a:4711:4720 [0] NCCL INFO "
@@ -220,3 +221,50 @@ def test_two_ranks_that_nccl_takes_for_two_hosts_are_held_to_the_plan(tmp_path, 
     if code:
         assert record["steps_done"] == 1
         assert "the plan's network IB: " in record["reason"] and "via NET/Socket/" in record["reason"]
+
+
+@each_row(("first", "second", "interfaces", "told"), ROWS["connections"])
+def test_connections_between_ranks_are_told_with_their_interface(first, second, interfaces, told):
+    """Those of which two ranks hold the two ends."""
+    ranks = [{tuple(map(tuple, ends)): interfaces[ends[0][0]] for ends in seen}
+             for seen in (first, second) if seen is not None]  # fmt: skip
+    assert gloo_transports(ranks) == told
+
+
+GLOO_RANK = """
+import json, os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from finetune import channels, verify
+rank, number = int(os.environ["RANK"]), Path(sys.argv[1])
+while rank and not number.exists():  # rank 0 holds the store, at a port that is free as it is taken
+    time.sleep(0.05)
+port = int(number.read_text()) if rank else 0
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(minutes=5), wait_for_workers=False)
+if rank == 0:
+    number.with_suffix(".draft").write_text(str(store.port))
+    number.with_suffix(".draft").replace(number)
+os.environ["MASTER_PORT"] = str(store.port)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+seen = verify._gather(0) and verify._gather(channels.read_gloo_connections())
+if dist.get_rank() == 0:
+    print(json.dumps(channels.gloo_transports(seen)))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.timeout(600)
+def test_the_connections_of_real_ranks_are_found(tmp_path):
+    """Two ranks over lo without torchrun, where rank 0 holds the store itself."""
+    (tmp_path / "rank.py").write_text(GLOO_RANK)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    env.pop("MASTER_PORT", None)
+    argv = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path / "port")]
+    started = [subprocess.Popen(argv, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE) for r in range(2)]
+    said = [one.communicate(timeout=500)[0] for one in started]
+    assert [one.returncode for one in started] == [0, 0]
+    assert json.loads(said[0]) == ["gloo: TCP over lo (127.0.0.1)"]

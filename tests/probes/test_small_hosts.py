@@ -1,18 +1,31 @@
-"""The hostinfo and limits probes on small hosts; whole hosts of every probe are lines of tests/golden/probes.jsonl."""
+"""Probes on small hosts made by hand, on any bytes in any file, and the texts of their findings."""
 
+import ast
+import dataclasses
+import errno
+import importlib
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
 
+import pytest
 import yaml
-from dicthost import DictHost
-from rigs.tables import each_row, golden_rows
+from dicthost import Content, DictHost
+from hypothesis import given, settings, strategies as st
+from rigs.tables import ROOT, each_row, golden_rows
 
+from contracts.finding import Status
+from contracts.tables import read_table
 from probes.api import UnavailableError
+from probes.gpu.health import WORDS
 from probes.hostinfo import probe as hostinfo
 from probes.hostinfo.read import detect_container, is_of_agent, read as read_hostinfo
+from probes.interfaces import probe as interfaces
 from probes.limits import probe as limits
 from probes.limits.read import read as read_limits
-from probes.registry import BY_NAME
+from probes.pci import probe as pci
+from probes.rdma import probe as rdma
+from probes.registry import ALL, BY_NAME
 from probes.worker import reader
 
 
@@ -101,3 +114,76 @@ def test_the_memlock_limit_is_the_jobs_or_is_not_judged(conf: str | None, of: st
     why = limits.unjudged(facts).get("limits.memlock.low")
     assert (raised, why is None) == (reason is None, reason is None) and (reason or "") in (why or "")
     assert ("Slurm job 7" in facts.whose) == (of == "a step")
+
+
+HOST = yaml.safe_load(Path(__file__).with_name("any_bytes.yaml").read_text(encoding="utf-8"))
+FILES, LINKS = HOST["files"], HOST["links"]
+SOUND: dict[str, Content] = {**dict.fromkeys(FILES, "1\n"), **HOST["sound"]}
+NETLINK = {"links": [{"index": 2, "IFLA_IFNAME": "eth0", "flags": 0x1043}]}
+PLAUSIBLE = st.sampled_from(HOST["plausible"])
+CONTENT = st.binary(max_size=600) | PLAUSIBLE | st.sampled_from([errno.EINVAL, errno.EACCES, errno.EIO, errno.ENODEV])
+PROBES = (hostinfo.PROBE, limits.PROBE, pci.PROBE, rdma.PROBE, interfaces.PROBE)
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
+@given(
+    damage=st.dictionaries(st.sampled_from(FILES), CONTENT, min_size=1, max_size=12),
+    gone=st.sets(st.sampled_from(sorted(LINKS)), max_size=3),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_bytes(probe, damage, gone):
+    links = {path: target for path, target in LINKS.items() if path not in gone}
+    host = DictHost(
+        {**SOUND, **damage}, links, netlink=NETLINK, register_limit_bytes=1, shm=(1, 1), limits={"MEMLOCK": (1, 1)}
+    )
+    try:
+        facts = reader(probe.name)(host)
+    except UnavailableError:
+        return
+    assert {finding.code for finding in probe.check(facts)} <= set(probe.codes)
+    families = {metric.name: metric for metric in probe.metrics}
+    for sample in probe.samples(facts):
+        assert len(sample.labels) == len(families[sample.metric].labels)
+
+
+def test_the_sound_host_is_read_by_every_probe() -> None:
+    host = DictHost(SOUND, LINKS, netlink=NETLINK)
+    assert [type(reader(probe.name)(host)) for probe in PROBES] == [probe.facts for probe in PROBES]
+
+
+FOLDERS = [*(f"probes/{probe.name}" for probe in ALL), "topology"]
+BETWEEN_SCANS = ROOT / "probes" / "increases.py"
+
+
+def _texts(row: dict) -> list[str]:
+    seen = row.get("evidence", [])
+    return [row["message"], row.get("remedy", ""), *([seen] if isinstance(seen, str) else seen)]
+
+
+@each_row("folder", FOLDERS)
+def test_every_row_of_a_finding_is_raised_and_filled_in(folder: str) -> None:
+    """A row has known members and a remedy; code has its key, and passes what its texts name."""
+    paths = [*sorted((ROOT / folder).glob("*.py")), BETWEEN_SCANS]
+    modules = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    words |= set(WORDS["rule"]) if folder == "probes/gpu" else set()  # findings that one fact decides
+    passed = {node.arg for node in nodes if isinstance(node, ast.keyword)} | words | {"subject"}
+    facts = {
+        field.name for module in modules for kind in vars(module).values() if dataclasses.is_dataclass(kind)
+        for field in dataclasses.fields(kind)
+    }  # fmt: skip
+    wrong = []
+    for key, row in read_table(str(ROOT / folder / "_"), "findings.toml").items():
+        code, _, case = key.partition(" ")
+        known = row.keys() <= {"status", "message", "evidence", "remedy"} and "message" in row
+        status = row.get("status", "info")
+        known = known and status in set(Status) and ("remedy" in row or status == "info")
+        # whole, its two parts apart, or with a value as its second part
+        raised = key in words or (code in words and {case, f" {case}"} & words) or f"{code} " in words
+        wrong += [] if known and raised else [key]
+        for _, name, _, _ in (part for text in _texts(row) for part in Formatter().parse(text)):
+            root, _, fact = (name or "subject").partition(".")
+            if root not in passed or (fact and fact not in facts):
+                wrong.append(f"{key}: {{{name}}}")
+    assert wrong == []
