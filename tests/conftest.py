@@ -37,10 +37,10 @@ TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "tri
 # last would run while the other workers are idle.
 SLOW = """
 train real_prometheus agent_image softroce slurm_cluster search_hosts why_runs bench_hosts bench_slow_networks
-finetune_pods finetune_equivalence trl_trainer finetune_hub found_inputs finetune_loading page_in_browser
-lint_forms launch_trl_files compare_networks bench_ends hostile_clients costly_questions finetune_default
-forecast_memory_cpu current_folder run_post footprint finetune_traced finetune_memory wrap_verb drills_ends
-drills_scan bench_measures rendered_answers finetune_resume finetune_survival evidence_scale model_weights
+finetune_pods finetune_equivalence trl_trainer finetune_hub input_bounds finetune_loading page_in_browser lint_forms
+compare_networks bench_ends hostile_clients costly_questions forecast_calibration paths_and_tokens run_post footprint
+finetune_traced finetune_memory wrap_verb drills_scan bench_measures rendered_answers finetune_resume
+finetune_survival evidence_scale model_weights
 """
 LONGEST = [f"test_{name}.py" for name in SLOW.split()]
 

@@ -1,37 +1,170 @@
 """The pages in a real Chromium: every recorded machine, by keyboard, in the dark, narrow, without scripts."""
 
+from __future__ import annotations
+
 import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from browser import Tab, Tabs
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
+from rigs.agents import agent as agent_of
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import resources
+from rigs.packages import apt_installed, npm_installed
 from rigs.recorded import NAMES, snapshot
+from rigs.serving import serving
 from rigs.tables import ROOT, each_row
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from agent.advice.advise import Request, advise_view
 from agent.base import units
 from agent.cluster.nodes import Fleet
 from agent.http import pages
+from agent.http.server import create
 from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render_report
 from collectives.bench.results import BenchResult, read_as
 from collectives.nccl_log.evidence import read_files
 from contracts import plain
+
+FLAGS = (
+    "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync", "--disable-dev-shm-usage", "--force-color-profile=srgb",
+)  # fmt: skip
+ANSWER_SECONDS = 400  # a busy machine is slow, a hanging browser is not waited for
+
+
+class Tab:
+    """One page: goes, asks, types, and remembers every request and every complaint."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        page.set_default_timeout(1000 * ANSWER_SECONDS)
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", self._console)
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning", "assert"):
+            self.complaints.append(message.text)
+
+    def open_page(self, url: str) -> Tab:
+        """Open an address and wait until it is loaded."""
+        self.page.goto(url)
+        return self
+
+    def run(self, script: str):
+        """The value of an expression, promises awaited."""
+        return self.page.evaluate(script)
+
+    def text(self, selector: str = "body") -> str:
+        """What a person reads in the first element of that kind."""
+        return self.page.locator(selector).first.inner_text()
+
+    def until(self, script: str) -> None:
+        """Wait until an expression is true; asked from outside, as the page's policy forbids what waits inside it."""
+        end = time.monotonic() + ANSWER_SECONDS
+        while not self.run(script):
+            if time.monotonic() > end:
+                raise TimeoutError(f"never true: {script}")
+            self.page.wait_for_timeout(100)
+
+    def follow(self, act: Callable[[], object]) -> None:
+        """Do what leads to another page, and wait for that."""
+        with self.page.expect_navigation():
+            act()
+
+    def picture(self, height: int, width: int = 1200) -> bytes:
+        """The top of the page as a PNG."""
+        return self.page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": width, "height": height})
+
+
+class Tabs:
+    """Opens tabs, each with its own profile."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+
+    @contextmanager
+    def tab(
+        self, *, width: int = 1200, height: int = 900, dark: bool = False, scripts: bool = True,
+        permissions: tuple[str, ...] = (),
+    ) -> Iterator[Tab]:  # fmt: skip
+        """A new tab, closed at the end."""
+        context = self._browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light",
+            java_script_enabled=scripts, permissions=list(permissions),
+        )  # fmt: skip
+        try:
+            yield Tab(context.new_page())
+        finally:
+            context.close()
+
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Tabs]:
+    """Debian's Chromium, installed where it is missing and this is root.
+
+    For one module, because the synchronous playwright keeps an event loop running in this thread while it is open, in
+    which a test of another module could not run its own.
+    """
+    program = apt_installed("chromium", "chromium", "fonts-dejavu-core")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS), chromium_sandbox=False)
+        yield Tabs(browser)
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core as package-lock.json pins it."""
+    script = npm_installed(HERE, "browser") / "axe-core" / "axe.min.js"
+    return script.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def machines() -> Iterator[dict[str, str]]:
+    """The address of an agent on every recording, all behind one port: pages work under a path too."""
+    mounts = [Mount(f"/{name}", agent_of(name).app) for name in NAMES]
+    with serving(Starlette(routes=mounts)) as port:
+        yield {name: f"http://127.0.0.1:{port}/{name}/" for name in NAMES}
+
+
+@pytest.fixture
+def agent() -> Iterator[Callable[..., tuple[str, State]]]:
+    """Start an agent: `agent(scan, folder=...)` gives its address and its state."""
+    with ExitStack() as running:
+
+        def start(look: Callable, *, folder: Path | None = None) -> tuple[str, State]:
+            state = State(look, interval_seconds=3600, folder=folder)
+            state.refresh()
+            app = create(state)
+            return f"http://127.0.0.1:{running.enter_context(serving(app))}/", state
+
+        yield start
+
 
 pytestmark = pytest.mark.browser
 

@@ -193,7 +193,7 @@ def test_alert_is_whole(alert) -> None:  # type: ignore[no-untyped-def]
     )
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
     assert page == f"{DOCS}/reference/alerts/"
-    assert anchor == alert.name.lower()  # of the heading on the site; tests/agent/test_docs_site.py looks there
+    assert anchor == alert.name.lower()  # of the heading on the site; tests/agent/test_docs_commands.py looks there
     severity = dict(re.findall(r"^- \*\*(\w+):\*\* (.+)$", read_entries()[alert.name], flags=re.MULTILINE))["Severity"]
     assert severity.startswith(f"{alert.severity} (") and f" {alert.hold.removesuffix('m')} minute" in severity
 

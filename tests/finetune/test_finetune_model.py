@@ -1,8 +1,16 @@
-"""The model's pieces: chunks put together are the model; schedules are transformers'; refusals have reasons."""
+"""The model's pieces: chunks put together are the model; schedules are transformers'; refusals have reasons; attention.
+
+Attention inside documents is equal to a dense mask in values and gradients, in memory that grows with the tokens.
+Liger's fused cross-entropy through Triton's interpreter has the loss and the gradients of the plain path.
+"""
 
 import copy
+import importlib.util
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +18,8 @@ import pytest
 import torch
 import yaml
 from filled import filled_model
-from rigs.tables import each_row
+from rigs.command import python
+from rigs.tables import ROOT, each_row
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
@@ -20,7 +29,7 @@ from contracts.layout import ROPE_TYPES, Layout
 from finetune import train
 from finetune.checkpoint import start_moments, training_state
 from finetune.loop import build_schedule, clip_gradients
-from finetune.model import build_model, causal_lm, cut
+from finetune.model import attend, build_model, causal_lm, cut, find_documents
 from finetune.parallel import parallelize, refusals, stage_bounds
 from finetune.recorder import measure_communication
 from finetune.rows import IGNORED, collate, load_tokenizer, pack, prepare
@@ -319,3 +328,132 @@ def test_rotary_positions_that_nobody_knows_are_refused_by_name(tmp_path):
         assert TOPOFLIGHT.refuses(model_from_config(said), TrainSpec(), Layout(world_size=1)) == (
             f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not 'spiral'"
         )
+
+
+LENGTH = 70
+DOCUMENTS = {  # the lengths of the documents of each row
+    "plain": None,
+    "packed": [[10, 23, LENGTH - 33], [LENGTH]],
+    "documents of one token": [[1, 1, LENGTH - 2], [LENGTH - 1, 1]],
+}
+
+
+def dense(rows):
+    """[rows, tokens, tokens]: who sees whom."""
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, -1, -1)
+    if rows is None:
+        return seen
+    number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    return seen & (number[:, :, None] == number[:, None])
+
+
+@each_row("name", DOCUMENTS)
+def test_documents_equal_a_dense_mask(name):
+    """Results and gradients of grouped heads."""
+    draw, rows = torch.Generator().manual_seed(1), DOCUMENTS[name]
+    shapes = ((2, 8, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 16))
+    given = [torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes]
+    at = None if rows is None else torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    documents = None if at is None else find_documents(at)
+    got, _ = attend(None, *given, None, documents=documents)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *given, attn_mask=dense(rows)[:, None], enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    back = torch.randn(wanted.shape, generator=draw)
+    for one, other in zip(torch.autograd.grad(got, given, back), torch.autograd.grad(wanted, given, back), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_packed_row_trains_as_under_the_mask_of_transformers():
+    """The whole model: loss and every gradient, against transformers' own mask for packed rows."""
+    config = JobConfig(
+        model_name_or_path="random:micro-llama", tokenizer_name="builtin:bytes", use_peft=False, dataset_rows=12
+    )
+    rows, _ = prepare(config, "train", load_tokenizer(config))
+    batch = collate(pack(rows, 160)[:2], 2, 160, 2)
+    assert batch.packed
+    results = []
+    for kernel in ("by_document", "sdpa"):
+        model = filled_model(config)
+        model.set_attn_implementation(kernel)
+        (chunk,) = cut(model, [(0, 4)], [0], fused_loss=False)
+        loss = chunk(batch.tokens, batch.positions, batch.labels, packed=kernel == "by_document").sum()
+        loss.backward()
+        results.append((loss.detach(), [p.grad for p in chunk.parameters()]))
+    (loss, grads), (wanted, others) = results
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+    for one, other in zip(grads, others, strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()
+
+
+LONG = 128 * 1024
+SCRIPT = f"""
+import torch
+from finetune.model import attend, find_documents
+from finetune.recorder import highest_rss_bytes  # unlike ru_maxrss not that of the process that started this one
+torch.set_num_threads(1)
+positions = torch.arange({LONG})[None] % 1024
+q, k, v = (torch.randn(1, heads, {LONG}, 16, requires_grad=True) for heads in (4, 2, 2))
+before = highest_rss_bytes()
+attend(None, q, k, v, None, documents=find_documents(positions))[0].sum().backward()
+print(highest_rss_bytes() - before)
+"""
+
+
+def test_a_row_of_128k_tokens_takes_no_memory_of_its_square():
+    """Forward and backward: a mask of one byte would be 16 GiB; what is stored has the row's length."""
+    done = python(SCRIPT)
+    row = LONG * (4 + 2 + 2) * 16 * 4  # queries, keys and values
+    assert int(done.stdout) < 12 * row < LONG**2 / 16
+
+
+CODE = """
+import json, sys, torch
+from filled import filled_model
+
+from contracts.job_config import JobConfig
+from finetune.model import cut
+from finetune.rows import collate, load_tokenizer, prepare
+
+torch.set_num_threads(1)
+told = []
+for kind in ("fp32", "lora", "bf16", "autocast"):
+    for fused in (False, True):
+        config = JobConfig(
+            model_name_or_path="random:micro-llama", dataset_rows=4, max_length=32, use_peft=kind == "lora", lora_r=4
+        )
+        rows, _ = prepare(config, "train", load_tokenizer(config))
+        batch = collate(rows, 4, 32, 2)
+        (chunk,) = cut(filled_model(config), [(0, 4)], [0], fused_loss=fused)
+        if kind == "bf16":
+            chunk = chunk.to(torch.bfloat16)
+        if kind == "autocast":
+            chunk.autocast = torch.bfloat16
+        loss = chunk(batch.tokens, batch.positions, batch.labels).sum()
+        loss.backward()
+        grads = [p.grad.float().flatten() for p in chunk.parameters() if p.grad is not None]
+        told.append((float(loss.detach()), torch.cat(grads)))
+    (plain, left), (fused, right) = told[-2:]
+    print("TOLD " + json.dumps([kind, plain, fused, float((left - right).norm() / left.norm())]))
+print("USED " + json.dumps("liger_kernel.ops.fused_linear_cross_entropy" in sys.modules))
+"""
+
+
+@pytest.mark.triton
+@pytest.mark.timeout(300)
+def test_liger_s_loss_and_gradients_are_those_of_the_plain_path():
+    """In fp32 to rounding; in bf16 within what its gradients of the head, rounded per chunk, allow."""
+    absent = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
+    if absent:
+        pytest.skip(f"not installed: {', '.join(absent)} (pip install triton liger-kernel, 290 MB; no GPU needed)")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/finetune"), *sys.path[1:]])
+    env = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT, env=env, timeout=280)
+    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    assert [kind for kind, *_ in lines] == ["fp32", "lora", "bf16", "autocast"], done.stderr[-3000:]
+    assert "USED true" in done.stdout
+    for kind, plain, fused, apart in lines:
+        rounded = kind in ("bf16", "autocast")
+        assert fused == pytest.approx(plain, rel=1e-2 if rounded else 1e-5), kind
+        assert apart < (2e-2 if rounded else 1e-5), kind

@@ -1,19 +1,173 @@
-"""The agent's image, built and run as the DaemonSet runs it: what is in it, what it answers, what it holds."""
+"""The images, built and run: the agent's as the DaemonSet runs it, the fine-tune's on rendered Jobs.
+
+What is in the agent's image, what it answers, what it holds. Pods of the Jobs are run as a Job's controller and a
+kubelet would. Images and containers are real, without a registry: a base of Debian packages, buildah, podman and runc.
+All of it is Debian's and installed on demand; images, containers and configuration lie under .cache, so that nothing of
+the machine's own is touched. Seen on hosts that are containers themselves: crun refuses their cgroups, limits may not
+be raised, a build can only chroot.
+"""
 
 import contextlib
+import copy
 import http.client
 import json
+import os
+import re
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import resident
+import yaml
 from api_server import ApiServer, write_kubeconfig
-from containers import BASE, ROOT, clear, memory, play, playable, podman, size_bytes
 from kustomization import render
+from rigs.command import topoflight
+from rigs.packages import CACHE, apt_installed, debian_root, one_installs
+from rigs.tables import ROOT
 from rigs.waiting import eventually
+
+HOME = CACHE / "containers"
+BASE = "localhost/base:debian"
+SECONDS = 900.0
+_CONFIGURATION = """\
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+runtime = "runc"
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+log_driver = "k8s-file"
+[network]
+network_config_dir = "{networks}"
+"""
+
+
+def ready() -> None:
+    """Install the engine, and make the base image once; skips where it cannot be had."""
+    apt_installed("podman", "podman", "runc", "catatonit", "netavark")  # the last three are recommended by it alone
+    for program in ("runc", "buildah", "iptables"):  # netavark calls the last
+        apt_installed(program, program)
+    HOME.mkdir(parents=True, exist_ok=True)
+    (HOME / "containers.conf").write_text(_CONFIGURATION.format(networks=HOME / "networks"))
+    with one_installs("base-image"):
+        if podman("image", "exists", BASE, check=False).returncode:
+            archive = HOME / "base.tar"
+            words = ["tar", "--one-file-system", "-C", debian_root(), "-cf", archive, "."]
+            subprocess.run(words, check=True, timeout=SECONDS)
+            podman("import", "--quiet", str(archive), BASE)
+            archive.unlink()
+
+
+def _engine(program: str, *words: str, check: bool, timeout: float) -> subprocess.CompletedProcess[str]:
+    place = ("--root", str(HOME / "storage"), "--runroot", str(HOME / "run"))
+    environment = {**os.environ, "CONTAINERS_CONF": str(HOME / "containers.conf")}
+    done = subprocess.run([program, *place, *words], env=environment, capture_output=True, text=True, timeout=timeout,
+                          check=False, cwd=ROOT if program == "buildah" else HOME)  # fmt: skip
+    assert not check or done.returncode == 0, f"{program} {' '.join(words)}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
+    return done
+
+
+def podman(*words: str, check: bool = True, timeout: float = SECONDS) -> subprocess.CompletedProcess[str]:
+    """One command of podman, with this rig's storage."""
+    return _engine("podman", *words, check=check, timeout=timeout)
+
+
+def build(kind: str) -> str:
+    """Build an image as the Kubernetes page does, each stage committed once. Returns its name."""
+    tag = f"localhost/topoflight-{kind}:test"
+    _engine(
+        "buildah", "build", "--layers=false", "--isolation", "chroot", "--network", "host", *_pip_mounts(),
+        "--build-arg", f"PYTHON_IMAGE={BASE}", "-f", f"deploy/images/Containerfile.{kind}", "-t", tag, ".",
+        check=True, timeout=SECONDS,
+    )  # fmt: skip
+    return tag
+
+
+def _pip_mounts() -> Iterator[str]:
+    """This machine's pip settings (index, proxy, certificate) and the local folders they name, for the build to see."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    settings = {key.rpartition(".")[2]: value for key, value in re.findall(r"^(\S+)='(.*)'$", listed, re.MULTILINE)}
+    path = HOME / "pip.conf"
+    path.write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
+    yield from ("--volume", f"{path}:/etc/pip.conf:ro")
+    words = {word.removeprefix("file://") for value in settings.values() for word in value.split()}
+    for place in sorted(
+        {Path(word).parent if word.endswith("/simple") else Path(word) for word in words if word[0] == "/"}
+    ):
+        if place.exists():
+            yield from ("--volume", f"{place}:{place}:ro")
+
+
+def size_bytes(image: str) -> int:
+    """What `podman images` calls its size: all layers, unpacked."""
+    return int(podman("image", "inspect", "--format", "{{.Size}}", image).stdout)
+
+
+def playable(pod: dict, image: str = "") -> dict:
+    """The pod as this engine knows the fields; what it does not know is taken out here, by name, and nothing else.
+
+    Podman 4.3's `kube play` has no downward API beyond a pod's name, no projected or secret volumes, maps each port of
+    a container to the host, and ignores what a scheduler reads.
+    """
+    spec = pod["spec"]
+    for volume in spec.get("volumes", ()):
+        for unknown in ("downwardAPI", "projected", "secret"):
+            if volume.pop(unknown, None):
+                volume["emptyDir"] = {}
+    for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+        container["image"] = image or container["image"]
+        container.pop("ports", None)
+        for variable in container.get("env", ()):
+            if variable.pop("valueFrom", None):
+                variable["value"] = f"of-{variable['name'].lower().replace('_', '-')}"
+        # the pod has the host's network here: it listens on loopback only
+        container["args"] = ["127.0.0.1" if word == "0.0.0.0" else word for word in container.get("args", ())]
+    return pod
+
+
+def play(documents: Sequence[dict], place: Path) -> None:
+    """Start pods and ConfigMaps from Kubernetes' own YAML."""
+    place.write_text(yaml.safe_dump_all(documents))
+    podman("kube", "play", "--network", "host", str(place))
+
+
+def clear() -> None:
+    """End every container of this rig, and no other."""
+    podman("pod", "rm", "--force", "--all", "--time", "2", check=False)
+    podman("rm", "--force", "--all", "--time", "2", check=False)
+
+
+def memory(container: str) -> Path:
+    """The folder of a container's memory cgroup, of version 1 or 2."""
+    pid = podman("inspect", "--format", "{{.State.Pid}}", container).stdout.strip()
+    lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup/memory") / path.lstrip("/")
+    return Path("/sys/fs/cgroup") / lines[0][2].lstrip("/")
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """Podman, buildah and the base image."""
+    ready()
+    clear()
+    yield
+    clear()
+
+
+@pytest.fixture(scope="session")
+def agent_image(engine: None) -> str:
+    """The agent's image of this checkout."""
+    return build("agent")
+
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
 
@@ -164,3 +318,120 @@ def test_it_comes_back_after_a_kill(agent: Agent) -> None:
         return agent.is_running() or podman("start", agent.name, check=False).returncode == 0
 
     eventually(lambda: is_back() and answers(agent.port, "/readyz?wait=40"), "it is ready again")
+
+
+STEPS = 8
+JOB = (
+    "--api", "job", "--model", "tiny-llama", "--nodes", "2", "--ranks", "1", "--global-batch", "4",
+    "--sequence-length", "64", "--claim", "shared", "--name", "sft", "--set", "dataset_name=synthetic:arithmetic",
+    "--set", f"max_steps={STEPS}", "--set", "save_strategy=no", "--set", "eval_strategy=no",
+)  # fmt: skip
+BRIDGE, SUBNET = "topoflight-bridge", "10.245.0.0/24"
+END_SECONDS = 420.0
+
+
+@contextmanager
+def network() -> Iterator[None]:
+    """The pods' own network, a bridge; it is gone at the end."""
+    podman("network", "rm", "--force", BRIDGE, check=False)
+    podman("network", "create", "--disable-dns", "--internal", "--subnet", SUBNET, BRIDGE)
+    try:
+        yield
+    finally:
+        podman("network", "rm", "--force", BRIDGE, check=False)
+
+
+def address(index: int) -> str:
+    """IPv4 of a pod."""
+    return f"{SUBNET.rpartition('.')[0]}.{index + 10}"
+
+
+def pod_of_job(job: dict, index: int, shared: Path) -> dict:
+    """Pod `index` as the Job's controller makes it, with what this engine does not know taken out by name.
+
+    Out go: affinity and subdomain (one host, no DNS: `hostAliases` names pod 0), the volume `shm` (a tmpfs of Memory:
+    the engine mounts its own /dev/shm). The claim is a folder. In comes what a kubelet adds: the index, the address of
+    the API server in the environment, and the file of the termination message.
+    """
+    name = job["metadata"]["name"]
+    template = copy.deepcopy(job["spec"]["template"])
+    spec = template["spec"]
+    for unknown in ("affinity", "subdomain"):
+        spec.pop(unknown, None)
+    spec["hostAliases"] = [{"ip": address(0), "hostnames": [f"{name}-0.{name}"]}]
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != "shm"]
+    for volume in spec["volumes"]:
+        if volume.pop("persistentVolumeClaim", None):
+            volume["hostPath"] = {"path": str(shared), "type": "Directory"}
+    word = said_at(shared, name, index)
+    word.touch()
+    word.chmod(0o666)
+    spec["volumes"].append({"name": "word", "hostPath": {"path": str(word), "type": "File"}})
+    for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+        container["volumeMounts"] = [one for one in container.get("volumeMounts", ()) if one["name"] != "shm"]
+    (rank,) = spec["containers"]
+    rank["volumeMounts"].append({"name": "word", "mountPath": "/dev/termination-log"})
+    rank.setdefault("env", []).extend(
+        {"name": key, "value": value}
+        for key, value in (("JOB_COMPLETION_INDEX", str(index)), ("KUBERNETES_SERVICE_HOST", "10.96.0.1"))
+    )
+    labels = {**(template.get("metadata") or {}).get("labels", {}), "job-name": name}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"{name}-{index}", "labels": labels}, "spec": spec}
+    return playable(pod)
+
+
+def said_at(shared: Path, job: str, index: int) -> Path:
+    """Where a pod leaves its last word."""
+    return shared / f"{job}-{index}.word"
+
+
+def start(pod: dict, maps: Sequence[dict], index: int, place: Path) -> None:
+    """Play one pod on the network."""
+    place.write_text(yaml.safe_dump_all([*maps, pod]))
+    podman("kube", "play", f"--network={BRIDGE}:interface_name=eth0,ip={address(index)}", str(place))
+
+
+def end(pod: str) -> tuple[int, str]:
+    """Wait for its container; its exit code and log."""
+    code = int(podman("wait", f"{pod}-rank", timeout=END_SECONDS).stdout)
+    done = podman("logs", f"{pod}-rank", check=False)
+    return code, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def finetune_image(engine: None) -> str:
+    """Of this checkout: minutes where the cache holds no packages, seconds after."""
+    return build("finetune")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Path]:
+    """The folder that is the claim: writable by the image's user, on a path that it may walk."""
+    clear()
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o777)
+    with network():
+        yield tmp_path
+        clear()
+
+
+def rendered(*words: str) -> tuple[dict, list[dict]]:
+    """The Job that `launch` prints, and its ConfigMaps."""
+    done = topoflight("launch", *JOB, *words, "--dry-run")
+    assert done.exit_code == 0, done.output
+    documents = list(yaml.safe_load_all(done.stdout))
+    (job,) = (one for one in documents if one["kind"] == "Job")
+    return job, [one for one in documents if one["kind"] == "ConfigMap"]
+
+
+@pytest.mark.nightly
+def test_the_rendered_job_trains_after_its_gate(finetune_image: str, agent_image: str, shared: Path) -> None:
+    """Two pods: the agent's image judges in the init container, then the fine-tune's trains to its end."""
+    job, maps = rendered("--image", finetune_image, "--preflight-image", agent_image)
+    assert [one["image"] for one in job["spec"]["template"]["spec"]["initContainers"]] == [agent_image]
+    for index in range(2):
+        start(pod_of_job(job, index, shared), maps, index, shared / f"{index}.yaml")
+    ended = [end(f"sft-{index}") for index in range(2)]
+    assert [code for code, _ in ended] == [0, 0], ended
+    word = json.loads(said_at(shared, "sft", 0).read_text())
+    assert (word["status"], word["steps_done"]) == ("complete", STEPS)

@@ -154,13 +154,6 @@ def read(row: dict[str, str]) -> Row:
     return read_row({**BASE, **row})
 
 
-def test_one_row_is_scored(tmp_path: Path) -> None:
-    """A row with a throughput gets an error, its interval is judged."""
-    done = score(tmp_path, [BASE])
-    assert cells(done, "Rows", "a table")[:3] == ["1", "0", "1"]
-    assert cells(done, "Step time", "a table")[0] == "1"
-
-
 def test_what_the_reader_cannot_place_is_counted_under_its_reason(tmp_path: Path) -> None:
     """Never skipped in silence: a separate column, and the reason of each."""
     done = score(tmp_path, [*({**BASE, **row} for row in TABLES["counted"]), {"row_id": "9"}])
@@ -189,6 +182,7 @@ def test_a_time_beyond_the_gpu_is_an_error_of_ours(tmp_path: Path) -> None:
 
 def test_a_file_is_scored_by_what_ships(tmp_path: Path) -> None:
     """Nothing is fitted or learned on it: a source's figures are the same whatever other sources the file has."""
+    assert cells(score(tmp_path, [BASE]), "Rows", "a table")[:3] == ["1", "0", "1"]
     rows = [{**BASE, "row_id": str(n), "tokens_s_gpu": str(6000 + 100 * n)} for n in range(12)]
     slow = [{**row, "source": "another table", "tokens_s_gpu": "2000"} for row in rows]
     alone, together = (cells(score(tmp_path, each), "Step time", "a table") for each in (rows, rows + slow))

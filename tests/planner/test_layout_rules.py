@@ -11,7 +11,6 @@ import yaml
 from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout, LayoutError
-from planner.advice import RankedLayout
 from planner.forecast import machines
 from planner.forecast.calibration import widths
 from planner.forecast.compute import Job, cpu_rates
@@ -20,7 +19,7 @@ from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import compare, forecast_layout, forecast_named, frontier, plan, recommend
-from planner.search import Candidate, Planned, first_broken, list_broken, search
+from planner.search import Candidate, first_broken, list_broken, search
 from planner.stacks import ENGINES, engine_named
 
 rows = rows_of(__file__)
@@ -153,16 +152,14 @@ def test_compare_puts_two_layouts_side_by_side() -> None:
     assert "breaks" in broken.why
 
 
-def a40() -> tuple[Planned, RankedLayout]:
-    """Four nodes of two A40: the numbers, and what is recommended."""
+def test_a_comparison_shows_the_layout_that_recommend_shows() -> None:
+    """What is not named is chosen in the same way: same micro-batch, same memory, same step, same global batch.
+
+    A batch that does not divide is refused with both numbers.
+    """
     cluster, model = machines.cluster("2xa40-roce", 4), model_named("Llama-3.1-8B")
     chosen = recommend(cluster, (), model, TrainSpec()).chosen
-    return plan(cluster, (), model, TrainSpec()), chosen
-
-
-def test_a_comparison_shows_the_layout_that_recommend_shows() -> None:
-    """What is not named is chosen in the same way: same micro-batch, same memory, same step, same global batch."""
-    planned, chosen = a40()
+    planned = plan(cluster, (), model, TrainSpec())
     shape = chosen.layout
     named = {"dp_replicate": shape.dp_replicate, "dp_shard": shape.dp_shard, "tp": shape.tp, "pp": shape.pp}
     again = forecast_named(planned, named)
@@ -171,11 +168,6 @@ def test_a_comparison_shows_the_layout_that_recommend_shows() -> None:
     assert again.forecast.step_seconds == chosen.forecast.step_seconds
     other = forecast_named(planned, {"dp_shard": 8, "micro_batch": 2})
     assert (other.layout.micro_batch, other.layout.global_batch) == (2, shape.global_batch)
-
-
-def test_a_comparison_refuses_a_batch_that_does_not_divide() -> None:
-    """And names both numbers."""
-    planned, _ = a40()
     with pytest.raises(LayoutError, match=r"global batch 64 .* micro_batch 3"):
         forecast_named(planned, {"dp_shard": 8, "micro_batch": 3})
 
