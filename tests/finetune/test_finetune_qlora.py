@@ -40,9 +40,8 @@ def test_base_weights_are_4_bit_and_only_adapters_train(base, prefix):
     )
     model = filled_model(config, "fp32", notes.append)
     packed = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
-    assert len(packed) == 3 * 7
     count = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3)
-    assert sum(p.numel() * p.element_size() for p in packed) == count // 2
+    assert len(packed) == 3 * 7 and sum(p.numel() * p.element_size() for p in packed) == count // 2
     state = packed[0].quant_state  # of one byte for 64 weights, and of four for 256 of those: what the forecast counts
     each = (state.absmax.element_size() + state.state2.absmax.element_size() / state.state2.blocksize) / state.blocksize
     assert each == NF4_SCALES and state.absmax.numel() == state.shape.numel() / state.blocksize
