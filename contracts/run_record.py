@@ -27,9 +27,11 @@ RESUMABLE = 75  # EX_TEMPFAIL: the job saved a checkpoint and ended; starting it
 KILLED = 128  # plus the signal number, as in a shell
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
-_FAILED_RANK = re.compile(r"^.*?rank +: (\d{1,7}) [^\n]*(?:\n.*?exitcode +: (-?\d{1,7}) |\s*\Z)", re.MULTILINE)
+_FAILED_RANK = re.compile(
+    r"(?m)^(?:.*?time +: (\d{4}-\S{1,20})\n)?(?:.*?host +: (\S{1,253})\n)?.*?rank +: (\d{1,7}) [^\n]*"
+    r"(?:\n.*?exitcode +: (-?\d{1,7}) |\s*\Z)"
+)
 # Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.
-_TIME_OF_FAILURE = re.compile(r"^.*?time +: (\d{4}-\S{1,20})$", re.MULTILINE)
 _RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
 
 
@@ -250,6 +252,8 @@ class FailedRank(NamedTuple):
 
     rank: int
     exit_code: int | None  # negative: killed by this signal; None: the report is cut before it
+    at: str = ""  # when torchrun noticed it, by its clock, in whole seconds
+    host: str = ""
 
     @property
     def signal(self) -> str:
@@ -264,7 +268,8 @@ class FailedRank(NamedTuple):
 
 def failed_ranks(log: str) -> list[FailedRank]:
     """Return the ranks listed in torchrun's failure report at the end of its log."""
-    return [FailedRank(int(rank), int(code) if code else None) for rank, code in _FAILED_RANK.findall(log)]
+    return [FailedRank(int(rank), int(code) if code else None, at, host)
+            for at, host, rank, code in _FAILED_RANK.findall(log)]  # fmt: skip
 
 
 def first_failed_rank(log: str) -> FailedRank | None:
@@ -272,9 +277,8 @@ def first_failed_rank(log: str) -> FailedRank | None:
 
     A log of several nodes has a report of each; the earliest failure is the first.
     """
-    reports = [report for report in log.split("Root Cause")[1:] if failed_ranks(report)]
-    earliest = min(reports, key=lambda report: _TIME_OF_FAILURE.findall(report)[:1], default="")
-    return next(iter(failed_ranks(earliest)), None)
+    firsts = (ranks[0] for report in log.split("Root Cause")[1:] if (ranks := failed_ranks(report)))
+    return min(firsts, key=lambda one: one.at, default=None)
 
 
 def raised(log: str) -> str:

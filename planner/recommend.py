@@ -27,7 +27,7 @@ from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, links_of
 from planner.forecast.memory import memory_of
-from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram, longest_row
+from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, check_histogram, longest_row
 from planner.nccl_env import environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, situation
 from planner.search import Candidate, Found, Planned, difference_sigma, first_broken, fitting, search, usual_options
@@ -161,14 +161,14 @@ def _choose_batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int
 
 
 def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
-    """Return the requested precision. Raises ValueError if planning is impossible."""
+    """Return the requested precision. Raises PlanError if planning is impossible."""
     if not cluster.nodes:
-        raise ValueError("cluster has no nodes")
+        raise PlanError("cluster has no nodes")
     check_histogram(train.length_histogram)
     if train.precision not in _PRECISIONS:
-        raise ValueError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
+        raise PlanError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
     if train.optimizer not in _OPTIMIZERS:
-        raise ValueError(f"optimizer={train.optimizer!r}: allowed are {', '.join(_OPTIMIZERS)}")
+        raise PlanError(f"optimizer={train.optimizer!r}: allowed are {', '.join(_OPTIMIZERS)}")
     return next(p for p in _PRECISIONS if p == train.precision)
 
 

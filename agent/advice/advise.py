@@ -14,13 +14,14 @@ from agent.base import units
 from agent.base.options import RequestError, parse_version
 from contracts.finding import Finding
 from contracts.job_config import ConfigError, parse_layout_text, read_mapping
+from contracts.layout import LayoutError
 from contracts.tables import read_texts
 from planner import stacks
 from planner.advice import ExportError, FrontierPoint, RankedLayout, Recommendation, request_of
 from planner.forecast import machines, models
 from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES
-from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram, mean_length
+from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, check_histogram, mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import situation, with_plugin
 from planner.recommend import MeasuredStep, best_layout, frontier, plan, recommend
@@ -40,6 +41,7 @@ ENVIRONMENTS = nccl_env.FORMATS  # formats that do not need a layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *exports.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
 texts = read_texts(__file__, "texts.toml")
+PLAN_ERRORS = (PlanError, LayoutError, ConfigError)  # of a request that the planner cannot answer
 # The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
 EMBEDDED_MODEL = "tiny-llama"
 _MOST_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
@@ -192,7 +194,7 @@ def parse_histogram(text: str | None) -> tuple[tuple[int, int], ...]:
         rows.append((int(length), int(count)))
     try:
         return check_histogram(tuple(sorted(rows)))
-    except LengthsError as error:
+    except PlanError as error:
         raise RequestError(str(error)) from None
 
 
@@ -294,7 +296,7 @@ def advise(
             request, request.cluster(snapshots), snapshots, measured=measured,
             calibration=calibrated or stored, checks=checks,
         )  # fmt: skip
-    except ValueError as error:
+    except PLAN_ERRORS as error:
         raise RequestError(str(error)) from None
 
 
@@ -332,7 +334,7 @@ def advise_cluster(
 ) -> Recommendation:  # fmt: skip
     """Ask the planner about these nodes; without a model, only about the NCCL environment.
 
-    Raises RequestError, ValueError or LayoutError if the request does not fit.
+    Raises RequestError or one of PLAN_ERRORS if the request does not fit.
     """
     model, version = request.model_spec(), parse_version(request.nccl_version)
     # one node without a requested number: more can be added later
@@ -405,7 +407,7 @@ def _find_fitting(request: Request, changes: Sequence[dict[str, Any]], snapshots
             cluster = other.cluster(snapshots)
             ranks = other.ranks(cluster)
             best = best_layout(plan(cluster, snapshots, model, other.train, ranks_per_node=ranks)) if model else None
-        except ValueError:
+        except PLAN_ERRORS:
             continue
         if best is not None:
             changed_names = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items())
@@ -526,7 +528,7 @@ def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierP
             names, nodes, networks, model, train, tokens=count_tokens(request, train), prices=prices,
             transport=request.transport, gpus_per_node=request.ranks_per_node,
         )  # fmt: skip
-    except ValueError as error:
+    except PLAN_ERRORS as error:
         raise RequestError(str(error)) from None
 
 

@@ -133,14 +133,15 @@ def _sweep(request: Request, text: str, form: str) -> None:
 
 
 def _compare(request: Request, found: Sequence[Snapshot], texts: tuple[str, ...], form: str) -> None:
+    from agent.advice.advise import PLAN_ERRORS
     from agent.base.lines import table
     from agent.terminal.advice import layout_title
     from contracts.job_config import parse_layout_text
     from planner.forecast.calibration import load_calibration
     from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled, unjudged
 
-    model = request.required_model()
     try:
+        model = request.required_model()
         cluster = request.cluster(found)
         if reason := unjudged(cluster):
             raise NothingFitsError(reason)
@@ -150,7 +151,7 @@ def _compare(request: Request, found: Sequence[Snapshot], texts: tuple[str, ...]
         if step := request.measured_layout():
             planned = scaled(planned, step)
         first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)
-    except ValueError as error:
+    except PLAN_ERRORS as error:
         raise RequestError(str(error)) from None
     rows = compare(first, second)
 

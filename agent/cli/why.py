@@ -59,9 +59,7 @@ def why(
         else:
             found = gathered.answer(sources)
             _emit(found, form)
-    if found.state in ("fine", "unknown"):
-        sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
-    sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
+    sys.exit({"fine": EXIT_PASS, "unknown": EXIT_UNKNOWN, "slow": EXIT_WARNED}.get(found.state, EXIT_FAILED))
 
 
 def _of_job(job: str) -> JobFiles:

@@ -16,10 +16,11 @@ from typing import Any
 from agent.base.options import InputError
 from agent.why.ranks import find_newest_call, read_settled_run
 from collectives.nccl_log import evidence
-from collectives.nccl_log.reader import LogFileError, Unpacked
+from collectives.nccl_log.reader import LogFileError, Unpacked, clean, split_long
 from collectives.nccl_log.transport import Evidence, LogProblem
 from collectives.traces import rank_files, ras, watchdog
 from contracts import bounded, run_record
+from contracts.bounded import utf8_chunks
 from contracts.redaction import without_secrets
 from contracts.run_record import RESUMABLE, RunRecord
 from planner import why
@@ -104,7 +105,7 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     if found and (found.outcome == "finished" or (outlived and found.outcome == "unknown")):  # it did not end the job
         log = replace(log, errors={}, rendezvous={})
     tails = list(_tails(sources.logs))
-    hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}
+    hosts = {one.rank: one.host for text in tails for one in run_record.failed_ranks(text) if one.host}
     # torchrun lists every rank of its node that it ended; a table with only its root cause is not such a list
     listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
@@ -122,13 +123,17 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
 
 
 def _lines_of(path: Any) -> Iterator[str]:
-    """Read the lines of a log, compressed or not. Raises OSError and LogFileError."""
+    """Read the logical lines of a log, compressed or not, as `_split` does. Raises OSError and LogFileError."""
     with bounded.open_regular(path) as stream:
-        rest, unpacked = b"", Unpacked(stream)
-        while block := unpacked.read(1 << 20):
+        rest = b""
+        for block in chain(utf8_chunks(Unpacked(stream)), [b"\n"]):
             *whole, rest = (rest[-65536:] + block).split(b"\n")
-            yield from (line[:8192].decode("utf-8", errors="replace") for line in whole)
-        yield rest.decode("utf-8", errors="replace")
+            yield from chain.from_iterable(map(_split, whole))
+
+
+def _split(line: bytes) -> Iterator[str]:
+    """Split a line of a file at the carriage returns of progress bars, and remove its colours."""
+    return (part.decode("utf-8", errors="replace") for piece in split_long(line) for part in clean(piece))
 
 
 def _is_saved_ras(log: str) -> bool:
@@ -144,7 +149,7 @@ def _tails(logs: Sequence[str]) -> Iterator[str]:
     for log in logs:
         with suppress(OSError), bounded.open_regular(log) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
-            yield stream.read().decode("utf-8", errors="replace")
+            yield "\n".join(chain.from_iterable(map(_split, stream.read().split(b"\n"))))
 
 
 def _last_log(sources: WhySources) -> str:
@@ -156,8 +161,6 @@ def _last_log(sources: WhySources) -> str:
     return next(_tails([str(max(written, key=written.__getitem__))]), "") if written else ""
 
 
-# torchrun's table of failures (torch/distributed/elastic/multiprocessing/errors)
-_FAILED = re.compile(r"^ *host +: (\S{1,253})\n *rank +: (\d{1,7}) ", re.MULTILINE)
 _OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
 
 
@@ -185,10 +188,13 @@ def _first_ended(tails: Sequence[str], by_file: int | None) -> int | None:
     """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
     for text in tails:
         first = run_record.first_failed_rank(text)
-        # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted
-        aborted = any(one.exit_code == -signal.SIGABRT for one in run_record.failed_ranks(text))
-        unclear = first is not None and first.exit_code is None and aborted
-        if first and not unclear and first.is_own:
+        if first is None or not first.is_own:
+            continue
+        codes = [one.exit_code for one in run_record.failed_ranks(text) if one.at == first.at]
+        # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted;
+        # the order of ranks that fail alike within one second is torchrun's, not theirs
+        alike = first.at and codes.count(first.exit_code) > 1
+        if not (alike or (first.exit_code is None and -signal.SIGABRT in codes)):
             return first.rank
     return by_file
 
@@ -253,9 +259,7 @@ def _cause_of_rank(one: ras.RasRank, words: str, source: str) -> Cause:
                  action=why.ACTIONS[kind])  # fmt: skip
 
 
-def _by_counts(
-    verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool
-) -> Verdict:  # fmt: skip
+def _by_counts(verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool) -> Verdict:
     """Counts that name nobody: they move, or are equal (which may be one call for ever), or most ranks are behind."""
     if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
@@ -291,10 +295,12 @@ def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
     return [(comm.id, comm.spread, {rank: one.counts for rank, one in comm.ranks.items()}) for comm in report.comms]
 
 
-_ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted", "connection_closed_by_peer")
+_ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted", "connection_closed_by_peer",
+         "no_transport_evidence")  # fmt: skip
 
 # A cause of `why`, and the problem of the log that says less about the same lines.
-_MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch"}
+_MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch",
+               "rank.gone": "job_failed"}  # fmt: skip
 
 
 def _cause_of(problem: LogProblem) -> Cause:
@@ -308,34 +314,31 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     """Add the log's problems: reasons of a failure, and of a transport that is slower than possible.
 
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
-    after a signal have not failed. The codes of `_ENDS` say that the job ended, not why.
+    after a signal have not failed. The codes of `_ENDS` say that the job ended, not why, or that no channel is shown.
     """
     lines = {p.code: _cause_of(p).evidence for p in found.problems}
-    verdict = replace(verdict, causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ()))
-                                            for one in verdict.causes))  # fmt: skip
+    verdict = replace(verdict, causes=tuple(
+        replace(one, evidence=one.evidence or lines.get(_MORE_EXACT.get(one.code, one.code), ()))
+        for one in verdict.causes))  # fmt: skip
     known = (*_ENDS, *(cause.code for cause in verdict.causes))
     known = (*known, *(code for cause, code in _MORE_EXACT.items() if cause in known))
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
         known = (*known, "job_stopped")
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]
-    diagnosed = any(p.code.startswith("diag_") for p in rows)
-    rows = [p for p in rows if not diagnosed or p.code != "no_transport_evidence"]  # these do not need a channel
     rows.sort(key=lambda p: p.severity != "fail")
-    fails = {p.code for p in rows if p.severity == "fail"}
     causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
+    diagnosed = any(p.code.startswith("diag_") for p in rows)  # these do not need a channel
     if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
-        shown = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
-        return replace(verdict, causes=(*verdict.causes, *shown))
+        return replace(verdict, causes=(*verdict.causes, *causes))
     none_of = f", none of {why.ranks_of(found.missing_ranks)}" if found.missing_ranks else ""
     read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, read))
-    if verdict.state == "fine" and found.outcome == "failed" and (causes or not facts.is_over):
-        causes = causes or tuple(_cause_of(p) for p in found.problems if p.code in known)[:1]
+    if verdict.state in ("fine", "unknown") and found.outcome == "failed" and (causes or not facts.is_over):
+        causes = causes or tuple(_cause_of(p) for p in found.problems if p.severity == "fail")[:1]
         first = causes[0].message if causes else "the log says so"
-        return replace(verdict, state="failed", line=f"failed: {first}", causes=causes)
-    slow = next((cause for cause in causes if cause.code in fails), None)
-    if verdict.state == "fine" and slow:
-        return replace(verdict, state="slow", line=f"slow: {slow.message}", causes=causes)
+        return replace(verdict, state="failed", line=f"failed: {first}", causes=causes, unknown=())
+    if verdict.state == "fine" and rows and rows[0].severity == "fail":
+        return replace(verdict, state="slow", line=f"slow: {causes[0].message}", causes=causes)
     if verdict.state == "fine" and found.outcome == "finished":
         verdict = replace(verdict, line="fine: the log shows that the job finished")
     elif verdict.state == "fine" and causes:

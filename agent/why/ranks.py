@@ -199,11 +199,6 @@ def request_dumps(folder: Path) -> bool:
     return True
 
 
-def may_restart(facts: RunFacts) -> bool:
-    """Return whether torchrun has not ended and has restarts left, as the ranks' environment shows."""
-    return facts.first is None and not facts.stopped and any(state.restarts_left for state in facts.states.values())
-
-
 def watch(
     folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = BUSY_SECONDS,
     metrics: Path | None = None,
@@ -246,8 +241,8 @@ def watch(
             failed_at = None
             if over:
                 return verdict
-        elif not may_restart(facts):
-            return verdict
+        elif facts.first is not None or facts.stopped or not any(one.restarts_left for one in facts.states.values()):
+            return verdict  # torchrun has ended, or has no restarts left
         elif failed_at is None:
             failed_at = time.monotonic()
             warn(f"torchrun may start the ranks again: --watch ends if it has not within {limit:.0f} s")

@@ -25,8 +25,8 @@ class Meaning:
     gdr: bool = False
     ends: bool = False
     breaks: bool = False
-    falls_back: bool = False
     verbs: bool = False
+    either_end: bool = False
     note: str = ""
     alone: str = ""
     symptom: int = 0

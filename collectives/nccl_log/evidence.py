@@ -239,13 +239,12 @@ def judge(ledger: Ledger) -> Evidence:
         missing_ranks=facts.unread_ranks(),
     )
     problems, notes = evidence_problems.find(ledger, evidence)
-    return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, evidence, facts.finished))
+    return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, facts.finished))
 
 
-def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: bool) -> str:
-    connected = evidence.network or evidence.inter_node_transport not in (None, "unknown")
+def _outcome(problems: tuple[LogProblem, ...], finished: bool) -> str:
     for meaning in (CODES[problem.code] for problem in problems if problem.severity != "info"):
-        if meaning.ends or (meaning.breaks and not (connected and meaning.falls_back)):
+        if meaning.ends or meaning.breaks:
             return "failed"
     return "finished" if finished else "unknown"
 

@@ -276,8 +276,8 @@ class Facts:
         if b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
             self._take_ports(match, host)
             proven.append("RDMA devices in use")
-        for address in _TEXTS["address"].findall(message) if b"<0>" in message and host else ():
-            self.addresses.add((address.decode(), host), None)
+        for one in _TEXTS["address"].findall(message) if host and (b"<0>" in message or b" id: i-" in message) else ():
+            self.addresses.add((one.decode(), host), None)
         if b"GPU Direct RDMA" in message or b"DMA-BUF" in message:
             self._take_gdr(message, host, proven)
         if b" Pid " in message and (match := _TEXTS["test_rank"].search(message)):

@@ -19,7 +19,6 @@ _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # la
 # All but the first are also facts of facts.toml, or beginnings of such facts.
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
-_AT_EITHER_END = ("ib_retry_exceeded", "ib_rnr_retry_exceeded", "socket_connect_failed", "connection_closed_by_peer")
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -132,6 +131,10 @@ class _Findings:
         self.problems: dict[str, LogProblem] = {}
         self.notes: list[LogProblem] = []
         self.names = ledger.whole_names()
+        self.owners: dict[str, set[str]] = {}  # hosts of each address
+        for address, host in self.facts.addresses:
+            self.owners.setdefault(address, set()).add(self.names.get(host, host))
+        self.names |= {address: min(hosts) for address, hosts in self.owners.items() if len(hosts) == 1}
         self.inter = evidence.inter_node_transport or ""
 
     def add(
@@ -167,7 +170,7 @@ class _Findings:
         provider = self.facts.provider or "efa"
         other = CODES[code].other_provider
         if provider.startswith("efa") or not other:
-            hosts = self._common_end(code) if code in _AT_EITHER_END else ()
+            hosts = self._common_end(code) if CODES[code].either_end else ()
             self.add(code, "this host is one end of each failed connection" * bool(hosts), hosts=hosts)
             return
         if other == "libfabric_request_failed" and provider == "cxi":
@@ -197,12 +200,9 @@ class _Findings:
         Two other hosts have such a connection by its own lines, or by theirs. In a chain of three the first may have
         ended, and the second because of it. A host that closed connections is the peer of all.
         """
-        owners: dict[str, list[str]] = {}
-        for address, host in self.facts.addresses:
-            owners.setdefault(address, []).append(host)
         ends: list[tuple[str, str]] = []
         for _, host, address in (one for one in self.ledger.code_peers if one[0] == code):
-            at = self._named(owners.get(address, ()))
+            at = self._named(self.owners.get(address, ()))
             if len(at) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
                 return ()
             ends.append((self.names.get(host, host), at[0] if at else address))
@@ -489,6 +489,7 @@ class _Findings:
         if evidence.gdrdma == "on" and not self.problems:
             missing = _silent_nodes(facts)
         if missing:
+            missing = facts.unread_ranks() or missing
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
         elif is_silent:
             self.add("no_transport_evidence")

@@ -28,9 +28,10 @@ BLOCK_BYTES: Final = 1 << 20
 # A longer line is cut. No NCCL message is near this length, and a file without newlines must not need more memory.
 MAX_LINE_BYTES: Final = 16_384
 
-_ESCAPES = read_table(__file__, "facts.toml")["escapes"]
-_COLOUR_MARKS: Final = tuple(mark.encode() for mark in _ESCAPES["marks"])
-_PLAIN_TEXTS: Final = tuple((escaped.encode(), plain.encode()) for escaped, plain in _ESCAPES["plain"])
+_ESCAPES: Final = tuple(
+    (mark.encode(), re.compile(row["pattern"].encode()), row["plain"].encode())
+    for row in read_table(__file__, "facts.toml")["escapes"] for mark in row["marks"]
+)  # fmt: skip
 
 _PACKED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}  # modules, which most logs do not need
 _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04", "zip", "unzip -p"))
@@ -114,14 +115,10 @@ def split_long(line: bytes) -> list[bytes]:
 
 
 def clean(line: bytes) -> list[bytes]:
-    """Return the logical lines of one physical line, without colours and escapes."""
-    if b"\x1b" in line:
-        line = _TEXTS["escape"].sub(b"", _TEXTS["colour"].sub(b"", line))
-    elif any(mark in line for mark in _COLOUR_MARKS):
-        line = _TEXTS["colour"].sub(b"", line)
-    for escaped, plain in _PLAIN_TEXTS:
-        if escaped in line:
-            line = line.replace(escaped, plain)
+    """Return the logical lines of one physical line, without colours, escapes and links of Markdown."""
+    for mark, pattern, plain in _ESCAPES:
+        if mark in line:
+            line = pattern.sub(plain, line)
     line = line.rstrip(b"\r\n")
     return [part for part in re.split(rb"[\r\n]+", line) if part] if b"\r" in line or b"\n" in line else [line]
 
@@ -135,6 +132,7 @@ class Reader:
         self.ledger = Ledger(file=file)
         self.held: dict[bytes, bytes] = {}  # the parts of an entry that is not complete, by stream
         self.cut = False  # the current line has no end
+        self._pod = ""  # the pod that an entry of a collector of logs names
         self._quiet: set[bytes] = set()  # shapes without any word of the tables
         self._dull: set[bytes] = set()  # messages without a fact or a problem
         self._writers: Firsts[bytes, Writer] = Firsts(MAX_SEEN)  # by the prefix of a line
@@ -193,6 +191,8 @@ class Reader:
         return start + b" F " + whole
 
     def _take_dirty(self, line: bytes, *, cut: bool = False) -> None:
+        pod = _TEXTS["pod"].match(line)
+        self._pod = pod[1].decode() if pod else ""
         parts = [part for piece in split_long(line) for part in clean(piece)]
         for number, part in enumerate(parts, 1):
             self.cut = cut and number == len(parts)
@@ -204,7 +204,7 @@ class Reader:
             self._take_dirty(part, cut=True)
         end, (number, bare) = self.ledger.lines, self._bare
         if bare and end <= number + BELOW_EXCEPTION and not codes_of(bare, foreign=True):
-            self.ledger.writer, self.ledger.lines = _writer_of(bare), number
+            self.ledger.writer, self.ledger.lines = _writer_of(bare, self._pod), number
             self.ledger.blame("python_traceback", bare)
             self.ledger.lines = end
         self.runs.lines += end
@@ -235,7 +235,7 @@ class Reader:
         number, above, label = self._above
         is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
         above = above if is_below else b""
-        writer = Writer() if has_header else _writer_of(above + line)
+        writer = Writer() if has_header else _writer_of(above + line, self._pod)
         if match := _TEXTS["raised"].search(line):
             self._raised.add(_label_of(line), match[1].decode())
         elif self._raised and _TEXTS["exception"].match(_TEXTS["launcher"].sub(b"", line)):
@@ -417,8 +417,8 @@ def _label_of(line: bytes) -> bytes:
     return b" ".join(word for word in prefix[0].split() if word.count(b":") < 2) if prefix else b""
 
 
-def _writer_of(line: bytes) -> Writer:
-    """Return the rank and the host that a line without a header of NCCL names."""
+def _writer_of(line: bytes, pod: str) -> Writer:
+    """Return the rank and the host that a line without a header of NCCL names; its pod if it names no host."""
     found = (_TEXTS[name].search(line[:600]) for name in ("rank", "host"))
     rank, host = (next(filter(None, match.groups()), b"") if match else b"" for match in found)
-    return Writer(host=host.decode(), rank=int(rank) if rank else None)
+    return Writer(host=host.decode() or pod, rank=int(rank) if rank else None)

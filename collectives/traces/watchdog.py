@@ -22,7 +22,7 @@ _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longer than the call expects
 _NEEDLES = tuple(read_table(__file__, "texts.toml")["needles"])
 _NAMES = "Parameters which"  # of DDP's parameters; the line after it has their indices
-_MEETING = ("clients", "unresolved", "taken", "unreached")  # of ranks that do not meet
+_MEETING = ("clients", "unresolved", "ipv6", "taken", "unreached")  # of ranks that do not meet
 MOST = 1 << 16  # ranks, or calls, that are stored
 MOST_ATTEMPTS = 4
 
@@ -115,7 +115,7 @@ class _Reader:
         if rank_of is not None:
             for name, facts in self.of_ranks.items():
                 if found := _TEXTS[name].search(line):
-                    facts.setdefault(rank_of, next(filter(None, found.groups()), ""))
+                    facts[rank_of] = facts.get(rank_of) or next(filter(None, found.groups()), "")
         self.before = here
 
     def barrier(self, line: str) -> None:

@@ -23,13 +23,13 @@ from hardware.gpus import gpu_named
 from planner.forecast.compute import Job
 from planner.forecast.memory import SAFE_SHARE
 from planner.forecast.models import model_from_config
-from planner.forecast.specs import TrainSpec
+from planner.forecast.specs import PlanError, TrainSpec
 
 SCHEMA_VERSION = 1
 _MAX_BYTES = 1 << 20
 
 
-class CalibrationError(ValueError):
+class CalibrationError(PlanError):
     """The calibration file is invalid; the message names the wrong part and the reason."""
 
 

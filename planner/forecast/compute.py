@@ -221,17 +221,16 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
     kernels = constants["kernels_fused"] if fused else constants["kernels_eager"]
     merged = 0.0
     if model.experts:
-        moved += rates.element_bytes * tokens / (tp if ep > 1 else 1) * _count_routing_passes(model, ep) * model.hidden
+        rows, biased = tokens / (tp if ep > 1 else 1), model.family == "gpt_oss"
+        moved += rates.element_bytes * rows * _count_routing_passes(model, ep) * model.hidden
+        output, first = engine.expert_bytes[2:] if biased else engine.expert_bytes[:2]
+        each = output * model.hidden + 2.0 * first * model.expert_ffn
+        moved += rows * model.experts_per_token * each / 3.0  # the factor of 3 adds the backward pass
         kernels += constants["kernels_routing"]
         if engine.fused:
             each = constants["kernels_expert"] + (constants["kernels_quantize"] if rates.quantized_bytes else 0.0)
             each *= not engine.groups_experts
-            if model.family == "gpt_oss":  # divided by 3, because the factor of 3 adds the backward pass
-                each += constants["kernels_expert_bias"]
-                biased = constants["expert_bias_bytes"] * model.hidden
-                biased += 2.0 * constants["clamped_gate_bytes"] * model.expert_ffn
-                moved += tokens / (tp if ep > 1 else 1) * model.experts_per_token * biased / 3.0
-            kernels += each * model.experts / ep
+            kernels += (each + constants["kernels_expert_bias"] * biased) * model.experts / ep
         if engine.merges_expert_adapters and {"gate_proj", "up_proj", "down_proj"} & set(lora_targets):
             # Experts are read and written with adapters added; backward, twice that for their gradients.
             moved += 2.0 * rates.element_bytes * weights(model).routed_per_layer / max(tp, ep)

@@ -196,6 +196,7 @@ class Engine:
     # kernels
     fused: bool = False  # Transformer Engine: fused norms, activations, RoPE and bias; separate kernels per expert
     groups_experts: bool = False  # but one kernel multiplies all of a rank's experts
+    expert_bytes: tuple[float, ...] = (0.0,) * 4  # in HBM, per element of experts' outputs and first products; biased
     cuda_graph_arguments: tuple[str, ...] = ()  # with these, one CUDA graph replays a step of experts in mxfp8
     liger: bool = False  # if the loss is fused, so are norms, RoPE and gates: transformers' Liger patch
     attention: AttentionKernel = "flash2"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from contracts.tables import read_table
 from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
+from planner.forecast.specs import PlanError
 from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:  # not imported for a question without measurements
@@ -286,7 +287,7 @@ def links_of(
     usable = [sum(gpu.usable for gpu in n.gpus) for n in cluster.nodes]
     per_node = min(usable, default=0) or ranks_per_node or 1
     if ranks_per_node and first.gpus and ranks_per_node != per_node:
-        raise ValueError(f"ranks_per_node={ranks_per_node}: the cluster's nodes have {per_node} usable GPUs each")
+        raise PlanError(f"ranks_per_node={ranks_per_node}: the cluster's nodes have {per_node} usable GPUs each")
     nodes = len(cluster.nodes)
     inside, across = _find_measured(measurements, across=False), _find_measured(measurements, across=True)
     alpha = _measure_alpha(measurements)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
+from planner.forecast.specs import PlanError
 from topology.derive import islands, mark_through_neighbours, nearest_nic, rails
 from topology.graph import (
     ClusterTopology,
@@ -25,7 +26,7 @@ from topology.graph import (
 from topology.paths import with_expectations
 
 
-class MachineError(ValueError):
+class MachineError(PlanError):
     """The catalogue does not have this machine."""
 
 
@@ -167,11 +168,11 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
 def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
     """Return the node for a job that uses its first `count` usable GPUs; other GPUs' paths and rails are dropped.
 
-    Raises ValueError if the node has fewer.
+    Raises MachineError if the node has fewer.
     """
     usable = tuple(gpu for gpu in node.gpus if gpu.usable)
     if not 1 <= count <= len(usable):
-        raise ValueError(
+        raise MachineError(
             f"ranks per node = {count}: must be from 1 to {len(usable)}, the usable GPUs of {node.hostname}; NCCL "
             "takes one rank per GPU"
         )
@@ -192,7 +193,7 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
 
     If an NVLink domain cannot hold all nodes, they are distributed evenly over as few domains as possible.
 
-    Raises MachineError for an unknown machine, ValueError for more GPUs than it has.
+    Raises MachineError for an unknown machine or more GPUs than it has.
     """
     if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= 65536:
         raise MachineError(f"nodes={nodes!r}: must be a whole number from 1 to 65536")

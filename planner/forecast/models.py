@@ -18,7 +18,7 @@ from typing import Any
 from contracts import bounded
 from contracts.plain import loads as plain
 from contracts.tables import read_table
-from planner.forecast.specs import ModelSpec
+from planner.forecast.specs import ModelSpec, PlanError
 
 _MAX_CONFIG_BYTES = 1 << 20
 _TABLES = read_table(__file__, "models.toml")
@@ -26,7 +26,7 @@ _FAMILIES: dict[str, list[str]] = _TABLES["families"]
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")  # keys that a class ignores: passed_over
 
 
-class ModelError(ValueError):
+class ModelError(PlanError):
     """The model is not supported; the message names the key and the allowed values."""
 
 

@@ -201,7 +201,7 @@ def trained_weights(model: ModelSpec, train: TrainSpec) -> int:
     whole = {"embed_tokens": model.vocab * model.hidden, "lm_head": model.vocab * model.hidden}
     unknown = [name for name in train.saved_modules if name not in whole]
     if unknown:
-        raise ValueError(f"saved_modules={unknown[0]!r}: allowed are {', '.join(whole)}")
+        raise PlanError(f"saved_modules={unknown[0]!r}: allowed are {', '.join(whole)}")
     return lora_weights(model, train) + sum(whole[name] for name in train.saved_modules)
 
 
@@ -210,17 +210,17 @@ Histogram = tuple[tuple[int, int], ...]
 _MOST_BINS = 100_000
 
 
-class LengthsError(ValueError):
-    """The histogram is invalid; the message gives the reason."""
+class PlanError(ValueError):
+    """What is to be planned is invalid: cluster, model, run or calibration. The message gives the reason."""
 
 
 def check_histogram(histogram: Histogram) -> Histogram:
-    """Return the histogram if every length and count is a positive integer, else raise LengthsError."""
+    """Return the histogram if every length and count is a positive integer, else raise PlanError."""
     if len(histogram) > _MOST_BINS:
-        raise LengthsError(f"length_histogram has {len(histogram)} bins, {_MOST_BINS} at most are read")
+        raise PlanError(f"length_histogram has {len(histogram)} bins, {_MOST_BINS} at most are read")
     for row in histogram:
         if len(row) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in row):
-            raise LengthsError(f"length_histogram: {row!r}: must be (tokens, samples), both at least 1")
+            raise PlanError(f"length_histogram: {row!r}: must be (tokens, samples), both at least 1")
     return tuple(sorted(histogram))
 
 

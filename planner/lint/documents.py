@@ -41,7 +41,6 @@ from planner.lint.script import (
 from planner.lint.shell import expand, read_assignment, read_shell
 from planner.lint.values import VALUES
 
-_LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
 _MOST_BRANCHES = 8  # maximum number of texts of one template
@@ -192,14 +191,13 @@ def _form(documents: list[Any], kind: str) -> str:
 
 
 class _Walk:
-    """Collects variables from objects of any kind. Raises EnvironmentTextError if they are too large or too deep."""
+    """Collects variables from objects of any kind. Raises EnvironmentTextError if they are nested too deeply."""
 
     def __init__(self, documents: list[Any]) -> None:
         self.found: dict[str, Script] = {}
         self._configs: dict[str, str] = {}  # place -> "ConfigMap NAME", or "service NAME" of a Compose file
         self._included: list[tuple[Script, str, str]] = []  # of each envFrom or `extends`: such a name, and its prefix
         self._references: list[tuple[Script, Assigned, dict[Any, Any]]] = []  # configMapKeyRef
-        self._left = _LIMIT_NODES
         self._read_shell = cache(read_shell)  # a script with an anchor occurs several times
         self._compose = _form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
@@ -228,12 +226,11 @@ class _Walk:
 
     def _visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
         """Visit a node and its children; `source` is the name of its place."""
-        self._left -= 1
         if isinstance(node, str):
             self._text(node, source, key)
             return
-        if self._left < 0 or depth > _LIMIT_DEPTH:
-            raise EnvironmentTextError(f"more than {_LIMIT_NODES} nodes or {_LIMIT_DEPTH} levels are not read")
+        if depth > _LIMIT_DEPTH:
+            raise EnvironmentTextError(f"more than {_LIMIT_DEPTH} levels are not read")
         if isinstance(node, list):
             self._list(node, source, depth, key)
         elif isinstance(node, dict):
@@ -351,8 +348,11 @@ class _Walk:
                 self._add(source, name, value if equals else f"${{{name}}}", getattr(word, "line", 0))
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
-        first = next((getattr(word, "line", 0) for word in words if lines or NAMED.search(word)), 0)
-        self._at(source).add(self._read_shell("\n".join(words) if lines else shlex.join(words), line=first))
+        first, text = getattr(words[0], "line", 0), "\n".join(words) * lines
+        for word in words if not lines else ():  # each word stays on its line
+            gap = getattr(word, "line", 0) - first - text.count("\n")
+            text += "\\\n" * gap + shlex.quote(word) + " "
+        self._at(source).add(self._read_shell(text, line=first))
 
     def _text(self, text: str, source: str, key: str) -> None:
         """Take a string value that contains assignments, a script, a command line or another document."""
@@ -435,12 +435,12 @@ def read_dockerfile(text: str) -> Script:
 def _set_variables(instruction: str, rest: str, line: int, stage: Settings) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
     before = [one._replace(exported=False) for one in stage.values()]
-    words = _WORD.findall(rest)
-    if instruction == "ENV" and words and "=" not in words[0]:
-        name, _, value = rest.partition(" ")
-        words = [f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"']
-    for word in words:
-        found = read_assignment(word, before, line) if "=" in word else [Assigned(word, OPEN)]
+    words = [(match[0], rest.count("\n", 0, match.start())) for match in _WORD.finditer(rest)]
+    if instruction == "ENV" and words and "=" not in words[0][0]:
+        name, _, value = rest.replace("\n", " ").partition(" ")
+        words = [(f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"', 0)]
+    for word, at in words:
+        found = read_assignment(word, before, line + at) if "=" in word else [Assigned(word, OPEN)]
         for one in found:
             if instruction == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
                 stage[one.name] = one._replace(exported=instruction == "ENV")
@@ -459,7 +459,8 @@ def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, st
             if match[2] and match[2].strip():
                 script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        rest, document = re.sub(end_of_line, " ", match[2]).strip(), ""
+        rest = re.sub(end_of_line, lambda each: " " + "\n" * each[0].count("\n"), match[2]).strip()
+        rest, document = rest if name == "ENV" else rest.replace("\n", ""), ""  # variables of ENV have lines
         for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
             if (here := _HEREDOC.match(word)) is None:
                 continue

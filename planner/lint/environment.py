@@ -23,6 +23,7 @@ from planner.lint.values import (
     check_kind,
     check_quotes,
     check_value,
+    default_of,
     is_quoted,
     other_net,
     strtoll,
@@ -49,10 +50,9 @@ if TYPE_CHECKING:
 
 SETTINGS: Mapping[str, Any] = read_table(__file__, "data/settings.toml")
 """Settings that are useless or harmful, alone or together."""
-# Settings that disable a whole transport or algorithm.
-_COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_PXN_DISABLE")
+# Codes that are dropped if the variable has a more specific finding
+_GENERAL = ("env.debug.leftover", "env.gid.needless")
 _ALL_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
-_ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 
 class _Case(NamedTuple):
@@ -116,11 +116,10 @@ def lint(
         environment = {name: environment[name] for name in environment if name not in SETTINGS["one_gpu"]["names"]}
     found += _apply_rules(environment, {*environment, *named.unresolved, *named.also_set}, case.places)
     found += machine.check(environment, case.version) if machine is not None else ()
-    general = "env.debug.leftover"  # it is dropped if the variable has a more specific finding
-    judged = {each.subject for each in found if each.code != general
-              and (each.status != Status.INFO or each.code.startswith("env.p2p"))}  # fmt: skip
-    found = [each for each in found if each.code != general or each.subject not in judged]
-    return tuple(sorted([*quoted, *found], key=lambda finding: _ORDER.index(finding.status)))
+    specific = [each for each in found if each.code not in _GENERAL]
+    judged = {e.subject for e in specific if e.status != Status.INFO or e.code.startswith("env.p2p")}
+    found = [each for each in found if each.code not in _GENERAL or each.subject not in judged]
+    return tuple(sorted([*quoted, *found], key=lambda finding: list(Status).index(finding.status)))
 
 
 def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
@@ -163,7 +162,7 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
             first, used = version_text(entry.first), version_text(version)
             yield finding("env.name.too_new", name, value, first=first, version=used)
         elif known:
-            yield from check_value(name, value, entry, version)
+            yield from check_value(name, value, entry, version, only_all_reduce=case.named.only_all_reduce)
             yield from _leftover(name, value, entry, case)
 
 
@@ -186,7 +185,7 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
     elif name == "NCCL_PXN_DISABLE" and case.machine is not None and case.machine.lacks_nvlink():
         yield finding("env.debug.leftover/pxn", name, value)
     else:
-        off = name in _COSTLY and (name in ("NCCL_ALGO", "NCCL_PROTO") or strtoll(value)[0] != 0)
+        off = re.fullmatch(SETTINGS["costly"].get(name, "(?!)"), value) is not None
         effect = SETTINGS["effect"].get(name, "it overrides what NCCL works out by itself")
         yield finding("env.debug.leftover", name, value, status=Status.WARN if off else Status.INFO, effect=effect)
 
@@ -230,7 +229,7 @@ def _unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
 def _unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
     if close := nearest(name):
         right = names().get(close[0])
-        stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
+        stays = f" {close[0]} stays at {default_of(close[0], right)}." if right is not None and right.default else ""
         return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=" or ".join(close))
     if name in case.named.used:
         return finding("env.name.unknown/own", name, value, reader=reader)

@@ -75,9 +75,8 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
             continue
         status, what = problem
         used = ", ".join(f"{each.index}: {each.type} {each.gid}" for each in view.port.gids) or "none"
-        since = ""
-        if version is not None and version >= (2, 21):
-            since = f" NCCL {version_text(version)} finds the right one by itself."
+        able = version if version is not None and version >= (2, 21) else None  # it finds the index
+        since = f" NCCL {version_text(able)} finds the right one by itself." if able else ""
         yield finding(
             "env.gid.absent", name, value, f"{view.name} GIDs: {used}", status=status,
             index=index, port=view.name, what=what, since=since,

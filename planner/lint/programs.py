@@ -81,7 +81,8 @@ def parts_of(words: Sequence[Word]) -> Iterator[Assigned | Inner]:
             for part in re.split("," if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", given):
                 name, sign, value = part.partition("=")
                 if sign:
-                    yield Assigned(name, value, word.raw.partition(f"{name}=")[2], word.line)
+                    raw = word.raw.partition(f"{name}=")[2]
+                    yield Assigned(name, value, raw.partition(",")[0] if takes_list else raw, word.line)
         elif at and (not is_argument or pattern("dotted").match(text)):
             yield from _text_of_word(words, at)
         is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting

@@ -141,3 +141,4 @@ class NamedEnvironment:
     place: str = ""  # source without launch and condition
     also_set: frozenset[str] = frozenset()  # all names that the text sets under any condition
     findings: tuple[Finding, ...] = ()  # about the format of the text, independent of NCCL
+    only_all_reduce: bool = False  # the text runs all_reduce_perf of nccl-tests, and no other collective

@@ -652,27 +652,23 @@ class _Reader(Expander):
         for word in given:
             self.set(Assigned(re.split(r"\W", word.text)[0], OPEN, f"(set by {program})", line))
 
-    def _evaluate_words(self, program: str, given: Sequence[Word], line: int) -> None:
-        """Report the commands of eval and trap, which are not followed."""
+    def _evaluate(self, program: str, given: Sequence[Word], line: int) -> None:
+        """Follow the commands of eval as far as they are known. Report those of trap."""
         text = " ".join(each.text for each in given)
-        if len(text) > MOST_OPTIONS or NAMED.search(text):
-            self._report(line, f"the commands of {program}")
-        if program == "eval":
+        if program == "trap":
+            if NAMED.search(text):
+                self._report(line, "the commands of trap")
+        elif text.strip(f"{OPEN} "):
+            self.follow_text(text, line)
+        else:
             self._calls_any = True
             self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
-            if any(map(pattern("starts_ranks").fullmatch, text[:MOST_OPTIONS].split())):
-                self.script.starts.append(line)
             self._launch("command", line, sure=False)
 
     def _set_options(self, _program: str, given: Sequence[Word], line: int) -> None:
-        """Follow `set -a`, and fish's `set -x NAME value`; without -x fish sets a variable of the shell."""
-        options, named = [each.text for each in given], [word for word in given if word.text[:1] != "-"]
-        exported = True if _NAMES["fish"].intersection(options[:2]) else None
-        in_shell = options[:1] in (["-g"], ["-l"], ["-U"]) and any(map(NAMED.fullmatch, options[1:2]))
-        if (exported or in_shell) and len(named) > 1:
-            value, raw = (" ".join(parts) for parts in zip(*((each.text, each.raw) for each in named[1:]), strict=True))
-            self.set(Assigned(named[0].text, value, raw, line), exported=exported)
-        elif "--" in options and any(map(NAMED.search, options)):
+        """Follow `set -a`. Names that set gets are arguments, outside fish."""
+        options = [each.text for each in given]
+        if any(map(NAMED.search, options)):
             self._report(line, "the arguments that set gives")
         elif match := re.match(r"(?:[-+]\w+ (?:\w+ )?)*?([-+])\w*(?:a\w*|o allexport) ", " ".join([*options, ""])):
             self.scope.exports_all = match[1] == "-"
@@ -703,7 +699,7 @@ _BUILTINS: Mapping[str, Callable[[_Reader, str, Sequence[Word], int], None]] = {
     **dict.fromkeys((":", "true", "false", "cat", "tee"), lambda *_: None), "set": _Reader._set_options,
     **dict.fromkeys(("echo", "printf"), _Reader._write), **dict.fromkeys((".", "source"), _Reader._source),
     **dict.fromkeys(("exit", "return", "break", "continue"), _Reader._leave),
-    **dict.fromkeys(("eval", "trap"), _Reader._evaluate_words),
+    **dict.fromkeys(("eval", "trap"), _Reader._evaluate),
     **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader._read_variables),
     "setenv": lambda reader, _program, _given, line: reader._report(line, "setenv belongs to the C shell"),
 }  # fmt: skip

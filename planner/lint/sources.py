@@ -66,19 +66,12 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if kind is not None and kind not in FORMS:
         raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
-    first: Reading | EnvironmentTextError | None = None
-    for each in [kind] if kind else dict.fromkeys((guess_kind(text, name), guess_kind(text))):
-        found: Reading | EnvironmentTextError
-        try:
-            found = _reading(text, each)
-        except EnvironmentTextError as error:
-            found = error
-        if isinstance(found, Reading) and found.names():  # otherwise try the format recognised without the file name
-            return found
-        first = first or found
-    if not isinstance(first, Reading):
-        raise first or EnvironmentTextError("no kind of text")
-    return first
+    own, other = (kind, kind) if kind else (guess_kind(text, name), guess_kind(text))
+    for each in (own, other) if own != other else ():  # a name may mislead
+        with contextlib.suppress(EnvironmentTextError):
+            if (found := _reading(text, each)).names():
+                return found
+    return _reading(text, own)
 
 
 def _reading(text: str, kind: str) -> Reading:
@@ -90,7 +83,8 @@ def _reading(text: str, kind: str) -> Reading:
         limit_parsing()
     title, parts = _read(text, kind, 0)
     own = frozenset(pattern("used").findall(pattern("own_name").sub("", text)) if kind not in _LIMITS else ())
-    environments = tuple(each for source, script in parts for each in _environments(source, script, own))
+    only = kind not in _LIMITS and pattern("only_all_reduce").match(text) is not None
+    environments = tuple(each for source, script in parts for each in _environments(source, script, own, only))
     unread = [each for _, script in parts for each in script.unread]
     found = {name for _, script in parts for settings in script.settings() for name in settings}
     lost = _unfound(text, found, pattern("setting"), "no program that is started gets it") if kind in _PROGRAMS else ()
@@ -231,7 +225,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
     return parts
 
 
-def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[NamedEnvironment]:
+def _environments(source: str, script: Script, own: frozenset[str], only: bool) -> Iterator[NamedEnvironment]:
     """Yield the unconditional environment, then the complete environment of each launch or condition."""
     named = {name for settings in script.settings() for name in settings}
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
@@ -246,7 +240,7 @@ def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[
             environment={name: each.value for name, each in found.items() if OPEN not in each.value},
             unresolved={name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value},
             unexported=loose, used=own, lines={name: each.line for name, each in found.items()},
-            also_set=frozenset(named - {*script.loose}), findings=findings,
+            also_set=frozenset(named - {*script.loose}), findings=findings, only_all_reduce=only,
         )  # fmt: skip
         loose, findings = {}, ()
 

@@ -16,10 +16,8 @@ from planner.lint.findings import finding
 from planner.lint.script import whole_number
 from planner.nccl_env import NcclName, Version, names, version_text
 
-_ATTN_SINCE = (2, 32, 3)  # NCCL_DEBUG=ATTN: libnccl.so.2 of the wheel 2.32.3; 2.31.2 does not know it
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
-_MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 VALUES: Mapping[str, Any] = read_table(__file__, "data/values.toml")
@@ -95,14 +93,17 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
         yield finding("env.value.quotes/env_file", name, value, effect=effect, right=value.strip(value[0]))
 
 
-def check_value(name: str, value: str, entry: NcclName, version: Version | None) -> Iterator[Finding]:
-    """Yield findings about one value."""
-    bare = value.strip()
-    if bare not in ("", value):  # docker's env files, nccl.conf and quotes keep blanks
-        harmless = entry.kind == "integer" and strtoll(value.rstrip())[1]
+def check_value(
+    name: str, value: str, entry: NcclName, version: Version | None, *, only_all_reduce: bool = False
+) -> Iterator[Finding]:
+    """Yield findings about one value. `only_all_reduce`: no other collective runs with it."""
+    bare = re.sub(r"\s+#.*", "", value).strip()
+    if bare not in ("", value):  # docker's env files, nccl.conf and quotes keep blanks and comments
+        harmless = entry.kind == "integer" and strtoll(bare)[1]
         effect = "the number is read all the same" if harmless else "it belongs to the text that NCCL compares"
-        where, status = "ends" if value != value.rstrip() else "begins", Status.INFO if harmless else Status.WARN
-        yield finding("env.value.blank", name, value, status=status, ends=where, effect=effect, right=bare)
+        part = "ends with a comment" if "#" in value[len(bare) :] else "ends with a blank"
+        part, status = part if value[0] == bare[0] else "begins with a blank", Status.INFO if harmless else Status.WARN
+        yield finding("env.value.blank", name, value, status=status, part=part, effect=effect, right=bare)
         value = bare
     if is_quoted(value):
         off = name in VALUES["names"]["carries_data"] and strtoll(value.strip(value[0]))[0] != 0
@@ -115,7 +116,7 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
     elif name in VALUES["level"]["names"]:
         yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
-        yield from _algorithms(name, value, version)
+        yield from _algorithms(name, value, version, only_all_reduce)
     elif name in VALUES["text"]:
         yield from _text(name, value, version)
     elif name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME"):
@@ -125,11 +126,8 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
 
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
-    """Warn about a value of the wrong kind: an interface instead of a device, a key instead of an index."""
+    """Warn about a value of the wrong kind, such as an interface instead of a device."""
     row, like = VALUES["kind"].get(name), VALUES["like"]
-    number, whole = strtoll(value)
-    if name == "NCCL_IB_PKEY" and whole and number >= _MOST_PKEYS:
-        yield finding("env.value.kind/key", name, value)
     if row is None:
         return
     entries = [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
@@ -148,15 +146,16 @@ def _effect_of_garbage(name: str, entry: NcclName) -> str:
     return str(effects.get(name, of_text if entry.kind == "text" else effects["number"]))
 
 
-def _default(name: str, entry: NcclName) -> str:
-    """Describe the default. A negative number means that NCCL chooses."""
-    default = "what NCCL chooses by itself" if entry.default.startswith("-") else f"its default {entry.default}"
+def default_of(name: str, entry: NcclName) -> str:
+    """Describe the default of a variable. A negative number means that NCCL chooses."""
+    chooses = entry.default.startswith(("-", "unset"))
+    default = "what NCCL chooses by itself" if chooses else f"its default {entry.default}"
     return "its default 4194304 (4 MiB)" if name == "NCCL_BUFFSIZE" else default  # src/init.cc DEFAULT_BUFFSIZE
 
 
 def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     number, whole = strtoll(value)
-    default = _default(name, entry)
+    default = default_of(name, entry)
     if not value:
         yield finding("env.value.ignored/empty", name, value)
     elif name in VALUES["names"]["bytes"] and (unit := _UNIT.fullmatch(value)):
@@ -192,25 +191,26 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
         effect = "which is the default: it does nothing" if entry.default == str(number) else "as if it were not set"
     elif _INTEGER.match(value):
         status = Status.INFO if _INTEGER.fullmatch(value.rstrip()) else status
-        effect = f"instead of {_default(name, entry)}"
+        effect = f"instead of {default_of(name, entry)}"
     elif word in VALUES["words"]["no"]:
         status, effect = Status.INFO, "as the word says"
     elif name in VALUES["zero"] or name in VALUES["names"]["bytes"]:
         status = Status.FAIL
-        effect = f"instead of {_default(name, entry)}: {VALUES['zero'].get(name, 'buffers of no size carry nothing')}"
+        effect = f"instead of {default_of(name, entry)}: {VALUES['zero'].get(name, 'buffers of no size carry nothing')}"
     elif name in VALUES["names"]["flags"] or name in VALUES["names"]["carries_data"]:
         # for a word NCCL reads 0
         status = Status.FAIL if name in VALUES["names"]["carries_data"] else status
         effect = "which turns off what it names" + (", the opposite of the word" if wish else "")
     else:
-        effect = f"instead of {_default(name, entry)}"
+        effect = f"instead of {default_of(name, entry)}"
     yield finding("env.value.ignored/word", name, value, status=status, number=number, effect=effect, wish=wish)
 
 
 def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     """Check a keyword, a list of keywords, or a text with a pattern. NCCL takes a blank as part of a keyword."""
     row = VALUES["text"][name]
-    words = [each for each in row.get("words", ()) if each != "ATTN" or not version or version >= _ATTN_SINCE]
+    late = row.get("since", {})
+    words = [each for each in row.get("words", ()) if not version or version >= tuple(late.get(each, ()))]
     flags, separator, effect = 0 if row.get("exact") else re.IGNORECASE, row.get("separator"), row.get("effect")
     pattern = re.compile(row.get("pattern") or "|".join(map(re.escape, words)), flags)
     parts = value.removeprefix("^").split(separator) if separator else [value]
@@ -244,7 +244,7 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         yield finding("env.value.level", name, value, known=", ".join(known))
 
 
-def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
+def _algorithms(name: str, value: str, version: Version | None, only_all_reduce: bool) -> Iterator[Finding]:
     """Check NCCL_ALGO and NCCL_PROTO, which apply to all collectives or to the named ones.
 
     All-gather and reduce-scatter work only with Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc).
@@ -255,12 +255,11 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
     status = Status.FAIL if strict and version is not None else Status.WARN
     unknown, gathers = list[str](), True
     for part in value.split(";"):
-        head, colon, tail = part.partition(":")
-        tokens = tail if colon else head
+        function, _, tokens = part.rpartition(":")
         named = [token for token in tokens.removeprefix("^").split(",") if token]
-        unknown += [head] if colon and head.lower() not in functions else []
+        unknown += [function] if function.lower() not in {"", *functions} else []
         unknown += [token for token in named if token.lower() not in known]
-        if not colon or head.lower() in ("allgather", "reducescatter"):
+        if function.lower() in ("", "allgather", "reducescatter"):
             able = {"ring", "pat", "nvls", "collnetdirect"}
             taken = able & {token.lower() for token in named}
             gathers = bool(able - taken if tokens.startswith("^") else taken)
@@ -270,7 +269,7 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
         yield finding(
             "env.value.token/algorithm", name, value, status=status, wrong=wrong, effect=what, words=", ".join(words)
         )
-    elif name == "NCCL_ALGO" and strict and not gathers:
+    elif name == "NCCL_ALGO" and strict and not (gathers or only_all_reduce):
         yield finding("env.value.token/no_ring", name, value, status=status)
 
 

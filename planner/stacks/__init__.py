@@ -7,7 +7,7 @@ from dataclasses import replace
 from contracts.layout import ROPE_TYPES, TRAINED, Layout
 from contracts.tables import read_table
 from planner.forecast.engine import IN_HALF, Engine, Fsdp, Share, StateBytes, make_engine
-from planner.forecast.specs import ModelSpec, TrainSpec, weights
+from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, weights
 
 LOSS_TOKENS = 1024.0  # whose logits exist at a time (finetune/model.py, LOSS_CHUNK)
 
@@ -226,5 +226,5 @@ ENGINES["automodel"] = make_engine(ENGINES["torchtitan"], read_table(__file__, "
 def engine_named(name: str) -> Engine:
     """Return the engine for `TrainSpec.engine`; an unknown name raises an error with the known names."""
     if name not in ENGINES:
-        raise ValueError(f"engine={name!r}: allowed are {', '.join(ENGINES)}")
+        raise PlanError(f"engine={name!r}: allowed are {', '.join(ENGINES)}")
     return ENGINES[name]

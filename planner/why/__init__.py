@@ -21,15 +21,6 @@ from planner.why.pace import find_late_rank, find_lower_pace
 __all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
 
 _ENDED = ("rank.gone", "rank.lost", "ranks.gone")
-# The rules that apply if the calls do not name a rank, in this order.
-_REPORTS = (
-    reports.by_rendezvous,
-    reports.by_cut_message,
-    reports.by_torchrun,
-    reports.by_other_lines,
-    find_late_rank,
-    find_lower_pace,
-)
 
 
 def judge(facts: RunFacts) -> Verdict:
@@ -51,7 +42,12 @@ def judge(facts: RunFacts) -> Verdict:
         or reports.by_joins(facts)
         or reports.by_states(facts)
         or next(iter(calls), None)
-        or next(filter(None, (report(facts) for report in _REPORTS)), None)
+        or reports.by_rendezvous(facts)
+        or reports.by_cut_message(facts)
+        or reports.by_torchrun(facts)
+        or reports.by_other_lines(facts)
+        or find_late_rank(facts)
+        or find_lower_pace(facts)
     )
     # gloo ends the rank that is sent too much, which may be the one that is right
     sizes = reports.by_cut_message(facts)
@@ -61,6 +57,8 @@ def judge(facts: RunFacts) -> Verdict:
             "failed", odd, waiting=verdict.waiting)  # fmt: skip
     if verdict is None or verdict.state == "fine":
         verdict = reports.by_end(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
+        if ipv6 := facts.log.rendezvous.get("ipv6"):
+            verdict = verdict.left_open("ipv6", name=ipv6[0])
     return replace(verdict, sources=_sources(facts))
 
 

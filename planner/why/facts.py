@@ -209,7 +209,9 @@ class RunFacts:
         said = {rank: self.states[rank].error or self.log.errors.get(rank, "") for rank in ranks}
         errors = {rank: error for rank, error in said.items() if error}
         if self.first is not None and self.first in ranks and is_own(errors.get(self.first, "")):
-            left = [rank for rank in ranks if self.first not in errors and self._left_before(rank, self.first)]
+            clean = [rank for rank in ranks if self.states[rank].ended and not self.states[rank].error]
+            left = [rank for rank in clean if self.first not in errors
+                    and 0 < self.calls_of(rank) < self.calls_of(self.first)]  # fmt: skip
             return left[0] if len(left) == 1 else self.first
         own = sorted((rank for rank in errors if is_own(errors[rank])), key=lambda rank: -self.ages.get(rank, 0.0))
         if own:
@@ -244,11 +246,6 @@ class RunFacts:
             return 0
         is_new = (trace.taken or 0.0) >= state.written - 1 or not (state.ended or self.has_moved_on(rank))
         return sum(trace.enqueued.values()) if is_new else 0
-
-    def _left_before(self, rank: int, other: int) -> bool:
-        """Whether a rank ended by itself after fewer calls than another one, by the last dumps of both."""
-        ended_well = self.states[rank].ended and not self.states[rank].error
-        return ended_well and 0 < self.calls_of(rank) < self.calls_of(other)
 
     def _ended_before(self, first: int, second: int) -> bool:
         """Whether a rank ended before another one by more than their clocks can differ."""

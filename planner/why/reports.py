@@ -55,19 +55,24 @@ def by_clash(facts: RunFacts) -> Verdict | None:
 def by_models(facts: RunFacts) -> Verdict | None:
     """Use DDP's own check for parameters without a gradient, and for ranks whose model differs.
 
-    DDP compares shapes only with those of rank 0, so ranks without a message have the model of rank 0.
+    Only a majority of the ranks whose models are known makes another rank the odd one. Shapes are compared with those
+    of rank 0, so a rank of the run that reports none has them. DDP refuses a model without parameters before it
+    compares, so a count of 0 did not arrive.
     """
     errors = "\n".join(state.error for state in facts.states.values() if state.error)
     if unused := facts.log.unused or watchdog.read(errors.splitlines()).unused:
         return facts.named("unused", evidence=(unused,))
     rows = facts.log.models
-    if len(set(rows.values())) < 2:
-        return None
-    size = max(facts.world or 0, len(rows), 3 if facts.world is None else 0)
+    if unheard := sorted(rank for rank, kind in rows.items() if kind == "0 parameters"):
+        return facts.named("no_counts", who=ranks_of(unheard))
     kinds = Counter(rows.values())
-    kinds[rows.get(0, next(iter(rows.values())))] += size - len(rows)
+    if len(kinds) < 2:
+        return None
+    if rows.get(0, "").startswith("params["):
+        kinds[rows[0]] += len(facts.states.keys() - rows.keys())
     usual, most = kinds.most_common(1)[0]
-    odd = tuple(sorted(rank for rank, kind in rows.items() if kind != usual)) if 2 * most > size else ()
+    is_certain = 2 * most > max(facts.world or 3, len(rows))
+    odd = tuple(sorted(rank for rank, kind in rows.items() if kind != usual)) if is_certain else ()
     each = "; ".join(f"rank {rank} has {kind}" for rank, kind in sorted(rows.items())[:8])
     who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} a different model than the others" if odd else (
         "the ranks' models differ")  # fmt: skip
@@ -181,21 +186,19 @@ def by_errors(facts: RunFacts) -> Verdict | None:
     waiting = tuple(sorted(reported - set(own)))
     wait = (f"watchdog: {ranks_of(waiting)} timed out waiting",) if waiting else ()
     if len(own) > 1 and facts.first not in own and (not facts.in_order or are_alike(list(own.values()))):
-        return _several(own, facts, wait, waiting)
+        return _several(own, facts, *wait, waiting=waiting)
     first = facts.first if facts.first in own and facts.first is not None else next(iter(own))
     which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
     cause = facts.cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), which, *wait)
     return facts.verdict("failed", cause, waiting=waiting)
 
 
-def _several(
-    own: Mapping[int, str], facts: RunFacts, evidence: tuple[str, ...] = (), waiting: tuple[int, ...] = ()
-) -> Verdict:  # fmt: skip
+def _several(own: Mapping[int, str], facts: RunFacts, *wait: str, waiting: tuple[int, ...] = ()) -> Verdict:
     """Return the verdict if several ranks ended with their own errors: which was first is unknown."""
     each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(own.items())]
     key = "several_alike" if are_alike(list(own.values())) else "several"
     return facts.named(key, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
-                       error=headline(own[min(own)]), evidence=(*evidence, *each[:4]))  # fmt: skip
+                       error=headline(own[min(own)]), evidence=(*wait, *each[:4]))  # fmt: skip
 
 
 def by_cut_message(facts: RunFacts) -> Verdict | None:
@@ -213,7 +216,8 @@ def by_other_lines(facts: RunFacts) -> Verdict | None:
     if hung := sorted(log.hung):
         idle = tuple(rank for rank in hung if rank in log.idle)
         no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
-        return facts.named("watchdog", who=ranks_of(hung), seconds=log.hung[hung[0]], no_call=no_call, ranks=idle)
+        time = next((f" for {one} s" for one in log.hung.values() if one), "")
+        return facts.named("watchdog", who=ranks_of(hung), time=time, no_call=no_call, ranks=idle)
     if lost := tuple(sorted(log.lost)):
         hosts = ", ".join(sorted(set(log.lost.values()))[:4])
         return facts.named("peer", waiting=lost, who=ranks_of(lost), hosts=hosts)

@@ -247,7 +247,10 @@ def test_absent_or_less_is_failed(machine: str, words: str, told: str) -> None:
 
 
 def test_what_could_not_be_read_is_unknown_and_required() -> None:
-    """A hung driver is no lost GPU: exit code 5 and not 3, whatever is expected. Nor is an HCA without its driver."""
+    """A hung driver is no lost GPU: exit code 5 and not 3, whatever is expected. Nor is an HCA without its driver.
+
+    A port whose state could not be read is not counted as down.
+    """
     gone = {name: Failed(error="no answer after 30.0 s") for name in ("gpu", "rdma", "limits", "interfaces", "pci")}
     for words in ROWS["unread"]:
         view = build_view((with_outcomes(snapshot(), **gone),), expected=parse([words]))
@@ -257,6 +260,7 @@ def test_what_could_not_be_read_is_unknown_and_required() -> None:
     # the bus has ten HCAs, none was read
     off = build_view((snapshot("sick-h100-rdma-off"),), expected=parse(["hcas=8"]))
     assert [(check.status, check.required) for check in of_code(off, EXPECT_CODES[0])] == [("unknown", True)]
+    assert judged(with_ports(snapshot(), state=None), "hcas=8") == {"hcas=8": "unknown"}
 
 
 LARGE = [("gpus: 8\n" + "#" * 70000, "larger than 65536"), (f"interface: [{', '.join(['a'] * 65)}]", "more than 64")]
@@ -343,11 +347,6 @@ def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
     for words, status, required in (("gpus=2", "info", False), ("gpus=3", "unknown", True)):
         (check,) = of_code(build_view((pod,), expected=parse([words])), "gpu.device.not_given")
         assert (check.status, check.required) == (status, required)
-
-
-def test_ports_whose_state_is_unknown_are_not_counted_as_down() -> None:
-    """hcas with a port that could not be read: unknown."""
-    assert judged(with_ports(snapshot(), state=None), "hcas=8") == {"hcas=8": "unknown"}
 
 
 def test_the_daemonset_reads_the_administrators_config_map(tmp_path: Path) -> None:

@@ -12,21 +12,9 @@ from pathlib import Path
 import pytest
 import resident
 from fastapi.testclient import TestClient
+from rigs import recorded
 from rigs.fleet import fleet_of, record_of, through_the_api
-from rigs.recorded import (
-    H100,
-    NAMES,
-    changed,
-    each,
-    facts,
-    of_code,
-    snapshot,
-    statuses,
-    view,
-    with_facts,
-    with_outcomes,
-    with_ports,
-)
+from rigs.recorded import H100, NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_outcomes
 from rigs.tables import ROOT, each_row, rows_of
 from scanned import scan
 
@@ -292,7 +280,7 @@ def test_a_host_interface_a_little_slower_warns_and_a_slow_one_fails_where_no_rd
             replace(eth0, name="eth1", role="host", speed_bytes_per_second=fast),
         )
         for host, status in ((plain, wanted), (snapshot(), "info")):
-            seen = with_facts(host, interfaces=replace(found, interfaces=both))
+            seen = recorded.with_facts(host, interfaces=replace(found, interfaces=both))
             assert statuses(seen, "interfaces.choice.wrong") == {status}
 
 
@@ -312,7 +300,7 @@ def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
 @each_row(("mtu", "wanted"), [(2048, "warn"), (1024, "warn"), (512, "fail"), (256, "fail")])
 def test_small_packets_cost_their_headers(mtu: int, wanted: str) -> None:
     """1024 of 4096 bytes costs 6 % of the wire, 512 12 %."""
-    assert statuses(with_ports(snapshot("l40s-4x-pcie"), active_mtu_bytes=mtu), "rdma.mtu.small") == {wanted}
+    assert statuses(recorded.with_ports(snapshot("l40s-4x-pcie"), active_mtu_bytes=mtu), "rdma.mtu.small") == {wanted}
 
 
 def test_an_iommu_that_translates_fails_where_peers_share_a_switch() -> None:

@@ -15,16 +15,8 @@ from rigs.tables import each_row, rows_of
 
 from agent import metrics
 from agent.base import EXIT_FAILED, result_store
-from agent.checks.measured import (
-    BUSBW,
-    add_baseline_bars,
-    check_bars,
-    check_benchmark,
-    format_expected,
-    read_baseline,
-    require_measured,
-    with_bench,
-)
+from agent.checks import measured
+from agent.checks.measured import BUSBW, check_bars, check_benchmark, read_baseline, require_measured, with_bench
 from agent.checks.verdict import GateError, judge
 from agent.cli.bench import bench
 from agent.http import pages
@@ -137,11 +129,11 @@ def test_a_baseline_is_the_first_bar(tmp_path):
         now = replace(before, measurements=tuple(
             replace(m, busbw_bytes_per_second=share * m.busbw_bytes_per_second) for m in before.measurements
         ))  # fmt: skip
-        judged = add_baseline_bars(now, read_baseline(path).busbw)
+        judged = measured.add_baseline_bars(now, read_baseline(path).busbw)
         check = checks(judged)[BUSBW, "all_gather"]
         assert check.status == status, share
         assert "in the baseline" in check.message
-        assert "300 MB/s (240 MB/s to 375 MB/s)" in format_expected(judged.measurements[0])
+        assert "300 MB/s (240 MB/s to 375 MB/s)" in measured.format_expected(judged.measurements[0])
     saved = tmp_path / "saved.json"
     saved.write_text(json.dumps(plain.write(before)))  # what `bench --save` writes
     assert read_baseline(saved).busbw == read_baseline(path).busbw

@@ -113,7 +113,7 @@ def test_with_measure_the_gate_measures_and_a_failed_measurement_stops_the_launc
 
 
 def test_the_job_trains_the_model_that_was_named() -> None:
-    """Its weights, its data set and its adapters are in the job's YAML."""
+    """Its weights, its data set and its adapters are in the job's YAML; the embedded job has its settings itself."""
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, ())
     config = build_job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
@@ -128,10 +128,6 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     assert why_untrainable(replace(advice, model=None), {}) == ""
     with pytest.raises(RequestError, match="dataset_name: no data set is named"):
         build_job_plan(advice)
-
-
-def test_the_embedded_job_needs_no_yaml() -> None:
-    """The job has its settings itself."""
     advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), ())
     assert build_job_plan(advice).config == read_config(None)[0]
 

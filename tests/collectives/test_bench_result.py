@@ -257,7 +257,7 @@ def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
 
 
 def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:
-    """What the command line and the preflight both build their benchmark with."""
+    """What the command line and the preflight both build their benchmark with. Every process is named."""
     (sound,) = host("hgx-h100-8xH100-8hca")
     gpus = sound.facts(GpuFacts)
     busy = changed(sound, GpuFacts, gpus=(replace(gpus.gpus[0], processes=(GpuProcess(pid=4711),)), *gpus.gpus[1:]))
@@ -266,6 +266,10 @@ def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:
     with pytest.raises(BusyError, match="pid 4711"):
         bench.run(spec)
     assert build_preflight_spec((busy,), 2, 10, force=True).force
+    with pytest.raises(BusyError, match="pid 12, pid 34"):
+        processes.refuse_busy_gpus((34, 12), force=False)
+    processes.refuse_busy_gpus((34, 12), force=True)
+    processes.refuse_busy_gpus((), force=False)
 
 
 HOLD = "import sys, time; from pathlib import Path; from collectives.bench import processes\n"
@@ -305,13 +309,6 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="lock"), processes.lock_host(tmp_path / "lock"):
         pass
     assert target.read_text() == "content"
-
-
-def test_gpus_in_use_are_refused_unless_forced():
-    with pytest.raises(processes.BusyError, match="pid 12, pid 34"):
-        processes.refuse_busy_gpus((34, 12), force=False)
-    processes.refuse_busy_gpus((34, 12), force=True)
-    processes.refuse_busy_gpus((), force=False)
 
 
 def test_the_folder_of_a_killed_run_is_swept_and_that_of_a_living_one_stays(tmp_path, monkeypatch):

@@ -19,19 +19,9 @@ from rigs.tables import each_row
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
+from agent.cluster import nodes
 from agent.cluster.client import ApiError, Client, connect, path_of
-from agent.cluster.nodes import (
-    API_VERSION,
-    MOST_FACTS_LETTERS,
-    MOST_FINDINGS,
-    PLURAL,
-    Fleet,
-    NodeRecord,
-    check_nodes,
-    from_resource,
-    make_record,
-    make_row,
-)
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, make_record, make_row
 from agent.http import worker
 from agent.http.server import create
 from agent.http.state import Publisher, State
@@ -107,12 +97,14 @@ def test_the_definition_bounds_every_field() -> None:
 def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, node: str) -> None:
     """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
     finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
-    largest = replace(record_of(H100, node), findings=(finding,) * MOST_FINDINGS, facts="f" * MOST_FACTS_LETTERS)
+    largest = replace(
+        record_of(H100, node), findings=(finding,) * nodes.MOST_FINDINGS, facts="f" * nodes.MOST_FACTS_LETTERS
+    )
     publisher = Publisher(client, lambda: largest)
     publisher.write(largest)
     assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
     for more in (
-        replace(largest, findings=(finding,) * (MOST_FINDINGS + 1)), replace(largest, driver="d" * 65),
+        replace(largest, findings=(finding,) * (nodes.MOST_FINDINGS + 1)), replace(largest, driver="d" * 65),
         replace(largest, findings=({**finding, "message": "\x1b[31m"},)), replace(largest, facts="f" * 65537),
         replace(largest, facts="{}"),
         replace(largest, verdict="good"), replace(largest, links="l" * 65), replace(largest, gpus=-1),
@@ -205,7 +197,7 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     back = from_resource(made)
     told = make_row(back)
     assert told["silent"] and (told["verdict"], told["last_verdict"]) == ("unknown", "warn")
-    (check,) = check_nodes(["n1"], Fleet([back]))
+    (check,) = nodes.check_nodes(["n1"], Fleet([back]))
     assert check.status == "fail" and "its agent ended" in check.message
     agent_runs(time.time() + 5)
     (again,) = api.of_kind("NodeTopology")

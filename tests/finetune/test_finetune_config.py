@@ -10,19 +10,8 @@ import pytest
 import yaml
 from rigs.tables import each_row
 
-from contracts import trl
-from contracts.job_config import (
-    ConfigError,
-    JobConfig,
-    JobPlan,
-    dump_plan,
-    known_settings,
-    parse_config,
-    parse_layout,
-    read_config,
-    read_plan,
-    resolve_layout,
-)
+from contracts import job_config, trl
+from contracts.job_config import ConfigError, JobConfig, JobPlan, dump_plan, parse_config, read_config, read_plan
 from contracts.layout import Layout
 from finetune.parallel import settle_layout
 
@@ -136,7 +125,7 @@ def test_the_plan_is_one_document(tmp_path):
         with pytest.raises(ConfigError, match=words):
             read_plan(place)
     with pytest.raises(ConfigError, match=r"dp_shards.*dp_shard"):
-        parse_layout({"world_size": 2, "dp_shards": 2}, "plan")
+        job_config.parse_layout({"world_size": 2, "dp_shards": 2}, "plan")
 
 
 # The fields of TrainingArguments, SFTConfig, ModelConfig and ScriptArguments that no release below lacks a word for.
@@ -239,7 +228,7 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
 def test_hybrid_shard_shards_within_a_node(ranks, node, degrees, monkeypatch):
     """For any number of nodes, with a plan and without one."""
     config = parse_config({"fsdp": "hybrid_shard auto_wrap"})[0]
-    asked = resolve_layout(config.layout, ranks, node)
+    asked = job_config.resolve_layout(config.layout, ranks, node)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
     layout = settle_layout(JobPlan(config=config), ranks, has_gpu=True)
     assert (asked["dp_replicate"], asked["dp_shard"]) == (layout.dp_replicate, layout.dp_shard) == degrees
@@ -256,7 +245,7 @@ def test_every_row_of_the_option_tables_is_sound():
     found = Counter(name for table in tables for name in table)
     wrong += [f"{name}: in {count} tables" for name, count in found.items() if count > 1]
     for name, here in (*names["renamed"].items(), *names["elsewhere"].items()):
-        if here not in known_settings():
+        if here not in job_config.known_settings():
             wrong.append(f"{name} = {here}: no setting of that name")
     for name, member in (
         *names["in_layout"].items(),

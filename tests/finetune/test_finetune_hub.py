@@ -12,19 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from rigs.hub import Hub, parquet
 from rigs.tables import ROOT, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from finetune.checkpoint import SaveError
 
@@ -88,7 +81,7 @@ def tokenizer_of(folder, unused=0):
     made = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*special, *letters])}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token=special[0], eos_token=special[1])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token=special[0], eos_token=special[1])
     fast.add_special_tokens({"additional_special_tokens": special[2:]})
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
@@ -99,7 +92,7 @@ def model_at(folder, shape, **more):
     """A random model with tokenizer, in shards that only the index names."""
     size = tokenizer_of(folder)
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(shape(vocab_size=size, **SMALL, **more))
+    made = transformers.AutoModelForCausalLM.from_config(shape(vocab_size=size, **SMALL, **more))
     made.save_pretrained(folder, max_shard_size="40KB")
     index = folder / "model.safetensors.index.json"
     for shard in folder.glob("model-*.safetensors"):
@@ -130,7 +123,9 @@ def hub(tmp_path_factory):
     (folder / "gpt2").mkdir()
     GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=259).save_pretrained(folder / "gpt2")
     tokenizer_of(folder / "gpt2")
-    AutoModelForCausalLM.from_config(GPT2Config.from_pretrained(folder / "gpt2")).save_pretrained(folder / "gpt2")
+    transformers.AutoModelForCausalLM.from_config(GPT2Config.from_pretrained(folder / "gpt2")).save_pretrained(
+        folder / "gpt2"
+    )
     made.add("models", "openai/tiny-gpt", folder / "gpt2")
     custom = model_at(folder / "custom", LlamaConfig)
     (custom / "modeling_own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")

@@ -258,17 +258,16 @@ class Event:
 
 
 def test_communication_that_work_hides_is_not_exposed():
-    """Two steps of five seconds, four of the ten collectives, of which one runs alone."""
+    """Two steps of five seconds, four of the ten collectives, of which one runs alone.
+
+    On a device only what runs there counts: starting a kernel hides nothing, the kernel does.
+    """
     events = [Event(**row) for row in ROWS["events"]["ranks"]]
     found = measure_communication(events, 10.0)
     assert found.share == pytest.approx(0.4)
     assert found.exposed_share == pytest.approx(0.1)
     assert found.seconds_by_kind == pytest.approx({"all_gather": 4.0, "all_reduce": 1.0})
     assert measure_communication([Event("aten::mm", 0, 1)], 1.0) is None
-
-
-def test_on_a_device_only_what_runs_there_counts():
-    """Starting a kernel hides nothing; the kernel does."""
     events = [Event(**row) for row in ROWS["events"]["device"]]
     found = measure_communication(events, 10.0)
     assert (found.share, found.exposed_share) == (pytest.approx(0.4), pytest.approx(0.3))

@@ -60,8 +60,12 @@ def whole(tmp_path_factory):
 
 
 def test_a_run_ends_with_everything_written(whole):
-    """Loss fell, run complete, checkpoints limited, evaluation each epoch."""
-    folder, code, record, _ = whole
+    """Loss fell, run complete, checkpoints limited, evaluation each epoch; forecast and measurement side by side.
+
+    One line per quantity, with the interval and whether it held, in the log of rank 0 too. Whatever the plan says of
+    NCCL, a job over gloo asks it nothing: of a lone rank there are no transports, and no log.
+    """
+    folder, code, record, said = whole
     assert code == 0
     assert (record["schema_version"], record["status"], record["exit_code"]) == (1, "complete", 0)
     assert record["loss"]["last"] < 0.8 * record["loss"]["first"]
@@ -71,6 +75,11 @@ def test_a_run_ends_with_everything_written(whole):
     assert [one["step"] for one in record["eval_loss"]] == [6, 12, 14]
     assert not list(folder.glob(".checkpoint-*"))
     assert len(curve(folder)) == 14
+    held = {one["quantity"]: one["within"] for one in record["comparison"]}
+    assert held == {"step_seconds": True, "memory_bytes": False}
+    assert "step time: forecast 1 s (1e-06-1e+06), measured " in said and "peak memory per rank: forecast " in said
+    assert (record["transports"], record["nccl"]) == ([], None)
+    assert not (folder / "nccl").exists()
 
 
 def test_left_away_or_null_are_what_transformers_makes_of_them(tmp_path):
@@ -186,21 +195,6 @@ def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkey
     assert record["status"] == "mismatch"
     assert "GLOO_SOCKET_IFNAME: asked net1, got None" in record["reason"]
     assert record["loss"]["first"] is None
-
-
-def test_forecast_and_measurement_stand_side_by_side(whole):
-    """One line per quantity, with the interval and whether it held; in the log of rank 0 too."""
-    _, _, record, said = whole
-    held = {one["quantity"]: one["within"] for one in record["comparison"]}
-    assert held == {"step_seconds": True, "memory_bytes": False}
-    assert "step time: forecast 1 s (1e-06-1e+06), measured " in said and "peak memory per rank: forecast " in said
-
-
-def test_a_job_over_gloo_asks_nccl_nothing(whole):
-    """Whatever the plan says of it: the record has gloo's transports, of a lone rank none, and no log."""
-    folder, _, record, _ = whole
-    assert (record["transports"], record["nccl"]) == ([], None)
-    assert not (folder / "nccl").exists()
 
 
 @each_row(("overrides", "word"), rows("refused"))

@@ -14,17 +14,8 @@ from collectives.bench.calibrate import CalibrationFailedError, CalibrationReque
 from collectives.bench.results import Measurement
 from contracts import plain
 from contracts.layout import Layout
-from planner.forecast import machines
-from planner.forecast.calibration import (
-    LONG_CONTEXT_TOKENS,
-    Z80,
-    Calibration,
-    CalibrationError,
-    LayerTiming,
-    load_calibration,
-    parse_calibration,
-    widths,
-)
+from planner.forecast import calibration, machines
+from planner.forecast.calibration import Calibration, CalibrationError, LayerTiming, parse_calibration, widths
 from planner.forecast.engine import share_of
 from planner.forecast.links import links_of
 from planner.forecast.models import model_from_config, model_named
@@ -78,9 +69,9 @@ def test_a_measured_step_moves_every_forecast_as_far() -> None:
     assert any("1.30 x its forecast" in line for line in after.forecast.inputs)
     assert after.forecast.step_seconds.mid == pytest.approx(1.3 * forecast, rel=1e-6)
     seconds, wide = after.forecast.step_seconds, before.forecast.step_seconds
-    assert seconds.high / seconds.low == pytest.approx(math.exp(2 * Z80 * widths().calibrated))
+    assert seconds.high / seconds.low == pytest.approx(math.exp(2 * calibration.Z80 * widths().calibrated))
     assert seconds.high / seconds.low < wide.high / wide.low
-    long = replace(train, sequence_length=LONG_CONTEXT_TOKENS)  # of which least is known
+    long = replace(train, sequence_length=calibration.LONG_CONTEXT_TOKENS)  # of which least is known
     wide, seconds = (
         recommend(box, (), model, long, measured_step=step).chosen.forecast.step_seconds
         for step in (None, (named, 9.0))
@@ -92,7 +83,7 @@ def test_file_round_trip_and_errors(tmp_path):
     """What is written is read; a wrong file is refused by the field's name."""
     file = tmp_path / "calibration.json"
     file.write_text(json.dumps(plain.write(CPU)))
-    assert load_calibration(file) == CPU
+    assert calibration.load_calibration(file) == CPU
     good = json.loads(json.dumps(plain.write(CPU)))
     for change, says in rows_of(__file__)("wrong")():
         with pytest.raises(CalibrationError, match=says):

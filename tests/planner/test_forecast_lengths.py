@@ -9,7 +9,7 @@ from contracts.layout import Layout
 from planner.forecast import machines
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
-from planner.forecast.specs import LengthsError, TrainSpec, check_histogram, expected_longest, mean_length
+from planner.forecast.specs import PlanError, TrainSpec, check_histogram, expected_longest, mean_length
 from planner.forecast.step_time import step_parts
 from planner.recommend import plan, recommend
 from planner.stacks import engine_named
@@ -100,5 +100,5 @@ def test_the_recommendation_takes_small_micro_batches_for_a_long_tail() -> None:
 @each_row("broken", [((0, 1),), ((1, -1),), ((1, True),), ((1.5, 2),), ((1, 2, 3),)])
 def test_broken_histograms_are_refused(broken: tuple[tuple[int, int], ...]) -> None:
     """The row in question is in the message."""
-    with pytest.raises(LengthsError, match="at least 1"):
+    with pytest.raises(PlanError, match="at least 1"):
         check_histogram(broken)

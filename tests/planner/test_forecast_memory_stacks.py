@@ -23,6 +23,8 @@ MODEL = model_named("Llama-3.1-8B")  # 32 layers, h 4096, q 4096, kv 1024, f 143
 FULL = TrainSpec(method="full", sequence_length=8192)
 TOKENS = 2 * 8192.0
 HALF = 2.0
+NODE = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
+LINKS = Links(ranks_per_node=8, nodes=1, island_size=8, island=NODE, node=NODE, network=None)
 
 
 def test_torchtitan_keeps_every_second_product() -> None:
@@ -176,9 +178,7 @@ def test_what_ranks_hold_as_the_model_comes_in_bounds_the_layout() -> None:
     assert engine_named("deepspeed").host_load(size, three, 8) == 8 * 5e9
     assert engine_named("trl").host_load(size, three, 8) == size
     assert engine_named("topoflight").host_load(size, three, 8) == 0.0
-    node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
-    links = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
-    small = Job(model=MODEL, train=FULL, links=links, engine=engine_named("deepspeed"), rates=cpu_rates(8.0, None),
+    small = Job(model=MODEL, train=FULL, links=LINKS, engine=engine_named("deepspeed"), rates=cpu_rates(8.0, None),
                 host_memory_bytes=128.0 * GIB)  # fmt: skip
     unknown, rule = replace(small, host_memory_bytes=None), "host-memory-holds"
     assert "loading needs 120 GiB" in dict(list_broken(small, two))[rule]
@@ -263,14 +263,12 @@ def test_ddp_stores_all_gradients_in_addition_to_the_activations(precision):
 
 def test_in_fp32_offload_and_tensor_parallelism_move_wider_words() -> None:
     """Half-precision weights go back to the GPU in two bytes each, fp32 ones in four."""
-    node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
-    given = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
     gpu, engine = gpu_named("NVIDIA H100 80GB HBM3"), engine_named("deepspeed")
-    job = Job(model=SMALL, train=SHORT, links=given, rates=gpu_rates(gpu, SHORT, engine, "bf16"), engine=engine)
+    job = Job(model=SMALL, train=SHORT, links=LINKS, rates=gpu_rates(gpu, SHORT, engine, "bf16"), engine=engine)
     half = Layout(world_size=8, dp_shard=8, sharding="zero2", offload="optimizer")
     tensor = Layout(world_size=8, tp=8)
     narrow, wide = (step_parts(job, at).offload for at in (half, in_fp32(half)))
-    assert wide - narrow == pytest.approx(2.0 * weights(SMALL).total / 8 / given.host.bytes_per_second)
+    assert wide - narrow == pytest.approx(2.0 * weights(SMALL).total / 8 / LINKS.host.bytes_per_second)
     sent = [prepare_step(job, at).hidden_bytes for at in (tensor, in_fp32(tensor))]
     assert sent[1] == 2.0 * sent[0] > 0.0
 
