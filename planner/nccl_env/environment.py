@@ -44,8 +44,8 @@ class RenderError(ValueError):
 FORMATS = ("env", "shell", "k8s")
 
 
-def render_settings(settings: Sequence[Setting], form: str) -> str:
-    """Format settings in one of FORMATS, with their reasons as comments. Raises RenderError.
+def render_settings(settings: Sequence[Setting], form: str, notes: Sequence[Note] = ()) -> str:
+    """Format settings in one of FORMATS, with their reasons and notes on the platform as comments. Raises RenderError.
 
     These are an env file (unquoted, as `docker run --env-file` reads it), export commands for a POSIX shell, and the
     `env:` list of a container as YAML, in which every value is a string, even if it looks like a number.
@@ -53,12 +53,12 @@ def render_settings(settings: Sequence[Setting], form: str) -> str:
     for each in settings:
         if any(mark in each.value for mark in "\n\r\0"):
             raise RenderError(f"{each.name}: the value {each.value!r} has a line break, which no env file can carry")
+    lines = [f"# {note.text}" for note in notes if note.topic == "platform"]
     if form == "k8s":
         import yaml
 
         rows = [{"name": each.name, "value": each.value} for each in settings]
-        return yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=10_000)
-    lines = []
+        return "\n".join([*lines, yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=10_000)])
     for each in settings:
         value = f"export {each.name}={shlex.quote(each.value)}" if form == "shell" else f"{each.name}={each.value}"
         lines += [f"# {each.reason.rule}", value]

@@ -21,6 +21,7 @@ from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast import machines
 from planner.nccl_env import Platform, Recipe, names, platforms
+from planner.nccl_env.environment import render_settings
 from planner.nccl_env.situation import recognise, situation
 from probes.api import Snapshot
 from topology.build import build
@@ -134,7 +135,7 @@ def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[s
     found = settings([], machines.cluster(name, 4))
     assert transport(found) == (EXPECTED[expected]["sets"] if isinstance(expected, str) else expected)
     if name.startswith("a3-"):
-        assert "nccl-env-profile.sh" in str(found.notes)
+        assert "nccl-env-profile.sh" in render_settings(found.settings, "env", found.notes)
 
 
 @each_row(("machine", "change", "link", "says"), rows("plugins"))
