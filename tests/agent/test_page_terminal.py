@@ -4,6 +4,7 @@ The same finding is told once, and the matrix is whole for tools; each report na
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -310,12 +311,18 @@ def test_hostile_text_stays_text() -> None:
         assert word not in html.replace("data:,", ""), "one file, which fetches nothing"
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole or absent: a reader never sees half a report."""
     target = tmp_path / "report.json"
     write_atomic(target, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomic(target, "\ud800")
+
+    def full(_descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for text, error in (("\ud800", UnicodeEncodeError), ("new", OSError)):
+        with pytest.raises(error):
+            write_atomic(target, text)
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
