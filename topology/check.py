@@ -239,7 +239,7 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
         gpus, why = ", ".join(near.gpu for near in undecided), undecided[0].why
-        code = "topology.gpu_nic.undecidable" + " cut" * bool(node.lacking)
+        code = "topology.gpu_nic.undecidable" + (" cut" if node.lacking else " grace" * (why == _text("coherent")))
         yield finding(TEXTS, code, None, gpus, _cite_pairs(node, undecided[0]), why=why)
 
 
@@ -396,14 +396,9 @@ def _find_nvlink_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[
     if row.all_to_all and without:
         have = f"{len(without)} of {len(pairs)} GPU pairs have no NVLink"
         yield "no NVLink", f"{have}. On {row.called} all pairs have NV{fewest}"
-    fewer = [
-        f"{pair.a}-{pair.b} {pair.label}"
-        for pair in pairs
-        if pair.nvlinks and pair.nvlinks + pair.nvlinks_unread < fewest
-    ]
-    if fewer:
+    if fewer := [pair for pair in pairs if 0 < pair.nvlinks < fewest - pair.nvlinks_unread]:
         what = f"GPU pairs have fewer NVLinks than the NV{fewest} of {row.called}"
-        yield "fewer NVLinks", f"{what}: {some(fewer, most=4)}"
+        yield "fewer NVLinks", f"{what}: {some([f'{one.a}-{one.b} {one.label}' for one in fewer], most=4)}"
 
 
 def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:

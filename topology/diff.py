@@ -16,7 +16,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.tables import read_table, read_texts
-from hardware.units import gigabits, some
+from hardware.units import GIGA, gigabits, some
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import RULES
@@ -31,6 +31,7 @@ from topology.graph import NodeTopology
 _text = read_texts(__file__, "texts.toml")
 FAIL, WARN, INFO = Status.FAIL, Status.WARN, Status.INFO
 WORST_FIRST = tuple(Status)
+DOMAIN = "NVLink domain"  # the property of that name in traits.toml
 THROTTLING = ("gpu.thermal.throttling", "gpu.clocks.", "gpu.power.")  # findings about reduced GPU clocks
 
 
@@ -57,12 +58,17 @@ def traits(
     found: dict[tuple[str, str], Trait] = {}
     names = {} if like is None else {kind: _map_names(snapshot, like, kind) for kind in _PLACES}
     devices = names.get(GpuFacts, {}) | names.get(RdmaFacts, {})
+    rdma = snapshot.facts(RdmaFacts)
+    by_place = {one.bus_id: f"{one.name} ({one.bus_id})" for one in (rdma.devices if rdma else ())}
     of_facts = ((kind, traits_of(facts)) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)))
     links = _links(build(snapshot) if node is None else node)
     for kind, parts in ((Snapshot, _probes(snapshot)), *of_facts, (NodeTopology, links)):
         known = names.get(kind, {}) if kind is InterfacesFacts else devices  # IPoIB may be named as its RDMA device
         for trait in parts:
-            subject = "".join(known.get(part, part) for part in _NAME.split(trait.subject))
+            subject = by_place.get(trait.subject, trait.subject)
+            subject = "".join(known.get(part, part) for part in _NAME.split(subject))
+            if kind is NodeTopology:  # a pair is the same in both directions, also if its GPUs are numbered otherwise
+                subject = " to ".join(sorted(subject.split(" to ")))
             found.setdefault((subject, trait.what), replace(trait, subject=subject))
     return found
 
@@ -95,6 +101,7 @@ _FORMS: dict[str, Callable[[Any], object]] = {
     "plain": lambda value: value,
     "rate": lambda value: gigabits(value) if value else None,
     "some": lambda items: len(items) or None,
+    "transfers": lambda value: f"{value / GIGA:g} GT/s",
     "up": lambda is_up: "up" if is_up else "down",
     "watts": lambda value: f"{value:g} W",
     # Firmware reserves a little memory per DIMM, so whole GiB are compared.
@@ -316,12 +323,10 @@ def _describe_change(trait: Trait, a: str | None, b: str | None, names: tuple[st
     """Describe a difference: from a to b on one host, or at two places identified by `names`."""
     subject, what = trait.subject, trait.what
     here, there = names or ("", "")
-    if what in ("port", "interface") and b is not None and a is not None and names is None:
-        return f"{subject} {'up again' if b in ('ACTIVE', 'up') else b.lower()} (was {a.lower()})"
     if what in ("port", "interface") and a is not None and b is not None:
-        return f"{subject} {b.lower()} {there} ({a.lower()} {here})"
-    if what == "PCIe width":
-        what = ""
+        if names:
+            return f"{subject} {b.lower()} {there} ({a.lower()} {here})"
+        return f"{subject} {'up again' if b in ('ACTIVE', 'up') else b.lower()} (was {a.lower()})"
     name = f"{subject} {what}".strip()
     if what in ("device", "state", "interface") and (a is None or b is None):
         if names is None:
@@ -335,7 +340,7 @@ def _fold(found: list[Difference]) -> list[Difference]:
     """Merge equal differences of many devices into one line: eight GPUs, one driver."""
     folded: dict[tuple[object, ...], list[Difference]] = defaultdict(list)
     for difference in found:
-        stem = re.sub(r"\d", "", difference.subject)
+        stem = re.sub(r"\(.*\)|\d", "", difference.subject)  # without the PCI address
         folded[(difference.status, difference.what, difference.a, difference.b, stem)].append(difference)
     result = []
     for group in folded.values():
@@ -358,11 +363,10 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     family, because in a GPU fleet this is a fault, not another type of machine.
     """
     listed = list(snapshots)
-    counts = [len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0 for snapshot in listed]
-    whole = listed[counts.index(max(counts))] if listed else None
-    known = [traits(snapshot, like=whole) for snapshot in listed]
-    if not known:
+    if not listed:
         raise ValueError("a fleet needs at least one snapshot, got none")
+    whole = max(listed, key=lambda snapshot: len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0)
+    known = [traits(snapshot, like=whole) for snapshot in listed]
     node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, known, strict=True))
     kinds = [_get_kind(mine) for _, mine in nodes]
@@ -384,17 +388,15 @@ def _get_kind(mine: Traits) -> str | None:
 
 def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFamily:
     total = sum(len(names) for names, _ in nodes)
-    groups: dict[frozenset[tuple[tuple[str, str], str]], list[int]] = defaultdict(list)
-    for index, (_, mine) in enumerate(nodes):
-        groups[frozenset((key, trait.value) for key, trait in mine.items())].append(index)
+    domains: dict[str, dict[str, None]] = defaultdict(dict)
+    for names, mine in nodes:  # equal nodes of two racks are in two NVLink domains
+        for key in [key for key in mine if key[1] == DOMAIN]:
+            domains[mine.pop(key).value].update(dict.fromkeys(names))
     usual = _find_usual([(len(names), mine) for names, mine in nodes])
-    made = [
-        FleetGroup(
-            nodes=tuple(name for index in members for name in nodes[index][0]),
-            differences=compare(usual, nodes[members[0]][1], same_host=True),
-        )
-        for members in groups.values()
-    ]
+    groups: dict[tuple[Difference, ...], list[str]] = defaultdict(list)
+    for names, mine in nodes:
+        groups[compare(usual, mine, same_host=True)] += names
+    made = [FleetGroup(nodes=tuple(names), differences=differences) for differences, names in groups.items()]
     # Among groups of equal size, the one with the fewest differences is the common configuration.
     made.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
     common, *odd = made
@@ -402,6 +404,9 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
         warnings.append(_text("no_common", nodes=len(common.nodes), total=total))
+    if 1 < len(domains) < total:  # a domain of one node each would be that of its own board
+        listed = "; ".join(f"{some(list(names), most=3)} in {domain}" for domain, names in domains.items())
+        warnings.append(_text("domains", count=len(domains), listed=listed))
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
 
 

@@ -7,6 +7,7 @@ use, including EFA and Ethernet, and has no escape codes.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 from typing import Any
 
 from contracts.tables import read_table
@@ -27,14 +28,8 @@ def columns(node: NodeTopology) -> dict[str, str]:
     """Return the column label of every device by name, in matrix order; NICs without a label are numbered."""
     labels = {gpu.name: gpu.name for gpu in node.gpus}
     taken = {nic.label for nic in node.nics}
-    number = 0
-    for nic in node.nics:
-        label = nic.label
-        while label is None:
-            label = None if f"NIC{number}" in taken else f"NIC{number}"
-            number += 1
-        labels[nic.name] = label
-    return labels
+    free = (label for label in map("NIC{}".format, count()) if label not in taken)
+    return labels | {nic.name: next(free) if nic.label is None else nic.label for nic in node.nics}
 
 
 def render_matrix(node: NodeTopology) -> str:
@@ -50,8 +45,7 @@ def render_matrix(node: NodeTopology) -> str:
     lines += [f"  {label:<4} = {meaning}" for label, meaning in _LEGEND if label != "NV#" or shows_nvlink]
     if UNKNOWN in "".join(lines[1 : len(labels) + 1]) and any(pair.label == UNKNOWN for pair in node.pairs):
         lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could read it")
-    named = [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]
-    if named:
+    if named := [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]:
         lines += ["", "NIC Legend:", "", *(f"  {label}: {printable(name)}" for label, name in named)]
     return "\n".join(lines) + "\n"
 
@@ -68,13 +62,9 @@ def _list_affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
 
 def _format_affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
     """Return the cells after the last device. nvidia-smi has two tabs before the GPU NUMA ID, and none for NICs."""
-    if isinstance(device, NicNode) or not affinity:
-        return ""
-    text = ""
-    for title, name in affinity:
-        before = "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t"
-        text += before + (getattr(device, name) or "")
-    return text
+    shown = () if isinstance(device, NicNode) else affinity
+    tabs = {title: "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t" for title, _ in shown}
+    return "".join(tabs[title] + (getattr(device, name) or "") for title, name in shown)
 
 
 # The document -------------------------------------------------------------------------------------------------------

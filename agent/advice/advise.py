@@ -51,7 +51,7 @@ _MOST_FAULTS = 4  # number of faults printed with a recommendation; `topoflight 
 class Request:
     """One request: the machine and the run. Without a model, only the environment is recommended.
 
-    User options are declared in contracts/question.toml; its fields are members of this class or of TrainSpec.
+    User options are declared in agent/base/question.toml; its fields are members of this class or of TrainSpec.
     """
 
     hosts: tuple[Path, ...] = ()
@@ -449,7 +449,7 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
 def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
     """Export the advice in the input format of another tool; `nodes` is the number of hosts that the ranks run on."""
     if form in ENVIRONMENTS:
-        return nccl_env.render_settings(advice.settings, form)
+        return nccl_env.render_settings(advice.settings, form, advice.notes)
     if advice.model is None:
         raise RequestError(f"format {form}: requires a model, because it exports a layout")
     world = advice.chosen.layout.world_size if advice.chosen else nodes

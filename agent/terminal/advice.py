@@ -70,6 +70,9 @@ def _print_brief(out: Console, advice: Recommendation) -> None:
     words = " ".join(shown[:FIRST_SETTINGS]) or NOTHING_TO_SET
     rows.append(("set", words + (f" and {more} more (-o env)" if more > 0 else "")))
     print_properties(out, rows)
+    for note in advice.notes:
+        if note.topic == "platform":  # the provider's own script, or that nothing is known: the settings do not suffice
+            print_bullet(out, "!", escape(note.text.split(". ")[0] + ". Reasons: --explain"))
     _print_remarks(out, advice)
     out.print(f"[dim]{MORE}[/dim]")
 

@@ -36,10 +36,10 @@ def names() -> tuple[str, ...]:
 
 
 def machine(name: str) -> Known:
-    """Return a row of the catalogue by name or alias."""
-    wanted = name.strip().lower()
+    """Return a row of the catalogue by name or alias; Azure also writes `Standard_` before its names."""
+    wanted = name.strip().lower().removeprefix("standard_")
     for row in catalogue():
-        if wanted == row.name.lower() or wanted in row.aliases:
+        if re.sub(r"[\W_]", "", wanted) in [re.sub(r"[\W_]", "", one.lower()) for one in (row.name, *row.aliases)]:
             return row
     near = difflib.get_close_matches(wanted, [row.name for row in catalogue()], n=3, cutoff=0.4)
     hint = "; --sweep compares several machines" if "," in name else f"; nearest: {', '.join(near)}" if near else ""

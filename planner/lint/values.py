@@ -148,8 +148,8 @@ def _effect_of_garbage(name: str, entry: NcclName) -> str:
 
 def default_of(name: str, entry: NcclName) -> str:
     """Describe the default of a variable. A negative number means that NCCL chooses."""
-    chooses = entry.default.startswith(("-", "unset"))
-    default = "what NCCL chooses by itself" if chooses else f"its default {entry.default}"
+    default = entry.default.removeprefix("unset ")
+    default = "what NCCL chooses by itself" if default[:1] == "-" or default == "unset" else f"its default {default}"
     return "its default 4194304 (4 MiB)" if name == "NCCL_BUFFSIZE" else default  # src/init.cc DEFAULT_BUFFSIZE
 
 

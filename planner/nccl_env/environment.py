@@ -44,8 +44,8 @@ class RenderError(ValueError):
 FORMATS = ("env", "shell", "k8s")
 
 
-def render_settings(settings: Sequence[Setting], form: str) -> str:
-    """Format settings in one of FORMATS, with their reasons as comments. Raises RenderError.
+def render_settings(settings: Sequence[Setting], form: str, notes: Sequence[Note] = ()) -> str:
+    """Format settings in one of FORMATS, with their reasons and notes on the platform as comments. Raises RenderError.
 
     These are an env file (unquoted, as `docker run --env-file` reads it), export commands for a POSIX shell, and the
     `env:` list of a container as YAML, in which every value is a string, even if it looks like a number.
@@ -53,12 +53,12 @@ def render_settings(settings: Sequence[Setting], form: str) -> str:
     for each in settings:
         if any(mark in each.value for mark in "\n\r\0"):
             raise RenderError(f"{each.name}: the value {each.value!r} has a line break, which no env file can carry")
+    lines = [f"# {note.text}" for note in notes if note.topic == "platform"]
     if form == "k8s":
         import yaml
 
         rows = [{"name": each.name, "value": each.value} for each in settings]
-        return yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=10_000)
-    lines = []
+        return "\n".join([*lines, yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=10_000)])
     for each in settings:
         value = f"export {each.name}={shlex.quote(each.value)}" if form == "shell" else f"{each.name}={each.value}"
         lines += [f"# {each.reason.rule}", value]
@@ -84,12 +84,17 @@ def amd(case: Situation) -> Note | None:
 
 
 def vendor_script(case: Situation) -> Note | None:
-    """Report a platform whose vendor's plugin has its own environment, which must not be overridden."""
+    """Report a platform whose vendor's plugin has its own environment, which must not be overridden.
+
+    Of another platform, the published values that only a node shows to be needed are listed if no node was read.
+    """
     for node in case.nodes:
-        row = recognise(node)
-        if row is None or not row.plugin:
+        row, info = recognise(node), node.facts(HostinfoFacts)
+        if row is None or row.amd or not (row.plugin or (info is None and not case.efa)):
             continue
-        info = node.facts(HostinfoFacts)
+        if not row.plugin:
+            left = [f"{name}={value}" for name, (value, recipe) in row.values().items() if name not in recipe.set]
+            return note("platform.published", platform=row.name, listed=" ".join(left)) if left else None
         there = next((path for path in row.script if info and path in info.vendor_files), None)
         listed = " ".join(f"{name}={value}" for name, (value, _) in row.values().items())
         if not row.script:
@@ -332,7 +337,7 @@ def settings(case: Situation) -> Recommendation:
         added = [each for each in list_published(case).values() if each.name not in named]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
-    if vendor_script(case) is not None:  # the script or its plugin sets NCCL's variables
+    if (found := vendor_script(case)) and found.topic == "platform":  # the script or its plugin sets NCCL's variables
         chosen = [each for each in chosen if not each.name.startswith("NCCL_")]
         if between:
             notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic == "NCCL_MNNVL_ENABLE"]

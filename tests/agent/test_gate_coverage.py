@@ -124,6 +124,8 @@ def test_a_probe_of_what_every_host_has_must_end(probe: str) -> None:
     view = build_view((with_outcomes(snapshot("cpu-only-vm"), **{probe: Failed(error="no answer after 10.0 s")}),))
     assert view.verdict.exit_code == 5
     assert f"{probe}." in view.verdict.why
+    (failed,) = of_code(view, f"{probe}.probe.failed")
+    assert (failed.status, failed.subject) == ("unknown", probe) and "no answer after 10.0 s" in failed.message
 
 
 def test_sysfs_that_is_not_mounted_is_no_machine_without_a_bus(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The same finding is told once, and the matrix is whole for tools; each report na
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -69,6 +70,8 @@ def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() 
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
+    tray = view("gb200-nvl72-tray")
+    assert "NVLink domain " in drawn(hosts.print_hosts_brief, tray.snapshots * 2, tray.topologies * 2, ())
 
 
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
@@ -308,12 +311,18 @@ def test_hostile_text_stays_text() -> None:
         assert word not in html.replace("data:,", ""), "one file, which fetches nothing"
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole or absent: a reader never sees half a report."""
     target = tmp_path / "report.json"
     write_atomic(target, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomic(target, "\ud800")
+
+    def full(_descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for text, error in (("\ud800", UnicodeEncodeError), ("new", OSError)):
+        with pytest.raises(error):
+            write_atomic(target, text)
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 

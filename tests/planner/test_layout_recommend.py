@@ -43,6 +43,8 @@ def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:
     for name, says in wrong.items():
         with pytest.raises(machines.MachineError, match=says):
             machines.machine(name)
+    written = ("DGX H100", "Standard_ND96isr_H100_v5")
+    assert [machines.machine(name).name for name in written] == ["dgx-h100", "ND96isr_H100_v5"]
     with pytest.raises(machines.MachineError, match="p5"):
         machines.cluster("p5.48xlrge")
 

@@ -21,6 +21,7 @@ from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast import machines
 from planner.nccl_env import Platform, Recipe, names, platforms
+from planner.nccl_env.environment import render_settings
 from planner.nccl_env.situation import recognise, situation
 from probes.api import Snapshot
 from topology.build import build
@@ -133,8 +134,9 @@ def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[s
     """The user says which machine it is: what is published for it holds."""
     found = settings([], machines.cluster(name, 4))
     assert transport(found) == (EXPECTED[expected]["sets"] if isinstance(expected, str) else expected)
-    if name.startswith("a3-"):
-        assert "nccl-env-profile.sh" in str(found.notes)
+    said = {"a3-megagpu-8g": "nccl-env-profile.sh", "ND96isr_H200_v5": "/ndv5/topo.xml"}.get(name, "")
+    published = [each.text for each in found.notes if each.topic == "published"]
+    assert said in render_settings(found.settings, "env", found.notes) + str(published)
 
 
 @each_row(("machine", "change", "link", "says"), rows("plugins"))

@@ -254,13 +254,14 @@ def test_the_fastest_of_the_named_modes_counts() -> None:
 
 
 def test_the_mask_of_priorities_and_the_ports_map_of_dscp_are_read() -> None:
-    """struct ieee_pfc: capability, mask, then counters. struct dcb_app: selector 5 is DSCP, others Ethernet types."""
-    pfc = struct.pack("=BBBxH2x8Q8Q", 8, 0b1000, 0, 0, *range(16))
+    """struct ieee_pfc: capability, mask, then counters. struct dcb_app: selector 5 is DSCP, 1 an Ethernet type."""
+    pfc = struct.pack("=BBBxH2x8Q8Q", 8, 0b11000, 0, 0, *range(16))
     ieee = attribute(13, attribute(1, bytes(40)) + attribute(2, pfc))
     body = struct.pack("=BBH", 0, 21, 0) + attribute(1, b"eth0\0")
-    assert netlink.parse_pfc(body + ieee) == {"pfc_classes": 8, "pfc_mask": 8}
+    assert netlink.parse_pfc(body + ieee) == {"pfc_classes": 8, "pfc_mask": 0b11000}
     assert netlink.parse_pfc(body) == {}
-    apps = b"".join(attribute(1, struct.pack("=BBH", *each)) for each in ((5, 3, 26), (1, 0, 0x8914), (5, 6, 48)))
+    rows = (5, 3, 26), (1, 0, 0x8914), (4, 2, 20), (5, 6, 48)
+    apps = b"".join(attribute(1, struct.pack("=BBH", *each)) for each in rows)
     assert netlink.parse_pfc(body + attribute(13, attribute(0x8003, apps))) == {"app_dscp": [8 * 26 + 3, 8 * 48 + 6]}
     assert netlink.parse_pfc(body + attribute(13, attribute(3, b""))) == {"app_dscp": []}
 

@@ -33,10 +33,18 @@ def changed(name, probe, **changes):
     return with_facts(whole, **{probe: replace(whole.outcomes[probe].facts, **changes)})
 
 
+def tray(clique, **changes):
+    gpus = (replace(gpu, fabric_clique=f"rack/{clique}") for gpu in snapshot(GB200).facts(GpuFacts).gpus)
+    return replace(changed(GB200, "gpu", gpus=tuple(gpus)), **changes)
+
+
 def test_differences_in_words():
     sound, sick, lost = snapshot(HGX), snapshot("sick-h100-dead-hca"), snapshot("sick-h100-gpu-lost")
     version, here, there = sound.facts(GpuFacts).driver_version, sound.hostname, sick.hostname
     small = snapshot("sick-h100-memlock-64KiB")
+    pci = [replace(one, link_transfers_per_second=8e9) if one.bus_id == "0000:5e:00.0" else one
+           for one in sound.outcomes["pci"].facts.devices]  # fmt: skip
+    slow = changed(HGX, "pci", devices=tuple(pci))
     rows = [
         (diff(sound, sound), None),
         (diff(sound, changed(HGX, "gpu", driver_version="999.1")), f"driver {version} -> 999.1"),
@@ -44,6 +52,8 @@ def test_differences_in_words():
         (diff(sound, sick, ("in a.json", "in b.json")), "mlx5_3 down in b.json (active in a.json)"),
         (diff(sound, replace(sick, hostname=here)), "mlx5_3 down (was active)"),
         (diff(small, sound, ("in a", "in b")), "memlock 64 KiB in a, unlimited in b"),
+        (diff(sound, slow), "mlx5_3 (0000:5e:00.0) PCIe speed 32 GT/s -> 8 GT/s"),
+        (diff(tray(1), tray(2)), "GPU0, GPU1, GPU2 and 1 more: NVLink domain rack/1 -> rack/2"),
     ]
     wrong = [(expected, found[:1]) for found, expected in rows if next(iter(messages(found)), None) != expected]
     assert not wrong
@@ -65,39 +75,15 @@ def test_what_joins_the_nodes():
 
 
 def test_the_copies_of_a_node_are_planned_once():
-    """As `--nodes 1000` makes them of one host: their NICs are read as often as those of three."""
-    read = []
-
-    class Counted(tuple):
-        __slots__ = ()
-
-        def __iter__(self):
-            read.append(1)
-            return super().__iter__()
-
+    """As `--nodes 1000` makes them of one host: all share the expectations of the first."""
     node = topology(HGX)
-    node = replace(node, nics=Counted(node.nics))
-    counts = []
-    for number in (3, 50):
-        read.clear()
-        join([replace(node, hostname=f"n{n}") for n in range(number)])
-        counts.append(len(read))
-    assert counts[0] == counts[1]
+    copies = join([replace(node, hostname=f"n{n}") for n in range(3)]).nodes
+    assert len({id(copy.expectations) for copy in copies}) == 1 <= len(copies[0].expectations)
 
 
 def test_text_matrices_join_without_a_bandwidth():
     text = "\tGPU0\tGPU1\tmlx5_0\nGPU0\tX\tNV4\tPIX\nGPU1\tNV4\tX\tPIX\nmlx5_0\tPIX\tPIX\tX\n"
-    cluster = join([parse(text, "a"), parse(text, "b")])
-    assert cluster.inter_node_bytes_per_second is None
-
-
-def test_narrowed_slot_in_words():
-    facts = snapshot(HGX).facts(GpuFacts)
-    gpus = tuple(replace(gpu, pcie_width=8) if gpu.index == 5 else gpu for gpu in facts.gpus)
-    (difference,) = diff(snapshot(HGX), changed(HGX, "gpu", gpus=gpus))
-    assert (difference.message, difference.status) == ("GPU5 x16 -> x8", Status.FAIL)
-    (better,) = diff(changed(HGX, "gpu", gpus=gpus), snapshot(HGX))
-    assert better.status is Status.INFO
+    assert join([parse(text, "a"), parse(text, "b")]).inter_node_bytes_per_second is None
 
 
 def test_throttling_is_as_bad_as_the_scan_calls_it():
@@ -122,14 +108,12 @@ def test_fleet_finds_the_odd_nodes_among_hundreds():
     healthy = [replace(snapshot(HGX), hostname=f"node-{i:03}") for i in range(120)]
     odd = [snapshot("sick-h100-nvlink-missing"), snapshot("sick-h100-memlock-64KiB")]
     view = fleet([*healthy[:100], odd[0], *healthy[100:], odd[1]])
-    assert view.total == 122
     (family,) = view.families
-    assert len(family.common.nodes) == 120
+    assert (view.total, len(family.common.nodes)) == (122, 120)
     assert {group.nodes[0] for group in family.odd} == {snapshot.hostname for snapshot in odd}
     assert all(group.differences[0].status is Status.FAIL for group in family.odd)
-    text = fleet_text(view)
-    assert "GPU3 NVLinks 18 -> 16" in text
-    assert "memlock unlimited -> 64 KiB" in text
+    lines = {line.partition("    ")[2] for line in fleet_text(view).splitlines()}
+    assert {"GPU3 NVLinks 18 -> 16", "memlock unlimited -> 64 KiB"} <= lines
 
 
 def test_what_is_common_in_a_fleet_and_what_is_not():
@@ -137,14 +121,17 @@ def test_what_is_common_in_a_fleet_and_what_is_not():
     sick = fleet([snapshot(f"sick-h100-{name}") for name in ("nvlink-missing", "memlock-64KiB", "thermal")])
     assert any("no common configuration" in warning for warning in sick.families[0].warnings)
     unlike = fleet([snapshot(name) for name in (HGX, HGX, P4D, A40)])
-    assert [family.total for family in unlike.families] == [2, 1, 1]
-    assert all(not family.odd for family in unlike.families)
+    assert [(family.total, family.odd) for family in unlike.families] == [(2, ()), (1, ()), (1, ())]
     blind = replace(with_outcomes(snapshot(HGX), gpu=Absent(why="driver not loaded")), hostname="blind")
     (family,) = fleet([snapshot(HGX), snapshot(HGX), snapshot(HGX), blind]).families
     assert family.odd[0].nodes == ("blind",)
     assert any("probe gpu" in difference.message for difference in family.odd[0].differences)
     (family,) = fleet([snapshot(HGX), snapshot(HGX)]).families
     assert [name.rpartition("#")[2] for name in family.common.nodes] == ["1", "2"]
+    (family,) = fleet([tray(1), tray(1), tray(2, hostname="lone")]).families
+    assert (family.odd, len(family.common.nodes)) == ((), 3), "two racks of equal nodes are no fault"
+    assert [warning.partition("; ")[2].partition(".")[0] for warning in family.warnings] == ["lone in rack/2"]
+    assert fleet([tray(1), tray(2)]).families[0].warnings == (), "each board may have a domain of its own"
     with pytest.raises(ValueError, match="at least one"):
         fleet([])
 
@@ -168,11 +155,18 @@ def test_gpus_are_compared_by_their_place_on_the_bus():
     gpus = tuple(replace(gpu, pcie_width=8) if gpu.index == 3 else gpu for gpu in facts.gpus)
     later = with_facts(later, gpu=replace(facts, gpus=gpus))
     of_gpus = [message for message in messages(diff(snapshot(HGX), later)) if message.startswith("GPU")]
-    assert of_gpus == ["GPU2 missing", "GPU4 x16 -> x8", "GPUs 8 -> 7"]
-    came_back = messages(diff(later, snapshot(HGX)))
+    assert of_gpus == ["GPU2 missing", "GPU4 PCIe width x16 -> x8", "GPUs 8 -> 7"]
+    better = {found.message: found.status for found in diff(later, snapshot(HGX))}
+    assert better["GPU3 PCIe width x8 -> x16"] is Status.INFO
     new = snapshot(HGX).outcomes["gpu"].facts.gpus[2].bus_id
-    assert f"GPU2 at {new} new" in came_back
-    assert not any("GPU7" in message for message in came_back)
+    assert f"GPU2 at {new} new" in better
+    assert not any("GPU7" in message for message in better)
+    facts = snapshot(HGX).facts(GpuFacts)
+    turned = {gpu.index: 7 - gpu.index for gpu in facts.gpus}
+    pairs = tuple(replace(pair, a=turned[pair.a], b=turned[pair.b]) for pair in facts.pairs)
+    gpus = tuple(replace(gpu, index=turned[gpu.index]) for gpu in facts.gpus)
+    renumbered = replace(changed(HGX, "gpu", gpus=gpus, pairs=pairs), hostname="renumbered")
+    assert not fleet([snapshot(HGX), snapshot(HGX), renumbered]).families[0].odd
     facts = snapshot(HGX).outcomes["rdma"].facts
     renamed = replace(facts, devices=(replace(facts.devices[0], name="ibp24s0"), *facts.devices[1:]))
     assert messages(diff(snapshot(HGX), with_facts(snapshot(HGX), rdma=renamed))) == ["mlx5_0 name mlx5_0 -> ibp24s0"]

@@ -3,7 +3,7 @@
 Specification: `nvidia-smi topo --help` and the legend that it prints; drivers 361 to 580 print tabs between cells and
 ``ESC[4m`` around the header. The parser also accepts copies changed by terminals, logs and web pages: escape codes,
 line prefixes, blanks instead of tabs, names or cells without a blank between them, Markdown and HTML, JSON and Python
-strings, and truncated text.
+strings, and truncated text. Lines of `nvidia-smi -L` or PyTorch's collect_env in the text give the models of the GPUs.
 
 Rejected, with the line: lines wrapped by a terminal, empty cells, a header without all columns, interleaved lines of
 several hosts. If a text contains several matrices, the first is read.
@@ -15,8 +15,10 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from contracts.tables import read_texts
+from hardware.gpus import gpu_named
 from hardware.units import some
 from topology.derive import complete, rails
 from topology.formats import TopologyFileError
@@ -50,6 +52,7 @@ _WORD = re.compile(
 )
 _CUT_NAME = re.compile(r"GP?U?|NI?C?|ml?x?\d?_?")
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
+_MODEL = re.compile(r"\W{0,8}GPU (\d{1,4}(?:,\d{1,4}){0,64}): +(\S+(?: \S+)*)")  # "GPU 0: NVIDIA GB10", "GPU 0,1: ..."
 _NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*|CPU")
 
 
@@ -271,9 +274,10 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     others = [name for name in matrix.devices if _NO_NIC.fullmatch(name)]
     if others:
         matrix.warnings.append(_text("no_nics", names=", ".join(others)))
-    gpus = tuple(_build_gpu(name, rows.get(name), matrix) for name in matrix.devices if re.fullmatch(r"GPU\d+", name))
-    names = {gpu.name for gpu in gpus}
-    nics = _build_nics([name for name in matrix.devices if name not in names and name not in others], legend)
+    models = {f"GPU{i}": m[2] for _, line in reversed(lines) if (m := _MODEL.match(line)) for i in m[1].split(",")}
+    named = [name for name in matrix.devices if re.fullmatch(r"GPU\d+", name)]
+    gpus = tuple(_build_gpu(name, rows.get(name), matrix, models.get(name)) for name in named)
+    nics = _build_nics([name for name in matrix.devices if name not in (*named, *others)], legend)
     # A GPU whose memory is a NUMA node is attached to a Grace CPU by C2C.
     coherent = {gpu.name for gpu in gpus if gpu.c2c}
     nic_names = {nic.label or nic.name: nic.name for nic in nics}
@@ -307,12 +311,15 @@ def _guess_kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
     return "-mp" if re.search(r"\bPIX\s*=", below) and "NV#" not in below else "-m"
 
 
-def _build_gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
-    found = _assign_affinity(row, matrix.columns) if row else {}
+def _build_gpu(name: str, row: _Row | None, matrix: _Matrix, model: str | None) -> GpuNode:
+    """Build a GPU; `model` is its name in lines as those of `nvidia-smi -L` next to the matrix."""
+    found, known = _assign_affinity(row, matrix.columns) if row else {}, gpu_named(model)
     numa = found.get("numa")
     return GpuNode(
         name=name,
         index=int(name[3:]),
+        model=model if known else None,
+        compute_capability=known.compute_capability if known else None,
         numa_node=int(numa) if numa and numa.isdecimal() and len(numa) < 6 else None,
         cpu_affinity=found.get("cpu"),
         numa_affinity=numa,
@@ -393,21 +400,20 @@ def _build_pairs(
         lacks = matrix.lacks if any(name.startswith("GPU") for name in missing) else matrix.warnings.append
         lacks(_text("missing_rows", rows=some(missing)))
     made = []
-    for i, a in enumerate(devices):
-        for j, b in enumerate(devices[i + 1 :], i + 1):
-            seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
-            if seen and a not in others and b not in others:
-                row, label = _choose_label(a, b, seen, matrix)
-                made.append(
-                    Pair(
-                        a=nics.get(a, a),
-                        b=nics.get(b, b),
-                        label=label,
-                        path=path_class(label, c2c=a in coherent and b in nics),
-                        nvlinks=nvlinks(label),
-                        evidence=f"line {row.line} of {matrix.source}",
-                    )
+    for (i, a), (j, b) in combinations(enumerate(devices), 2):
+        seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
+        if seen and a not in others and b not in others:
+            row, label = _choose_label(a, b, seen, matrix)
+            made.append(
+                Pair(
+                    a=nics.get(a, a),
+                    b=nics.get(b, b),
+                    label=label,
+                    path=path_class(label, c2c=a in coherent and b in nics),
+                    nvlinks=nvlinks(label),
+                    evidence=f"line {row.line} of {matrix.source}",
                 )
+            )
     return tuple(made)
 
 
