@@ -41,16 +41,3 @@ def insert_pieces(text: str | list[str], pieces: Mapping[str, str | list[str]]) 
     """Return the regular expression of a text or of alternatives; <<name>> inserts the piece with that name."""
     joined = text if isinstance(text, str) else "|".join(text)
     return re.sub(r"<<(\w+)>>", lambda found: insert_pieces(pieces[found[1]], pieces), joined)
-
-
-def bounds(text: str) -> tuple[str, float, float | None, bool] | None:
-    """Parse "int 1..1024" or "float above 0..1_000_000.0" into the type, both bounds and whether the lower is excluded.
-
-    "count 1.." has no upper bound; an option of this type takes suffixes. Returns None if the text is not a range.
-    """
-    found = re.fullmatch(r"(int|count|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
-    if found is None:
-        return None
-    low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
-    assert low is not None  # noqa: S101 - the pattern requires it
-    return found[1], low, high, bool(found[2])

@@ -6,7 +6,7 @@ under merge keys, still grow exponentially, and an invalid scalar raises any exc
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -18,40 +18,6 @@ MOST_NODES = 200_000  # of the expanded text: each alias counts as the nodes of 
 
 class YamlTextError(ValueError):
     """The text is not YAML, or uses YAML that is not supported here."""
-
-
-class Text(str):
-    """A scalar, with the line of its first character. 0: a text of several lines that is no literal block (`|`)."""
-
-    line = 0
-
-
-class Plain(Text):
-    """A scalar without quotes or tag: another YAML reader may parse it as a number or a boolean."""
-
-
-class _Texts(yaml.SafeLoader):
-    """The loader that keeps every scalar as text: 022 does not become 18, and `on` does not become True."""
-
-    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """Record whether the scalar has a tag, which fixes its type as quotes do."""
-        tagged = self.peek_event().tag is not None  # type: ignore[no-untyped-call]
-        node = super().compose_scalar_node(anchor)
-        node.style = node.style or ("'" if tagged else None)
-        return node
-
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """Return the text, its line, and whether quotes or a tag mark it as a string."""
-        found, style = super().construct_scalar(node), getattr(node, "style", "")
-        if isinstance(found, str):
-            found = Plain(found) if style is None else Text(found)
-            if style == "|" or "\n" not in found.strip():
-                found.line = node.start_mark.line + (2 if style in ("|", ">") else 1)
-        return found
-
-    yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML's classes carry it
-        "<": [("tag:yaml.org,2002:merge", re.compile(r"<<\Z"))]
-    }
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -94,22 +60,19 @@ def _check_size(text: str, most_aliases: int) -> None:
             raise YamlTextError(f"more than {MOST_NODES} nodes, with the anchors of its aliases written out")
 
 
-def load_all(text: str, *, most_aliases: int, texts: bool = False, once: bool = False, first: int = 1) -> list[Any]:
-    """Parse every document in the text, whose first line has the number `first`.
+def load_all(
+    text: str, *, most_aliases: int, once: bool = False, make_loader: Callable[[str], yaml.SafeLoader] | None = None
+) -> list[Any]:
+    """Parse every document in the text, by default with the safe loader.
 
-    With `texts`, scalars stay text. With `once`, a repeated key in a mapping is an error. Raises YamlTextError.
+    With `once`, a repeated key in a mapping is an error. Raises YamlTextError.
     """
-
-    def make_loader(text: str) -> yaml.SafeLoader:
-        loader = (_Texts if texts else _UniqueKeyLoader if once else yaml.SafeLoader)(text)
-        loader.line = first - 1
-        return loader
-
     if len(text) > MOST_CHARACTERS:
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
     try:
         _check_size(text, most_aliases)
-        return list(yaml.load_all(text, Loader=make_loader))  # type: ignore[arg-type]  # PyYAML only calls it
+        made: Any = make_loader or (_UniqueKeyLoader if once else yaml.SafeLoader)
+        return list(yaml.load_all(text, Loader=made))
     except YamlTextError:
         raise
     except yaml.YAMLError as error:

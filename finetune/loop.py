@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import get_scheduler
 
-from contracts.job_config import ConfigError, EndedError, JobConfig, JobPlan
+from contracts.job_config import ConfigError, EndedError, JobConfig
 from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
 from finetune import checkpoint, model, parallel, recorder as runs, rows, verify, weights
@@ -62,25 +62,16 @@ class Done(NamedTuple):
     stop: bool  # a rank was asked to stop
 
 
-def weights_in(parameter: torch.Tensor) -> int:
-    """Return the number of weights in a parameter; bitsandbytes packs several per element and stores their shape."""
-    packed = getattr(parameter, "quant_state", None)
-    return math.prod(packed.shape) if packed is not None else parameter.numel()
-
-
 class Trainer:
     """The training run."""
 
-    def __init__(
-        self, config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, recorder: runs.Recorder
-    ) -> None:
-        self.config, self.layout, self.recorder = config, layout, recorder
+    def __init__(self, config: JobConfig, layout: Layout, recorder: runs.Recorder) -> None:
+        self.config, self.layout, self.recorder, device = config, layout, recorder, recorder.device
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
         liger = device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
         if config.layout.get("fused_cross_entropy") and not liger:
             recorder.note("fused_cross_entropy: Liger's kernel is not here; torch computes the loss in parts")
-        recorder.open_logs(config.report_to)
         self.tokenizer = rows.load_tokenizer(config)
         examples, data_counts = rows.prepare(config, config.dataset_train_split, self.tokenizer)
         test: Sequence[Any] = []
@@ -88,7 +79,7 @@ class Trainer:
             test = rows.prepare(config, config.dataset_test_split, self.tokenizer)[0]
 
         net = model.build_model(config, layout.precision, recorder.note)
-        counts = [(weights_in(p), p.requires_grad) for p in net.parameters()]
+        counts = [(p.numel(), p.requires_grad) for p in net.parameters()]  # before 4-bit weights are packed
         shape = model.causal_lm(net).config
         rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
@@ -99,21 +90,17 @@ class Trainer:
         self.named = self.engine.named_parameters()
         self.optimizer = build_optimizer(self.named.values(), config)
 
-        self.plan = plan
-        effective = verify.check(layout, verify.observe(self.engine), plan.environment)
         parameters, trainable = sum(n for n, _ in counts), sum(n for n, grows in counts if grows)
         length = sum(len(e.tokens) for e in examples) / len(examples)
-        record = recorder.record
-        record.layout.effective = effective
+        record, effective = recorder.record, verify.observe(self.engine)
+        verify.check(record, layout, effective)
         record.model = RunModel(name=config.model_name_or_path, parameters=parameters, trainable=trainable)
         record.data = {"name": config.dataset_name, "mean_tokens": length, **data_counts}
         recorder.write()
         runs.print_once(f"{layout.family} on {layout.world_size} x {device.type}: {effective.placements}; "
                    f"{trainable:,} of {parameters:,} parameters train")  # fmt: skip
 
-        self.data_rank = 0
-        if mesh is not None:
-            self.data_rank = mesh.get_local_rank("dp_replicate") * layout.dp_shard + mesh.get_local_rank("dp_shard")
+        self.data_rank = dist.get_rank() // layout.tp % layout.data_parallel  # tp is innermost in a mesh, pp outermost
         self.loader, self.test = self._loaders(examples, test)
         self.steps = config.max_steps or math.ceil(config.num_train_epochs * self.loader.steps)
         self.share_at = build_schedule(self.optimizer, config, self.steps)
@@ -164,7 +151,7 @@ class Trainer:
         if config.save_strategy != "no" or not checkpoint.list_checkpoints(self.store.folder):
             self.save(place)
         self.recorder.find_fullest_rank()
-        for text in verify.record_transports(self.recorder.record, self.plan):
+        for text in verify.record_transports(self.recorder.record):
             self.recorder.note(text)  # connected later, for example by a checkpoint: the training is done
 
     def step(self, number: int, share: rows.Share) -> Done:
@@ -192,7 +179,7 @@ class Trainer:
         """Do what follows a step: print a line, write a checkpoint, evaluate, or end."""
         config, step = self.config, place.step
         if len(self.recorder.losses) == 1:  # all connections for a step exist now
-            verify.require_equal(verify.record_transports(self.recorder.record, self.plan))
+            verify.require_equal(verify.record_transports(self.recorder.record))
             self.recorder.write()
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication

@@ -6,7 +6,7 @@ sockets. Ranks exchange nothing. A rank that is stuck in a collective still writ
 lock. A small file is written every ten seconds. The recorder is dumped when nothing has moved for STALL_SECONDS, or
 when `topoflight why --watch` requests it.
 
-This file also runs in Python environments that have nothing of Topoflight (autostart/sitecustomize.py), so it needs the
+This file also runs in Python environments that have nothing of Topoflight (agent/jobs/autostart), so it needs the
 standard library alone. What it writes, collectives/traces/rank_files.py reads.
 
     torch.distributed.init_process_group = rank_monitor.starting(torch.distributed.init_process_group, Path("run"))
@@ -582,15 +582,3 @@ def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
             waits, again = found.get(str(peer[0]), (False, False))
             found[str(peer[0])] = (waits or queued > 0, again or is_resent)
     return [(address, *flags) for address, flags in found.items()]
-
-
-def copy_files(folder: Path) -> None:
-    """Copy what starts the monitor in another container's Python: this file and the one that loads it."""
-    top = Path(__file__).resolve().parents[1]
-    for name in ("finetune/autostart/sitecustomize.py", "finetune/rank_monitor.py"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes((top / name).read_bytes())
-
-
-if __name__ == "__main__":  # python -m finetune.rank_monitor FOLDER
-    copy_files(Path(sys.argv[1]))

@@ -162,18 +162,11 @@ class Recorder:
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = 0  # peak of the fullest rank, once the ranks have exchanged theirs
         self.started = False  # the model is loaded
-        self._metrics: Any = None
         self._board: Any = None
-
-    def open_logs(self, report_to: Iterable[str]) -> None:
-        """Start metrics.jsonl, and tensorboard if it is requested."""
-        if not self.writes:
-            return
-        self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
-        if "tensorboard" in report_to:
+        if self.writes and plan.trl is None and plan.config and "tensorboard" in plan.config.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self.folder / "runs"))
+            self._board = SummaryWriter(str(folder / "runs"))
 
     def note(self, text: str) -> None:
         """Add a remark for the reader of the record."""
@@ -223,8 +216,9 @@ class Recorder:
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write one line of metrics."""
-        if self._metrics is not None:
-            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+        if self.writes:
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 if value is not None:
@@ -309,8 +303,6 @@ class Recorder:
         exposed = record.communication.exposed_share if record.communication else None
         if exposed is not None and exposed >= 0.005:
             print_once(f"communication {100 * exposed:.0f} % exposed")
-        if self._metrics is not None:
-            self._metrics.close()
         if self._board is not None:
             self._board.close()
 

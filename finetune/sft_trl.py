@@ -35,9 +35,9 @@ from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
 from finetune import checkpoint, hub, loop, recorder, rows, verify
 
 
-def train(config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder) -> None:
+def train(config: JobConfig, layout: Layout, made: recorder.Recorder) -> None:
     """Run all remaining steps of TRL's trainer, and write the model."""
-    trainer = _make_trainer(config, layout, plan, device, made)
+    trainer = _make_trainer(config, layout, made)
     args, record = trainer.args, made.record
     resume = checkpoint.find_resume(config, TRAINER_STATE_NAME)
     if resume:
@@ -53,12 +53,10 @@ def train(config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device
         trainer.push_to_hub(dataset_name=config.dataset_name)
 
 
-def _make_trainer(
-    config: JobConfig, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder
-) -> _Trainer:
+def _make_trainer(config: JobConfig, layout: Layout, made: recorder.Recorder) -> _Trainer:
     """Load the model and the rows, and write what they are to the record. Raises ConfigError for what TRL refuses."""
-    script, args, model, mixture = parse(plan, config, layout, device.type != "cpu", made.note)
-    made.open_logs(())
+    plan = made.record.plan
+    script, args, model, mixture = parse(plan, config, layout, made.device.type != "cpu", made.note)
     train_rows, test_rows = load_data(plan, config, script, mixture, args.eval_strategy != "no")
     transformers.set_seed(args.seed)
     options = {"revision": config.model_revision, "trust_remote_code": args.trust_remote_code,
@@ -68,8 +66,8 @@ def _make_trainer(
     with hub.asking("model_name_or_path", model.model_name_or_path, config.model_revision):
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None
-    counts = sum(map(loop.weights_in, net.parameters()))
-    seen = Recording(layout, plan, device, made)
+    counts = net.num_parameters()
+    seen = Recording(layout, made)
     try:
         trainer = _Trainer(
             model=net, args=args, train_dataset=train_rows, eval_dataset=test_rows,
@@ -213,16 +211,15 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
 
     trainer: transformers.Trainer  # set before it trains: it takes its callbacks when it is made
 
-    def __init__(self, layout: Layout, plan: JobPlan, device: torch.device, made: recorder.Recorder) -> None:
-        self.layout, self.plan, self.device, self.recorder = layout, plan, device, made
+    def __init__(self, layout: Layout, made: recorder.Recorder) -> None:
+        self.layout, self.recorder, self.device = layout, made, made.device
         self.stop_requested, self.stopped, self.began = False, False, 0.0
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
 
     def on_train_begin(self, *_: Any, **_words: Any) -> None:
         """Check that the layout which was built is the layout of the plan."""
-        observed = observe(self.trainer, self.device)
-        self.recorder.record.layout.effective = verify.check(self.layout, observed, self.plan.environment)
+        verify.check(self.recorder.record, self.layout, observe(self.trainer, self.device))
         self.recorder.watch_memory()
 
     def on_step_begin(self, *_: Any, **_words: Any) -> None:
@@ -242,7 +239,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)))
         self.recorder.record.steps_done = state.global_step
         if len(self.recorder.losses) == 1:  # what a step needs is connected now
-            verify.require_equal(verify.record_transports(self.recorder.record, self.plan))
+            verify.require_equal(verify.record_transports(self.recorder.record))
             self.recorder.write()
         if not math.isfinite(mean):
             raise loop.DivergedError(f"step {state.global_step}: loss {mean}; the checkpoints remain")

@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if plan.trl is not None:
             from finetune import sft_trl  # which imports TRL
 
-            sft_trl.train(config, layout, plan, device, recorder)
+            sft_trl.train(config, layout, recorder)
         else:
-            trainer = Trainer(config, layout, plan, device, recorder)
+            trainer = Trainer(config, layout, recorder)
             trainer.train()
             export(trainer)
     except EndedError as error:

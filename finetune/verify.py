@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from contracts.job_config import EndedError, JobPlan
+from contracts.job_config import EndedError
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, RunRecord
 from finetune import channels
@@ -128,12 +128,11 @@ def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, s
     return wrong
 
 
-def check(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> EffectiveLayout:
-    """Compare on every rank; raises on every rank where one differs. Returns what this rank observed."""
-    found = _gather(compare(requested, got, environment))
-    wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
-    require_equal(wrong)
-    return got
+def check(record: RunRecord, requested: Layout, got: EffectiveLayout) -> None:
+    """Compare on every rank; raises on every rank where one differs. Records what this rank observed."""
+    found = _gather(compare(requested, got, record.plan.environment))
+    require_equal([f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts])
+    record.layout.effective = got
 
 
 def require_equal(wrong: Sequence[str]) -> None:
@@ -149,7 +148,7 @@ def _gather(value: Any) -> list[Any]:
     return found
 
 
-def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
+def record_transports(record: RunRecord) -> list[str]:
     """Record which transports the collectives take, and return the differences from the plan.
 
     All ranks call it together, after a step: NCCL connects a communicator at its first collective, from 2.22 on the
@@ -163,7 +162,7 @@ def record_transports(record: RunRecord, plan: JobPlan) -> list[str]:
         return []
     host = os.environ.get("NCCL_HOSTID") or os.uname().nodename  # as NCCL's getHostHash, without the boot id
     hosts = len(set(_gather(host)))
-    planned = channels.planned_channels(plan.transport)
+    planned = channels.planned_channels(record.plan.transport)
     path = channels.log_path(os.environ.get("NCCL_DEBUG_FILE"), os.uname().nodename, os.getpid())
     ranks = _gather(channels.read_log(path, planned, hosts=hosts))
     record.nccl = channels.record(ranks, planned, hosts=hosts)

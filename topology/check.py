@@ -239,7 +239,7 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
         gpus, why = ", ".join(near.gpu for near in undecided), undecided[0].why
-        code = "topology.gpu_nic.undecidable" + " cut" * bool(node.lacking)
+        code = "topology.gpu_nic.undecidable" + (" cut" if node.lacking else " grace" * (why == _text("coherent")))
         yield finding(TEXTS, code, None, gpus, _cite_pairs(node, undecided[0]), why=why)
 
 

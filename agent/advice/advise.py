@@ -51,7 +51,7 @@ _MOST_FAULTS = 4  # number of faults printed with a recommendation; `topoflight 
 class Request:
     """One request: the machine and the run. Without a model, only the environment is recommended.
 
-    User options are declared in contracts/question.toml; its fields are members of this class or of TrainSpec.
+    User options are declared in agent/base/question.toml; its fields are members of this class or of TrainSpec.
     """
 
     hosts: tuple[Path, ...] = ()

@@ -2,7 +2,7 @@
 
 `help` is the help text of the verb. Each table in such a file is one option. The table key is what the user types, and
 its members are the parameters of click.option; `type` is a name in `_TYPES` or a range. Help texts show defaults. A
-table without members refers to the table of the same name in verbs/shared.toml or contracts/question.toml. With `shared
+table without members refers to the table of the same name in verbs/shared.toml or question.toml. With `shared
 = true` a table overrides members of that table, and `without` lists the members to remove. A table whose name does not
 begin with "-" includes all options of the file of that name, except those in its `without`; a later table with `shared
 = true` overrides members of an included option.
@@ -32,7 +32,7 @@ from click.core import ParameterSource
 from agent.base import EXIT_FAILED, EXIT_USAGE
 from agent.base.output import print_text, why_unwritable
 from agent.base.units import SIZE_WORDS, parse_size
-from contracts import bounded, question, tables
+from contracts import bounded, tables
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -263,13 +263,14 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
 def _rows(name: str) -> dict[str, dict[str, Any]]:
     """Return the members of each option of a file by its key, with included and shared tables resolved."""
     found: dict[str, dict[str, Any]] = {}
+    shared = tables.read_table(__file__, "question.toml") | _table("shared")
     for key, row in _table(name).items():
         if key == "help":  # help of the verb
             continue
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            members = (found.get(key) or _table("shared").get(key) or question.rows()[key]) | row
+            members = (found.get(key) or shared[key]) | row
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row
@@ -311,7 +312,7 @@ def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
     if "choices" in members:
         members["type"] = click.Choice(members.pop("choices"))
     elif "type" in members:
-        members["type"] = _type(members["type"])
+        members["type"] = option_type(members["type"])
     if "callback" in members:
         members["callback"] = {"list_machines": _list_machines}[members["callback"]]
     if "default" in members:
@@ -321,16 +322,20 @@ def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
     return click.option(*words, **members)
 
 
-def _type(text: str | list[str]) -> Any:
-    """Return the click type for a name in _TYPES or a range (contracts.tables.bounds), or for a list of them."""
+def option_type(text: str | list[str]) -> Any:
+    """Return the click type for a name in _TYPES, for a range, or for a list of them.
+
+    A range is "int 1..1024" or "float above 0..1_000_000.0", whose lower bound is excluded. "count 1.." has no upper
+    bound; an option of this type takes suffixes.
+    """
     if isinstance(text, list):
-        return tuple(map(_type, text))
-    found = tables.bounds(text)
+        return tuple(map(option_type, text))
+    found = re.fullmatch(r"(int|count|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
     if found is None:
         return _TYPES[text]
-    name, low, high, above = found
-    kind: Any = {"int": click.IntRange, "count": _Count, "float": click.FloatRange}[name]
-    return kind(low, high, min_open=above)
+    low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
+    kind: Any = {"int": click.IntRange, "count": _Count, "float": click.FloatRange}[found[1]]
+    return kind(low, high, min_open=bool(found[2]))
 
 
 def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:

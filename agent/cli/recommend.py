@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from agent.base import units
 from agent.base.options import NothingFitsError, RequestError, command, read_snapshots
 from agent.base.output import emit, print_text
-from contracts.question import most
+from agent.base.question import most
 
 if TYPE_CHECKING:
     from rich.console import Console

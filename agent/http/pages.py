@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 from markupsafe import Markup
 
 from agent.advice.advise import EXPORTS, WHAT_IF_FIELDS
-from agent.base import units, version
+from agent.base import question, units, version
 from agent.checks import history
 from agent.checks.findings import FindingGroup, find_point, group_findings, is_problem
 from agent.checks.measured import CLUSTER_CODES
@@ -20,7 +20,6 @@ from agent.checks.verdict import View, judge
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, parse_time
 from agent.jobs import search
 from agent.pages import digest, environment, group_rows, make_rows, render
-from contracts import question
 from contracts.finding import Finding, Status
 from planner.advice import Recommendation
 from planner.forecast import machines, models

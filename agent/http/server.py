@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect
 
 from agent import base, metrics
 from agent.advice import advise
+from agent.base import question
 from agent.base.options import RequestError
 from agent.checks.findings import sort_worst_first
 from agent.checks.measured import ALL_CODES
@@ -37,7 +38,7 @@ from agent.http.access import PROBLEM_TYPE, TokenChecker, TokenMiddleware, make_
 from agent.http.state import Publisher, State
 from agent.http.worker import Answer, ProblemError, Worker, make_document, make_page
 from collectives.bench.results import BenchResult
-from contracts import plain, question
+from contracts import plain
 from contracts.finding import Finding
 from contracts.run_record import RunRecord, dumps, record_of
 from contracts.tables import read_table
@@ -69,7 +70,7 @@ FormField = Annotated[str, Query(max_length=4096)]  # a form field; empty means 
 CodePattern = Annotated[str, Field(max_length=128)]
 
 
-class Recommendations(question.model()):  # type: ignore[misc]  # its members are the rows of contracts/question.toml
+class Recommendations(question.model()):  # type: ignore[misc]  # its members are the rows of agent/base/question.toml
     """Query of GET /recommendations."""
 
     form: str = Field("json", alias="format", description="json, or an export.", max_length=32)

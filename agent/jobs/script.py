@@ -1,7 +1,7 @@
 """A trainer of the user: run it on this host, or add missing settings to its manifest with `wrap`.
 
 On this host: torchrun, the recommended environment, NCCL's log, and the run record. Each rank measures its steps and
-memory (agent.jobs.script_rank). For a manifest: the machine that its jobs request, and their forecast.
+memory (agent/jobs/autostart). For a manifest: the machine that its jobs request, and their forecast.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import contracts
 from agent.advice.advise import Request, adapt_to_pods, advise
 from agent.advice.job_settings import add_job_settings, estimate_grace, look_up_shape, run_forecast
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.measured import ALL_CODES
 from agent.checks.verdict import GateError, select
+from agent.jobs.autostart.sitecustomize import REPORT
 from agent.jobs.benchmark import count_default_ranks
 from agent.jobs.launch import FinishedJob, build_environment, build_torchrun_command, run
-from agent.jobs.script_rank import REPORT
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
@@ -44,7 +43,7 @@ from planner.kubernetes.yaml_edit import EditError, documents
 from planner.stacks.arguments import CommandSettings, as_run, read_command
 from probes.api import Snapshot
 
-AUTOSTART = str(Path(contracts.__file__).parents[1] / "finetune" / "autostart")  # files that start the monitor
+AUTOSTART = str(Path(__file__).with_name("autostart"))  # the folder of the file that starts the monitor
 _LIMIT_BYTES = 1 << 20  # of a file named by the arguments
 _WARM_UP = 2  # first steps, which allocate and compile
 _RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
@@ -93,7 +92,7 @@ def build_plan(
 
 
 def add_monitor(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the environment in which each rank's Python starts the monitor by itself (finetune/autostart).
+    """Return the environment in which each rank's Python starts the monitor by itself (agent/jobs/autostart).
 
     The folder is made, so that `topoflight why` recognises it before the ranks have met.
     """
@@ -162,7 +161,7 @@ def train(
 
 
 def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
-    """Read the files of script_rank, by rank."""
+    """Read the reports of the ranks, by rank."""
     found = {}
     for each in folder.glob(f"{REPORT}*"):
         with contextlib.suppress(OSError, ValueError):

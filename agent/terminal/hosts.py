@@ -52,7 +52,10 @@ def print_hosts_brief(
     if len(found) == 1:
         print_properties(out, list_hardware_properties(*found[0]))
     else:
-        kinds = [(snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}") for snapshot, node in found]
+        kinds = []
+        for snapshot, node in found:
+            domains = sorted({f"; NVLink domain {gpu.nvlink_domain}" for gpu in node.gpus if gpu.nvlink_domain})
+            kinds.append((snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}{''.join(domains)}"))
         print_healthy_nodes(out, kinds, checks)
 
 
@@ -84,8 +87,8 @@ def describe_facts(facts: Any) -> list[str]:
     if isinstance(facts, GpuFacts):
         names = sorted({gpu.name or "unknown model" for gpu in facts.gpus})
         lost = [gpu.index for gpu in facts.gpus if gpu.error]
-        text = f"{len(facts.gpus)} x {', '.join(names)}, driver {facts.driver_version or 'unknown'}"
-        return [text + (f"; not answering: {lost}" if lost else "")]
+        more = f"; not answering: {lost}" if lost else ""
+        return [f"{len(facts.gpus)} x {', '.join(names)}, driver {facts.driver_version or 'unknown'}{more}"]
     if isinstance(facts, RdmaFacts):
         ports = [f"{device.name}:{port.port} {device.kind} {_port_words(port)} {port.link_layer or ''}"
                  f"{f' netdev {port.netdev}' if port.netdev else ''}"
@@ -200,8 +203,7 @@ def _gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
         return f"{facts.pci_gpus or 'number unknown'} on the PCI bus, none readable: NVML answers {facts.driver_error}"
     models = Counter(gpu.name or "unknown model" for gpu in facts.gpus)
     each = ", ".join(f"{number} x {name}" for name, number in models.items()) or "none"
-    sku = f" ({topology.sku})" if topology.sku else ""
-    return f"{each}, driver {facts.driver_version or 'unknown'}{sku}"
+    return f"{each}, driver {facts.driver_version or 'unknown'}{f' ({topology.sku})' if topology.sku else ''}"
 
 
 def _rdma(snapshot: Snapshot) -> str:

@@ -22,8 +22,8 @@ from planner.nccl_env.situation import Setting
 
 PREFIX = "topoflight.io"  # prefix of annotation names
 GATE, MONITOR = "preflight", "topoflight-monitor"
-_MONITOR_FOLDER = f"/{MONITOR}"  # mount path of the files that finetune/rank_monitor.py copies
-_MONITOR_START = f"{_MONITOR_FOLDER}/finetune/autostart"
+_MONITOR_FOLDER = f"/{MONITOR}"  # mount path of the files that agent/jobs/autostart copies
+_MONITOR_START = f"{_MONITOR_FOLDER}/agent/jobs/autostart"
 _SHM = "/dev/shm"  # noqa: S108
 _KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime", "ClusterTrainingRuntime", "JobSet", "Job")
 _OTHERS = {"MPIJob": "mpi_job", "RayJob": "ray", "RayCluster": "ray", "RayService": "ray"}  # kind -> note
@@ -440,7 +440,7 @@ class _Wrapper:
         self._add_init_container(
             name=MONITOR, image=self._wanted.gate_image,
             volumeMounts=[{"name": MONITOR, "mountPath": _MONITOR_FOLDER}],
-            command=["python", "-m", "finetune.rank_monitor", _MONITOR_FOLDER],
+            command=["python", "-m", "agent.jobs.autostart.sitecustomize", _MONITOR_FOLDER],
             securityContext=self._container.get("securityContext"),
         )  # fmt: skip
         self._mount({"name": MONITOR, "emptyDir": {}}, mountPath=_MONITOR_FOLDER, readOnly=True)

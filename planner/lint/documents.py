@@ -19,8 +19,10 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+import yaml
+
 from contracts.finding import Status
-from contracts.yaml_text import Plain, YamlTextError, load_all
+from contracts.yaml_text import YamlTextError, load_all
 from planner.lint.findings import finding
 from planner.lint.script import (
     NAME,
@@ -49,15 +51,55 @@ _ENV_FROM = {"secretRef": "Secret", "configMapRef": "ConfigMap"}
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
+class Text(str):
+    """A scalar, with the line of its first character. 0: a text of several lines that is no literal block (`|`)."""
+
+    line = 0
+
+
+class Plain(Text):
+    """A scalar without quotes or tag: another YAML reader may parse it as a number or a boolean."""
+
+
+class _Texts(yaml.SafeLoader):
+    """The loader that keeps every scalar as text: 022 does not become 18, and `on` does not become True."""
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Record whether the scalar has a tag, which fixes its type as quotes do."""
+        tagged = self.peek_event().tag is not None  # type: ignore[no-untyped-call]
+        node = super().compose_scalar_node(anchor)
+        node.style = node.style or ("'" if tagged else None)
+        return node
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """Return the text, its line, and whether quotes or a tag mark it as a string."""
+        found, style = super().construct_scalar(node), getattr(node, "style", "")
+        if isinstance(found, str):
+            found = Plain(found) if style is None else Text(found)
+            if style == "|" or "\n" not in found.strip():
+                found.line = node.start_mark.line + (2 if style in ("|", ">") else 1)
+        return found
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML's classes carry it
+        "<": [("tag:yaml.org,2002:merge", re.compile(r"<<\Z"))]
+    }
+
+
 def _parse(text: str, kind: str, first: int) -> list[Any]:
-    """Return the documents of YAML, JSON or TOML. Raises EnvironmentTextError."""
+    """Return the documents of YAML, JSON or TOML, whose first line is `first`. Raises EnvironmentTextError."""
+
+    def make_loader(text: str) -> yaml.SafeLoader:
+        loader = _Texts(text)
+        loader.line = first - 1
+        return loader
+
     try:
         if kind == "toml":
             return [tomllib.loads(text)]
         if kind == "json":
             return [json.loads(text)]
         filled = pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, text))
-        return load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True, first=first)
+        return load_all(filled, most_aliases=_LIMIT_ALIASES, make_loader=make_loader)
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise EnvironmentTextError(str(error)) from None
 

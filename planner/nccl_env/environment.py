@@ -84,12 +84,17 @@ def amd(case: Situation) -> Note | None:
 
 
 def vendor_script(case: Situation) -> Note | None:
-    """Report a platform whose vendor's plugin has its own environment, which must not be overridden."""
+    """Report a platform whose vendor's plugin has its own environment, which must not be overridden.
+
+    Of another platform, the published values that only a node shows to be needed are listed if no node was read.
+    """
     for node in case.nodes:
-        row = recognise(node)
-        if row is None or not row.plugin:
+        row, info = recognise(node), node.facts(HostinfoFacts)
+        if row is None or row.amd or not (row.plugin or (info is None and not case.efa)):
             continue
-        info = node.facts(HostinfoFacts)
+        if not row.plugin:
+            left = [f"{name}={value}" for name, (value, recipe) in row.values().items() if name not in recipe.set]
+            return note("platform.published", platform=row.name, listed=" ".join(left)) if left else None
         there = next((path for path in row.script if info and path in info.vendor_files), None)
         listed = " ".join(f"{name}={value}" for name, (value, _) in row.values().items())
         if not row.script:
@@ -332,7 +337,7 @@ def settings(case: Situation) -> Recommendation:
         added = [each for each in list_published(case).values() if each.name not in named]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
-    if vendor_script(case) is not None:  # the script or its plugin sets NCCL's variables
+    if (found := vendor_script(case)) and found.topic == "platform":  # the script or its plugin sets NCCL's variables
         chosen = [each for each in chosen if not each.name.startswith("NCCL_")]
         if between:
             notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic == "NCCL_MNNVL_ENABLE"]

@@ -196,20 +196,14 @@ def hca_list(node: NodeView, choice: PortChoice) -> str:
     ports = node.verbs_ports()
     chosen = {view.name for view in (*choice.chosen, *_list_returning(node, choice))}
     excluded = {view.device.name for view in ports if view.name not in chosen}
-    entries: list[str] = []
-    for view in ports:
-        entry = view.name if view.device.name in excluded else view.device.name
-        if view.name in chosen and entry not in entries:
-            entries.append(entry)
-    chosen_devices = [view.device.name for view in ports if view.name in chosen]
-    exact = exact_if_needed(chosen_devices, {view.device.name for view in ports}).startswith("=")
+    used = [view for view in ports if view.name in chosen]
+    entries = dict.fromkeys(view.name if view.device.name in excluded else view.device.name for view in used)
+    exact = exact_if_needed([view.device.name for view in used], {view.device.name for view in ports}).startswith("=")
     return ("=" if exact else "") + ",".join(entries)
 
 
 def _list_returning(node: NodeView, choice: PortChoice) -> list[PortView]:
-    models = {view.device.model for view in choice.chosen} - {None}
-    if choice.secondary:
-        return []
+    models = set() if choice.secondary else {view.device.model for view in choice.chosen} - {None}
     return [view for view in _missing_ports(node) if view.device.model in models]
 
 

@@ -14,9 +14,9 @@ from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import Request, advise, advise_cluster, read_prices
 from agent.advice.job_settings import with_rows
+from agent.base import question
 from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
-from contracts import question
 from planner.advice import Recommendation
 from planner.forecast.specs import TrainSpec, mean_length
 from topology.build import build

@@ -16,7 +16,7 @@ from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.advise import EMBEDDED_MODEL, Request
-from agent.base import units
+from agent.base import question, units
 from agent.base.options import RequestError, make_names_distinct
 from agent.checks.verdict import build_view, judge
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes as gate_of_nodes
@@ -27,7 +27,7 @@ from agent.pages import draw_node as picture_of, environment, render_report
 from agent.terminal.advice import print_recommendation
 from agent.terminal.findings import print_findings
 from agent.terminal.measured import list_transports
-from contracts import question, run_record
+from contracts import run_record
 from contracts.finding import Interval
 
 rows = rows_of(__file__)

@@ -70,6 +70,8 @@ def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() 
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
+    tray = view("gb200-nvl72-tray")
+    assert "NVLink domain " in drawn(hosts.print_hosts_brief, tray.snapshots * 2, tray.topologies * 2, ())
 
 
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:

@@ -33,7 +33,7 @@ from agent.http.state import State
 from agent.jobs import launch
 from contracts import run_record
 from contracts.redaction import redact, without_secrets
-from contracts.yaml_text import Text
+from planner.lint.documents import Text
 from probes.host.recording import RecordedHost, RecordingHost, load, load_all
 from probes.scanner import dumps, pack_archive
 from probes.wire import RecordingError

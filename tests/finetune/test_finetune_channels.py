@@ -167,10 +167,10 @@ from contracts.run_record import EffectiveLayout, RunLayout, RunRecord
 from finetune import verify
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-os.environ["NCCL_HOSTID"] = f"host{rank}"
-os.environ["NCCL_DEBUG_FILE"] = f"{sys.argv[1]}/rank{rank}.log"
-record = RunRecord(layout=RunLayout(effective=EffectiveLayout(backend="nccl")))
-wrong = verify.record_transports(record, JobPlan(transport={"network": "IB"}))
+os.environ |= {"NCCL_HOSTID": f"host{rank}", "NCCL_DEBUG_FILE": f"{sys.argv[1]}/rank{rank}.log"}
+layout = RunLayout(effective=EffectiveLayout(backend="nccl"))
+record = RunRecord(plan=JobPlan(transport={"network": "IB"}), layout=layout)
+wrong = verify.record_transports(record)
 Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps([plain.write(record.nccl), wrong]))
 dist.barrier()
 dist.destroy_process_group()

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from contracts.job_config import JobConfig
 from contracts.layout import Layout
 from finetune import train
-from finetune.loop import weights_in
 from finetune.parallel import refusals
 from planner.forecast.engine import NF4_SCALES
 
@@ -41,12 +40,12 @@ def test_base_weights_are_4_bit_and_only_adapters_train(base, prefix):
     )
     model = filled_model(config, "fp32", notes.append)
     packed = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
-    assert len(packed) == 3 * 7
-    assert sum(p.numel() * p.element_size() for p in packed) == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3) // 2
+    count = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3)
+    assert len(packed) == 3 * 7 and sum(p.numel() * p.element_size() for p in packed) == count // 2
     state = packed[0].quant_state  # of one byte for 64 weights, and of four for 256 of those: what the forecast counts
     each = (state.absmax.element_size() + state.state2.absmax.element_size() / state.state2.blocksize) / state.blocksize
-    assert each == NF4_SCALES and state.absmax.numel() == weights_in(packed[0]) / state.blocksize
-    assert sum(weights_in(p) for p in packed) == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3)
+    assert each == NF4_SCALES and state.absmax.numel() == state.shape.numel() / state.blocksize
+    assert model.get_base_model().num_parameters() == count + sum(p.numel() for p in {*model.parameters()} - {*packed})
     assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
     assert "without a GPU" in notes[0]
     why = refusals(Layout(world_size=2, tp=2, precision="fp32"), model.get_base_model().config, lora=True)

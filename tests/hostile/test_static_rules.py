@@ -19,7 +19,8 @@ from packaging.utils import canonicalize_name
 from rigs.tables import ROOT, each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
-from contracts.yaml_text import YamlTextError, _Texts, _UniqueKeyLoader, load_all
+from contracts.yaml_text import YamlTextError, _UniqueKeyLoader, load_all
+from planner.lint.documents import _Texts
 
 ROOMS = ("agent", "planner", "collectives", "topology", "probes", "finetune", "contracts", "hardware")
 SOURCES = {str(path.relative_to(ROOT)): path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))}
@@ -78,9 +79,9 @@ def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
     """The loaders of our own know no tag that PyYAML's safe loader does not."""
     assert _UniqueKeyLoader.yaml_constructors == _Texts.yaml_constructors == yaml.SafeLoader.yaml_constructors
     for text in ("!!python/object/apply:os.system [id]", "!!python/name:os.system"):
-        for texts in (False, True):
+        for loader in (None, _Texts):
             with pytest.raises(YamlTextError):
-                load_all(text, most_aliases=0, texts=texts)
+                load_all(text, most_aliases=0, make_loader=loader)
 
 
 def test_templates_escape_everything_but_our_own_markup() -> None:

@@ -134,8 +134,9 @@ def test_machine_of_the_catalogue_is_of_its_platform(name: str, expected: dict[s
     """The user says which machine it is: what is published for it holds."""
     found = settings([], machines.cluster(name, 4))
     assert transport(found) == (EXPECTED[expected]["sets"] if isinstance(expected, str) else expected)
-    if name.startswith("a3-"):
-        assert "nccl-env-profile.sh" in render_settings(found.settings, "env", found.notes)
+    said = {"a3-megagpu-8g": "nccl-env-profile.sh", "ND96isr_H200_v5": "/ndv5/topo.xml"}.get(name, "")
+    published = [each.text for each in found.notes if each.topic == "published"]
+    assert said in render_settings(found.settings, "env", found.notes) + str(published)
 
 
 @each_row(("machine", "change", "link", "says"), rows("plugins"))

@@ -214,7 +214,7 @@ def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> 
         log = tmp_path / f"{code}.log"
         words = ("sbatch", "-W", "-o", str(log), str(path))
         done = subprocess.run(words, env=cluster.environment, capture_output=True, timeout=300, check=False)
-        started = re.findall(r"(?m)^rank \S+/finetune/autostart TOPOFLIGHT_RUN=\S+/topoflight-\d+$", log.read_text())
+        started = re.findall(r"(?m)^rank \S+/agent/jobs/autostart TOPOFLIGHT_RUN=\S+/topoflight-\d+$", log.read_text())
         assert (done.returncode, len(started)) == (code, count), log.read_text()
     assert all(f"{node}: expect." in log.read_text() for node in ("node01", "node02")), log.read_text()
 

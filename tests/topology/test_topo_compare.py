@@ -83,8 +83,7 @@ def test_the_copies_of_a_node_are_planned_once():
 
 def test_text_matrices_join_without_a_bandwidth():
     text = "\tGPU0\tGPU1\tmlx5_0\nGPU0\tX\tNV4\tPIX\nGPU1\tNV4\tX\tPIX\nmlx5_0\tPIX\tPIX\tX\n"
-    cluster = join([parse(text, "a"), parse(text, "b")])
-    assert cluster.inter_node_bytes_per_second is None
+    assert join([parse(text, "a"), parse(text, "b")]).inter_node_bytes_per_second is None
 
 
 def test_throttling_is_as_bad_as_the_scan_calls_it():
@@ -113,9 +112,8 @@ def test_fleet_finds_the_odd_nodes_among_hundreds():
     assert (view.total, len(family.common.nodes)) == (122, 120)
     assert {group.nodes[0] for group in family.odd} == {snapshot.hostname for snapshot in odd}
     assert all(group.differences[0].status is Status.FAIL for group in family.odd)
-    text = fleet_text(view)
-    assert "GPU3 NVLinks 18 -> 16" in text
-    assert "memlock unlimited -> 64 KiB" in text
+    lines = {line.partition("    ")[2] for line in fleet_text(view).splitlines()}
+    assert {"GPU3 NVLinks 18 -> 16", "memlock unlimited -> 64 KiB"} <= lines
 
 
 def test_what_is_common_in_a_fleet_and_what_is_not():
@@ -123,8 +121,7 @@ def test_what_is_common_in_a_fleet_and_what_is_not():
     sick = fleet([snapshot(f"sick-h100-{name}") for name in ("nvlink-missing", "memlock-64KiB", "thermal")])
     assert any("no common configuration" in warning for warning in sick.families[0].warnings)
     unlike = fleet([snapshot(name) for name in (HGX, HGX, P4D, A40)])
-    assert [family.total for family in unlike.families] == [2, 1, 1]
-    assert all(not family.odd for family in unlike.families)
+    assert [(family.total, family.odd) for family in unlike.families] == [(2, ()), (1, ()), (1, ())]
     blind = replace(with_outcomes(snapshot(HGX), gpu=Absent(why="driver not loaded")), hostname="blind")
     (family,) = fleet([snapshot(HGX), snapshot(HGX), snapshot(HGX), blind]).families
     assert family.odd[0].nodes == ("blind",)

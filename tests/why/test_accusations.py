@@ -493,8 +493,8 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
     assert all(state.ended and state.own for state in facts.states.values())
     assert judge(facts).state == "fine"
     copied = tmp_path / "copied"  # as the init container of a wrapped manifest copies it
-    subprocess.run([sys.executable, "-m", "finetune.rank_monitor", str(copied)], check=True)
-    environment = {**os.environ, "PYTHONPATH": f"{copied}/finetune/autostart:{own}", "OMP_NUM_THREADS": "1",
+    subprocess.run([sys.executable, "-m", "agent.jobs.autostart.sitecustomize", str(copied)], check=True)
+    environment = {**os.environ, "PYTHONPATH": f"{copied}/agent/jobs/autostart:{own}", "OMP_NUM_THREADS": "1",
                    "TOPOFLIGHT_RUN": str(tmp_path / "own-run")}  # fmt: skip
     words = [sys.executable, "finetune_job.py"]  # a launcher of the job's own, which sets no RANK
     started = [subprocess.Popen([*words, str(rank), f"file://{tmp_path}/store"], cwd=tmp_path, env=environment)

@@ -3,7 +3,7 @@
 Specification: `nvidia-smi topo --help` and the legend that it prints; drivers 361 to 580 print tabs between cells and
 ``ESC[4m`` around the header. The parser also accepts copies changed by terminals, logs and web pages: escape codes,
 line prefixes, blanks instead of tabs, names or cells without a blank between them, Markdown and HTML, JSON and Python
-strings, and truncated text. Lines of `nvidia-smi -L` in the same text give the models of the GPUs.
+strings, and truncated text. Lines of `nvidia-smi -L` or PyTorch's collect_env in the text give the models of the GPUs.
 
 Rejected, with the line: lines wrapped by a terminal, empty cells, a header without all columns, interleaved lines of
 several hosts. If a text contains several matrices, the first is read.
@@ -52,6 +52,7 @@ _WORD = re.compile(
 )
 _CUT_NAME = re.compile(r"GP?U?|NI?C?|ml?x?\d?_?")
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
+_MODEL = re.compile(r"\W{0,8}GPU (\d{1,4}(?:,\d{1,4}){0,64}): +(\S+(?: \S+)*)")  # "GPU 0: NVIDIA GB10", "GPU 0,1: ..."
 _NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*|CPU")
 
 
@@ -273,12 +274,10 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     others = [name for name in matrix.devices if _NO_NIC.fullmatch(name)]
     if others:
         matrix.warnings.append(_text("no_nics", names=", ".join(others)))
-    listed = [re.match(r"\s*GPU (\d{1,4}): (\S.*\S)", line) for _, line in reversed(lines)]  # the first of a GPU holds
-    models = {f"GPU{found[1]}": found[2] for found in listed if found}
+    models = {f"GPU{i}": m[2] for _, line in reversed(lines) if (m := _MODEL.match(line)) for i in m[1].split(",")}
     named = [name for name in matrix.devices if re.fullmatch(r"GPU\d+", name)]
     gpus = tuple(_build_gpu(name, rows.get(name), matrix, models.get(name)) for name in named)
-    names = {gpu.name for gpu in gpus}
-    nics = _build_nics([name for name in matrix.devices if name not in names and name not in others], legend)
+    nics = _build_nics([name for name in matrix.devices if name not in (*named, *others)], legend)
     # A GPU whose memory is a NUMA node is attached to a Grace CPU by C2C.
     coherent = {gpu.name for gpu in gpus if gpu.c2c}
     nic_names = {nic.label or nic.name: nic.name for nic in nics}

@@ -121,7 +121,7 @@ def run(argv, environment, *, forked_ranks):
 
 
 def customise(environment):
-    """Start the monitor where a started interpreter would: in sitecustomize of finetune/autostart, on the path."""
+    """Start the monitor where a started interpreter would: in sitecustomize of agent/jobs/autostart, on the path."""
     if "TOPOFLIGHT_RUN" not in environment or "autostart" not in environment.get("PYTHONPATH", ""):
         return
     import sitecustomize

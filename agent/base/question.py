@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from contracts.tables import bounds, read_table
+import click
+
+from agent.base.options import option_type
+from contracts.tables import read_table
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -36,34 +39,28 @@ def fields() -> Mapping[str, str]:
 def most(name: str) -> int:
     """Return the upper bound of a field: the largest number, or the maximum text length in characters."""
     row = rows()[fields()[name]]
-    limits = bounds(str(row.get("type", "")))
-    return int(limits[2] or 0) if limits else int(row["most"])
+    limits = option_type(row["type"]) if "type" in row else None
+    return int(limits.max) if limits else int(row["most"])
 
 
 @cache
 def model() -> type[BaseModel]:
     """Return the pydantic model of a question, with every field of question.toml; unknown members are rejected."""
-    from pydantic import ConfigDict, create_model
+    from pydantic import ConfigDict, Field, create_model
 
-    made: dict[str, Any] = {name: _parse_declaration(option) for name, option in fields().items()}
+    made: dict[str, Any] = {}
+    for name, option in fields().items():
+        row, limits = rows()[option], dict[str, Any]()
+        kind: Any = bool if row.get("is_flag") else str
+        if "choices" in row:
+            kind = Literal[tuple(row["choices"])]
+        elif "type" in row:
+            number = option_type(row["type"])
+            kind = float if isinstance(number, click.FloatRange) else int
+            limits |= {"gt" if number.min_open else "ge": number.min, "le": number.max}
+        elif kind is str:
+            limits["max_length"] = row["most"]
+        default = row.get("default", False if kind is bool else None)
+        about = Field(default, description=row["help"], alias=word_of(option), **limits)
+        made[name] = kind if default is not None else kind | None, about
     return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **made)
-
-
-def _parse_declaration(option: str) -> tuple[Any, Any]:
-    """Return the type and the default of one field."""
-    from pydantic import Field
-
-    row = rows()[option]
-    limits: dict[str, Any] = {}
-    kind: Any = bool if row.get("is_flag") else str
-    if "choices" in row:
-        kind = Literal[tuple(row["choices"])]
-    elif (found := bounds(str(row.get("type", "")))) is not None:
-        name, low, high, above = found
-        kind = float if name == "float" else int
-        limits |= {"gt" if above else "ge": low, "le": high}
-    elif kind is str:
-        limits["max_length"] = row["most"]
-    default = row.get("default", False if kind is bool else None)
-    about = Field(default, description=row["help"], alias=word_of(option), **limits)
-    return (kind if default is not None else kind | None), about
