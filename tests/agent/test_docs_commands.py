@@ -399,10 +399,12 @@ def test_an_entry_is_whole(name: str) -> None:
 
 
 def test_files_that_the_guides_of_contributors_name_exist() -> None:
-    """Of the repository, or below tests/ as in the table of files that take long."""
+    """Of the repository, or below tests/ as in the table of files that take long; and the tests that any page names."""
     text = "".join((ROOT / page).read_text("utf-8") for page in ("CONTRIBUTING.md", "docs/explanation/architecture.md"))
     named = set(re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|toml|yaml|md|j2|tsv))`", text)) - {"agent/base/verbs/VERB.toml"}
     assert [name for name in sorted(named) if not ((ROOT / name).exists() or (ROOT / "tests" / name).exists())] == []
+    tests = set(re.findall(r"\b([a-z0-9]+/test_\w+)", "".join(page.read_text("utf-8") for page in PAGES)))
+    assert [name for name in sorted(tests) if not any((ROOT / "tests").rglob(f"{name}.*"))] == []
 
 
 def test_named_codes_exist() -> None:

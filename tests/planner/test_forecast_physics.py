@@ -525,6 +525,7 @@ def test_tokens_cross_the_network_and_then_the_node() -> None:
     fast = replace(SLOW, bytes_per_second=4e9)
     two = Links(ranks_per_node=8, nodes=2, island_size=8, island=fast, node=fast, network=SLOW, alpha_inter_seconds=0.0)
     assert two.all_to_all_seconds(1e9, 16, 1) == pytest.approx(8 * 8 / 16 + 7 / 16 / 4)
+    assert two.all_to_all_seconds(1e9, 1, 1) == 0.0
     # What enters a node once goes on to each of its ranks that needs it: here to three, of which one in eight is the
     # rank that it entered by.
     assert two.all_to_all_seconds(1e9, 16, 1, spread=3.0) == pytest.approx(8 * 8 / 16 + 3 * 7 / 8 / 4)
