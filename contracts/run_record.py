@@ -28,7 +28,7 @@ KILLED = 128  # plus the signal number, as in a shell
 MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FAILED_RANK = re.compile(
-    r"(?m)^(?:.*?time +: (\d{4}-\S{1,20})\n)?(?:.*?host +: (\S{1,253})\n)?.*?rank +: (\d{1,7}) [^\n]*"
+    r"(?m)^(?:.*?time +: (\d{4}-\S{1,20})\n)?(?:.*?host +: (\S{1,253})\n)?.{0,400}?rank +: (\d{1,7}) [^\n]*+"
     r"(?:\n.*?exitcode +: (-?\d{1,7}) |\s*\Z)"
 )
 # Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.

@@ -132,8 +132,9 @@ def _lines_of(path: Any) -> Iterator[str]:
 
 
 def _split(line: bytes) -> Iterator[str]:
-    """Split a line of a file at the carriage returns of progress bars, and remove its colours."""
-    return (part.decode("utf-8", errors="replace") for piece in split_long(line) for part in clean(piece))
+    """Split a line at the carriage returns of progress bars; remove its colours, and the end of a JSON entry."""
+    parts = (part.decode("utf-8", errors="replace") for piece in split_long(line) for part in clean(piece))
+    return (part for part in parts if not part.startswith(('"}', '",')))
 
 
 def _is_saved_ras(log: str) -> bool:
@@ -190,7 +191,7 @@ def _first_ended(tails: Sequence[str], by_file: int | None) -> int | None:
         first = run_record.first_failed_rank(text)
         if first is None or not first.is_own:
             continue
-        codes = [one.exit_code for one in run_record.failed_ranks(text) if one.at == first.at]
+        codes = [one.exit_code for one in set(run_record.failed_ranks(text)) if one.at == first.at]
         # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted;
         # the order of ranks that fail alike within one second is torchrun's, not theirs
         alike = first.at and codes.count(first.exit_code) > 1
@@ -316,7 +317,8 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
     after a signal have not failed. The codes of `_ENDS` say that the job ended, not why, or that no channel is shown.
     """
-    lines = {p.code: _cause_of(p).evidence for p in found.problems}
+    shown = (p for p in found.problems if p.code != "job_failed" or p.ranks == verdict.ranks)
+    lines = {p.code: _cause_of(p).evidence for p in shown}
     verdict = replace(verdict, causes=tuple(
         replace(one, evidence=one.evidence or lines.get(_MORE_EXACT.get(one.code, one.code), ()))
         for one in verdict.causes))  # fmt: skip
@@ -334,7 +336,9 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, read))
     if verdict.state in ("fine", "unknown") and found.outcome == "failed" and (causes or not facts.is_over):
-        causes = causes or tuple(_cause_of(p) for p in found.problems if p.severity == "fail")[:1]
+        ended = tuple(_cause_of(p) for p in found.problems if p.severity == "fail")[:1]
+        if not causes or any(one.code in _ENDS for one in ended):  # what remains are slow paths
+            causes = (*ended, *causes)
         first = causes[0].message if causes else "the log says so"
         return replace(verdict, state="failed", line=f"failed: {first}", causes=causes, unknown=())
     if verdict.state == "fine" and rows and rows[0].severity == "fail":

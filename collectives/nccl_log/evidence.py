@@ -238,15 +238,7 @@ def judge(ledger: Ledger) -> Evidence:
         hosts=ledger.host_count() or None,
         missing_ranks=facts.unread_ranks(),
     )
-    problems, notes = evidence_problems.find(ledger, evidence)
-    return replace(evidence, problems=problems, notes=notes, outcome=_outcome(problems, facts.finished))
-
-
-def _outcome(problems: tuple[LogProblem, ...], finished: bool) -> str:
-    for meaning in (CODES[problem.code] for problem in problems if problem.severity != "info"):
-        if meaning.ends or meaning.breaks:
-            return "failed"
-    return "finished" if finished else "unknown"
+    return evidence_problems.find(ledger, evidence)
 
 
 def judge_runs(runs: Runs) -> Evidence:

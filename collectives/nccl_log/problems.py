@@ -99,8 +99,8 @@ def one_direction(evidence: Evidence) -> bool:
     return is_half and evidence.gdrdma == "on" and evidence.inter_node_transport is not None
 
 
-def find(ledger: Ledger, evidence: Evidence) -> tuple[tuple[LogProblem, ...], tuple[LogProblem, ...]]:
-    """Return the problems, and the notes: what was seen and is no problem here."""
+def find(ledger: Ledger, evidence: Evidence) -> Evidence:
+    """Add the problems, the notes (what was seen and is no problem here), and how the job ended."""
     found = _Findings(ledger, evidence)
     for code in ledger.codes:
         found.add_code(code)
@@ -120,7 +120,10 @@ def find(ledger: Ledger, evidence: Evidence) -> tuple[tuple[LogProblem, ...], tu
     # and a slow path after any failure.
     slow = {code for code in codes_with("gdr") if code in problems and problems[code].severity == "fail"}
     ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + 3 * (each.code in slow)))
-    return ranked, tuple(found.notes)
+    marks = [CODES[problem.code] for problem in (*ranked, *found.consequences) if problem.severity != "info"]
+    outcome = "finished" if ledger.facts.finished else "unknown"
+    outcome = "failed" if any(one.ends or one.breaks for one in marks) else outcome
+    return replace(evidence, problems=ranked, notes=tuple(found.notes), outcome=outcome)
 
 
 class _Findings:
@@ -130,6 +133,7 @@ class _Findings:
         self.ledger, self.evidence, self.facts = ledger, evidence, ledger.facts
         self.problems: dict[str, LogProblem] = {}
         self.notes: list[LogProblem] = []
+        self.consequences: list[LogProblem] = []  # notes that say how the job ended, but less of why than a problem
         self.names = ledger.whole_names()
         self.owners: dict[str, set[str]] = {}  # hosts of each address
         for address, host in self.facts.addresses:
@@ -185,6 +189,10 @@ class _Findings:
     def has_failure(self, *without: str) -> bool:
         """Return whether a problem other than these is a failure."""
         return any(problem.severity == "fail" for code, problem in self.problems.items() if code not in without)
+
+    def has_reason(self, code: str) -> bool:
+        """Return whether another problem can be the reason of this one. No call fails for lack of GPUDirect RDMA."""
+        return self.has_failure(code, *codes_with("gdr"))
 
     # --- lines and hosts
 
@@ -262,7 +270,7 @@ class _Findings:
         for code in [code for kind in _NOTES for code in self.problems if CODES[code].note == kind]:
             if self._holds(CODES[code].note, code):
                 self.demote(code)
-        if not self.has_failure("remote_failed") and not self.facts.finished:
+        if not self.has_reason("remote_failed") and not self.facts.finished:
             for code in self.problems.keys() & codes_with("alone"):
                 words = self._words(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
                 self.problems[code] = replace(self.problems[code], severity="fail", action=words["action"])
@@ -270,7 +278,8 @@ class _Findings:
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)
         for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
-            if code in self.problems and self.has_failure(code):
+            if code in self.problems and self.has_reason(code):
+                self.consequences.append(self.problems[code])
                 self.demote(code)
         full = any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ()))
         if "shm_not_registered" in self.problems:  # one of the two explains the other
@@ -292,7 +301,7 @@ class _Findings:
         if condition == "libfabric works":  # one protocol of the plugin failed, and another was chosen
             return "Libfabric" in self.inter and bool(self.evidence.transports or self.facts.provider)
         if condition == "another failure":
-            return self.has_failure("remote_failed")
+            return self.has_reason("remote_failed")
         if condition in _RETRIED:  # what failed was tried again, with success
             began = {row.file: row.line for row in reversed(self.proof(condition))}
             began |= self.ledger.began if self.inter else {}

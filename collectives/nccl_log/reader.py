@@ -373,7 +373,7 @@ class Reader:
             if is_near and not any(CODES[code].ends for code in codes_of(body, foreign=True)):
                 self.ledger.blame("python_traceback", line)
             self._traceback = 0
-        elif _TEXTS["bare"].match(body):
+        elif _TEXTS["bare"].match(body) and not _TEXTS["mild"].search(line):
             self._bare = self.ledger.lines, line
 
     def _take_message(self, message: bytes, *, warn: bool, shown: bytes, host: str = "", foreign: bool = False) -> None:

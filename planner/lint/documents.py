@@ -44,6 +44,7 @@ from planner.lint.values import VALUES
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
 _MOST_BRANCHES = 8  # maximum number of texts of one template
+_JOINED = "\0"  # where a line of a Dockerfile continues another one
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
 _INSTRUCTIONS = WORDS["documents"]["instructions"]
@@ -435,12 +436,13 @@ def read_dockerfile(text: str) -> Script:
 def _set_variables(instruction: str, rest: str, line: int, stage: Settings) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
     before = [one._replace(exported=False) for one in stage.values()]
-    words = [(match[0], rest.count("\n", 0, match.start())) for match in _WORD.finditer(rest)]
-    if instruction == "ENV" and words and "=" not in words[0][0]:
-        name, _, value = rest.replace("\n", " ").partition(" ")
-        words = [(f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"', 0)]
-    for word, at in words:
-        found = read_assignment(word, before, line + at) if "=" in word else [Assigned(word, OPEN)]
+    words = [(match.end(), match[0].lstrip(_JOINED)) for match in _WORD.finditer(rest)]
+    if instruction == "ENV" and words and "=" not in words[0][1]:
+        name, _, value = rest.partition(" ")
+        words = [(0, f'{name}="' + value.strip(f" {_JOINED}").strip('"').replace('"', '\\"') + '"')]
+    for end, marked in words:
+        word, at = marked.replace(_JOINED, ""), line + rest.count(_JOINED, 0, max(0, end - len(marked)))
+        found = read_assignment(word, before, at) if "=" in word else [Assigned(word, OPEN)]
         for one in found:
             if instruction == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
                 stage[one.name] = one._replace(exported=instruction == "ENV")
@@ -459,8 +461,8 @@ def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, st
             if match[2] and match[2].strip():
                 script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        rest = re.sub(end_of_line, lambda each: " " + "\n" * each[0].count("\n"), match[2]).strip()
-        rest, document = rest if name == "ENV" else rest.replace("\n", ""), ""  # variables of ENV have lines
+        rest = re.sub(end_of_line, lambda each: _JOINED * each[0].count("\n"), match[2]).strip()
+        rest, document = rest if name == "ENV" else rest.replace(_JOINED, ""), ""  # variables of ENV have lines
         for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
             if (here := _HEREDOC.match(word)) is None:
                 continue
