@@ -107,7 +107,8 @@ def published_values(case: Situation) -> Note | None:
     """List published values that only a scan shows to be needed, for a platform of which no node was read."""
     for node in case.nodes:
         row = recognise(node)
-        if row and not (row.plugin or row.amd or case.efa or node.facts(HostinfoFacts)):
+        is_unread = node.facts(HostinfoFacts) is None
+        if row and is_unread and not (row.plugin or row.amd or case.efa):
             left = [f"{name}={value}" for name, (value, recipe) in row.values().items() if name not in recipe.set]
             return note("platform.published", platform=row.name, listed=" ".join(left)) if left else None
     return None
