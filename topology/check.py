@@ -380,7 +380,8 @@ def _find_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[str, st
         farthest = row.gpu_nic_farthest or row.gpu_nic
         shared = [each for each in node.nearest_nic if _shares_nics(node) and each.local and not each.why]
         relayed = {each.gpu for each in shared if _find_relay(node, each)}
-        decided = [each for each in node.nearest_nic if each.gpu not in lost | relayed]
+        known = [each for each in node.nearest_nic if each.decidable or not each.why]
+        decided = [each for each in known if each.gpu not in lost | relayed]
         far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
             yield "far NIC", _text("far_nic", gpus=", ".join(far), farthest=farthest, machine=row.called)

@@ -58,15 +58,15 @@ def traits(
     found: dict[tuple[str, str], Trait] = {}
     names = {} if like is None else {kind: _map_names(snapshot, like, kind) for kind in _PLACES}
     devices = names.get(GpuFacts, {}) | names.get(RdmaFacts, {})
-    rdma = snapshot.facts(RdmaFacts)
-    by_place = {one.bus_id: f"{one.name} ({one.bus_id})" for one in (rdma.devices if rdma else ())}
+    rdma = [facts for one in (snapshot, like) if one and (facts := one.facts(RdmaFacts))]
+    by_place = {one.bus_id: f"{one.name} ({one.bus_id})" for facts in rdma for one in facts.devices}
     of_facts = ((kind, traits_of(facts)) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)))
     links = _links(build(snapshot) if node is None else node)
     for kind, parts in ((Snapshot, _probes(snapshot)), *of_facts, (NodeTopology, links)):
         known = names.get(kind, {}) if kind is InterfacesFacts else devices  # IPoIB may be named as its RDMA device
         for trait in parts:
-            subject = by_place.get(trait.subject, trait.subject)
-            subject = "".join(known.get(part, part) for part in _NAME.split(subject))
+            named = "".join(known.get(part, part) for part in _NAME.split(trait.subject))
+            subject = by_place.get(trait.subject, named)
             if kind is NodeTopology:  # a pair is the same in both directions, also if its GPUs are numbered otherwise
                 subject = " to ".join(sorted(subject.split(" to ")))
             found.setdefault((subject, trait.what), replace(trait, subject=subject))

@@ -164,7 +164,7 @@ class Request:
     def _nodes(self, snapshots: Sequence[Snapshot]) -> ClusterTopology:
         """Return the nodes: a catalogue machine, one host repeated, or the given hosts.
 
-        Raises ValueError if a node has fewer GPUs than the ranks to run on it.
+        Raises MachineError if a node has fewer GPUs than the ranks to run on it.
         """
         ranks = self.ranks_per_node
         if self.machine:

@@ -15,6 +15,7 @@ verb is imported.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -203,6 +204,17 @@ class _Count(click.IntRange):
         return super().convert(int(number), param, ctx)
 
 
+class _Number(click.FloatRange):
+    """A number in a range, in which click's own type also accepts `nan`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number. Raises BadParameter."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number in a range.", param, ctx)
+        return number
+
+
 # Read the option tables.
 
 _TYPES: dict[str, click.ParamType[Any]] = {
@@ -334,7 +346,7 @@ def option_type(text: str | list[str]) -> Any:
     if found is None:
         return _TYPES[text]
     low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
-    kind: Any = {"int": click.IntRange, "count": _Count, "float": click.FloatRange}[found[1]]
+    kind: Any = {"int": click.IntRange, "count": _Count, "float": _Number}[found[1]]
     return kind(low, high, min_open=bool(found[2]))
 
 

@@ -52,10 +52,12 @@ def print_hosts_brief(
     if len(found) == 1:
         print_properties(out, list_hardware_properties(*found[0]))
     else:
+        domains = [frozenset(gpu.nvlink_domain for gpu in node.gpus if gpu.nvlink_domain) for _, node in found]
+        is_shared = len({*domains}) < len(found)  # otherwise each may be that of a host's own board
         kinds = []
-        for snapshot, node in found:
-            domains = sorted({f"; NVLink domain {gpu.nvlink_domain}" for gpu in node.gpus if gpu.nvlink_domain})
-            kinds.append((snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}{''.join(domains)}"))
+        for (snapshot, node), mine in zip(found, domains, strict=True):
+            shown = "".join(f"; NVLink domain {one}" for one in sorted(mine) if is_shared)
+            kinds.append((snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}{shown}"))
         print_healthy_nodes(out, kinds, checks)
 
 

@@ -221,11 +221,12 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
     kernels = constants["kernels_fused"] if fused else constants["kernels_eager"]
     merged = 0.0
     if model.experts:
-        rows, biased = tokens / (tp if ep > 1 else 1), model.family == "gpt_oss"
+        rows = tokens / (tp if ep > 1 else 1)
+        biased = model.family == "gpt_oss"
         moved += rates.element_bytes * rows * _count_routing_passes(model, ep) * model.hidden
         output, first = engine.expert_bytes[2:] if biased else engine.expert_bytes[:2]
-        each = output * model.hidden + 2.0 * first * model.expert_ffn
-        moved += rows * model.experts_per_token * each / 3.0  # the factor of 3 adds the backward pass
+        both_passes = rows * model.experts_per_token * (output * model.hidden + 2.0 * first * model.expert_ffn)
+        moved += both_passes / 3.0  # the factor of 3 adds the backward pass
         kernels += constants["kernels_routing"]
         if engine.fused:
             each = constants["kernels_expert"] + (constants["kernels_quantize"] if rates.quantized_bytes else 0.0)

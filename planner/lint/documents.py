@@ -44,6 +44,7 @@ from planner.lint.values import VALUES
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
 _MOST_BRANCHES = 8  # maximum number of texts of one template
+_JOINED = "\0"  # where a line of a Dockerfile continues another one
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
 _INSTRUCTIONS = WORDS["documents"]["instructions"]
@@ -347,11 +348,13 @@ class _Walk:
                 name, equals, value = word.partition("=")
                 self._add(source, name, value if equals else f"${{{name}}}", getattr(word, "line", 0))
             return
-        lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
-        first, text = getattr(words[0], "line", 0), "\n".join(words) * lines
-        for word in words if not lines else ():  # each word stays on its line
-            gap = getattr(word, "line", 0) - first - text.count("\n")
-            text += "\\\n" * gap + shlex.quote(word) + " "
+        first, text = getattr(words[0], "line", 0), ""
+        if re.search(r"\s", words[0]):  # a list of lines, such as `script:` of a pipeline
+            text = "\n".join(words)
+        else:  # the words of one command, each on its own line
+            for word in words:
+                gap = getattr(word, "line", 0) - first - text.count("\n")
+                text += "\\\n" * gap + shlex.quote(word) + " "
         self._at(source).add(self._read_shell(text, line=first))
 
     def _text(self, text: str, source: str, key: str) -> None:
@@ -435,12 +438,13 @@ def read_dockerfile(text: str) -> Script:
 def _set_variables(instruction: str, rest: str, line: int, stage: Settings) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
     before = [one._replace(exported=False) for one in stage.values()]
-    words = [(match[0], rest.count("\n", 0, match.start())) for match in _WORD.finditer(rest)]
-    if instruction == "ENV" and words and "=" not in words[0][0]:
-        name, _, value = rest.replace("\n", " ").partition(" ")
-        words = [(f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"', 0)]
-    for word, at in words:
-        found = read_assignment(word, before, line + at) if "=" in word else [Assigned(word, OPEN)]
+    words = [(match.end(), word) for match in _WORD.finditer(rest) if (word := match[0].lstrip(_JOINED))]
+    if instruction == "ENV" and words and "=" not in words[0][1]:
+        name, _, value = rest.replace(_JOINED, "").strip().partition(" ")
+        words = [(0, f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"')]
+    for end, marked in words:
+        word, at = marked.replace(_JOINED, ""), line + rest.count(_JOINED, 0, max(0, end - len(marked)))
+        found = read_assignment(word, before, at) if "=" in word else [Assigned(word, OPEN)]
         for one in found:
             if instruction == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
                 stage[one.name] = one._replace(exported=instruction == "ENV")
@@ -459,8 +463,8 @@ def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, st
             if match[2] and match[2].strip():
                 script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        rest = re.sub(end_of_line, lambda each: " " + "\n" * each[0].count("\n"), match[2]).strip()
-        rest, document = rest if name == "ENV" else rest.replace("\n", ""), ""  # variables of ENV have lines
+        rest = re.sub(end_of_line, lambda each: _JOINED * each[0].count("\n"), match[2]).strip()
+        rest, document = rest if name == "ENV" else rest.replace(_JOINED, ""), ""  # variables of ENV have lines
         for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
             if (here := _HEREDOC.match(word)) is None:
                 continue

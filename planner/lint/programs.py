@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from contracts.tables import read_table
 from planner.lint.script import NAMED, WORDS, Assigned, Inner, Word, pattern
@@ -64,17 +65,20 @@ def parts_of(words: Sequence[Word]) -> Iterator[Assigned | Inner]:
     may_set = False  # NAME=VALUE may follow, as after env(1)
     runs_script = False  # behind torchrun, Python and others whose argument is a script
     is_argument = False  # it is an argument of a Python script
-    starts = {"python"} if any(word.text == "--" for word in words) else set()  # its script starts what is behind it
+    texts = [word.text for word in words]
+    ends = [at for at, (text, after) in enumerate(pairwise(texts)) if text == "--" and after[:1] != "-"]
+    last = ends[-1] if ends else 0  # a `--` with a command behind it, which a Python script before it starts
     for at, word in enumerate(words):
-        text, before = word.text, words[at - 1].text if at else ""
-        if at > 1 and words[at - 2].text in _NAMES["takes_pair"]:
+        text, before = word.text, texts[at - 1] if at else ""
+        if at > 1 and texts[at - 2] in _NAMES["takes_pair"]:
             yield Assigned(before, text, word.raw, word.line)
         option, equals, tail = text.partition("=") if text[:1] == "-" else (before, "", text)
         given = tail if equals else text
         takes_list = option in _NAMES["takes_list"]
         is_setting = re.match(r"[A-Za-z_]\w*=", text, re.ASCII) is not None
         is_argument = is_argument or (runs_script and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
-        runs_script = runs_script or name_of(word) in _NAMES["takes_script"] - starts
+        takes_script = name_of(word) in _NAMES["takes_script"] and not (name_of(word) == "python" and at < last)
+        runs_script = runs_script or takes_script
         if option in _NAMES["takes_file"] and given != option:
             yield Inner(given, "", word.line)
         elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):

@@ -662,8 +662,9 @@ class _Reader(Expander):
             self.follow_text(text, line)
         else:
             self._calls_any = True
-            self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
             self._launch("command", line, sure=False)
+        if program == "eval" and re.match(rf"\s*\w*{OPEN}", text):
+            self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
 
     def _set_options(self, _program: str, given: Sequence[Word], line: int) -> None:
         """Follow `set -a`. Names that set gets are arguments, outside fish."""

@@ -97,14 +97,15 @@ def check_value(
     name: str, value: str, entry: NcclName, version: Version | None, *, only_all_reduce: bool = False
 ) -> Iterator[Finding]:
     """Yield findings about one value. `only_all_reduce`: no other collective runs with it."""
-    bare = re.sub(r"\s+#.*", "", value).strip()
-    if bare not in ("", value):  # docker's env files, nccl.conf and quotes keep blanks and comments
+    bare = re.sub(r"(?<!\S)#.*", "", value).strip()
+    if bare != value and value.strip():  # docker's env files, nccl.conf and quotes keep blanks and comments
         harmless = entry.kind == "integer" and strtoll(bare)[1]
         effect = "the number is read all the same" if harmless else "it belongs to the text that NCCL compares"
         part = "ends with a comment" if "#" in value[len(bare) :] else "ends with a blank"
-        part, status = part if value[0] == bare[0] else "begins with a blank", Status.INFO if harmless else Status.WARN
+        part = part if value.startswith(bare) else "begins with a blank"
+        status = Status.INFO if harmless else Status.WARN
         yield finding("env.value.blank", name, value, status=status, part=part, effect=effect, right=bare)
-        value = bare
+        value = bare or value
     if is_quoted(value):
         off = name in VALUES["names"]["carries_data"] and strtoll(value.strip(value[0]))[0] != 0
         ends = off or name in (*VALUES["zero"], *VALUES["names"]["bytes"], "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
@@ -255,11 +256,11 @@ def _algorithms(name: str, value: str, version: Version | None, only_all_reduce:
     status = Status.FAIL if strict and version is not None else Status.WARN
     unknown, gathers = list[str](), True
     for part in value.split(";"):
-        function, _, tokens = part.rpartition(":")
+        function, colon, tokens = part.rpartition(":")
         named = [token for token in tokens.removeprefix("^").split(",") if token]
-        unknown += [function] if function.lower() not in {"", *functions} else []
+        unknown += [function] if colon and function.lower() not in functions else []
         unknown += [token for token in named if token.lower() not in known]
-        if function.lower() in ("", "allgather", "reducescatter"):
+        if not colon or function.lower() in ("allgather", "reducescatter"):
             able = {"ring", "pat", "nvls", "collnetdirect"}
             taken = able & {token.lower() for token in named}
             gathers = bool(able - taken if tokens.startswith("^") else taken)

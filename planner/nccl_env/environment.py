@@ -84,17 +84,12 @@ def amd(case: Situation) -> Note | None:
 
 
 def vendor_script(case: Situation) -> Note | None:
-    """Report a platform whose vendor's plugin has its own environment, which must not be overridden.
-
-    Of another platform, the published values that only a node shows to be needed are listed if no node was read.
-    """
+    """Report a platform whose vendor's plugin has its own environment, which must not be overridden."""
     for node in case.nodes:
-        row, info = recognise(node), node.facts(HostinfoFacts)
-        if row is None or row.amd or not (row.plugin or (info is None and not case.efa)):
+        row = recognise(node)
+        if row is None or not row.plugin:
             continue
-        if not row.plugin:
-            left = [f"{name}={value}" for name, (value, recipe) in row.values().items() if name not in recipe.set]
-            return note("platform.published", platform=row.name, listed=" ".join(left)) if left else None
+        info = node.facts(HostinfoFacts)
         there = next((path for path in row.script if info and path in info.vendor_files), None)
         listed = " ".join(f"{name}={value}" for name, (value, _) in row.values().items())
         if not row.script:
@@ -105,6 +100,17 @@ def vendor_script(case: Situation) -> Note | None:
             how = f"install the {row.plugin} plugin and source its script, {row.script[0]}: it is not on this disk"
         evidence = f"{node.hostname}: {row.name}; {row.recipes[0].source}"
         return note("platform.vendor_script", evidence, how=how, listed=listed)
+    return None
+
+
+def published_values(case: Situation) -> Note | None:
+    """List published values that only a scan shows to be needed, for a platform of which no node was read."""
+    for node in case.nodes:
+        row = recognise(node)
+        is_unread = node.facts(HostinfoFacts) is None
+        if row and is_unread and not (row.plugin or row.amd or case.efa):
+            left = [f"{name}={value}" for name, (value, recipe) in row.values().items() if name not in recipe.set]
+            return note("platform.published", platform=row.name, listed=" ".join(left)) if left else None
     return None
 
 
@@ -316,7 +322,7 @@ def _need_roce(node: NodeView) -> Iterator[Setting]:
 
 _FIRST = (unread, amd, devices.gloo_socket_ifname)
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
-    vendor_script, unknown_platform, devices.socket_ifname, rdma.ib_hca,
+    vendor_script, published_values, unknown_platform, devices.socket_ifname, rdma.ib_hca,
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
     rdma.cross_nic, rdma.net_plugin, slingshot_protocol, slingshot_tuning,
 )  # fmt: skip
@@ -337,7 +343,7 @@ def settings(case: Situation) -> Recommendation:
         added = [each for each in list_published(case).values() if each.name not in named]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
-    if (found := vendor_script(case)) and found.topic == "platform":  # the script or its plugin sets NCCL's variables
+    if vendor_script(case) is not None:  # the script or its plugin sets NCCL's variables
         chosen = [each for each in chosen if not each.name.startswith("NCCL_")]
         if between:
             notes = [each for each in notes if not each.topic.startswith("NCCL_") or each.topic == "NCCL_MNNVL_ENABLE"]

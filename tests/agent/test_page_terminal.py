@@ -70,8 +70,16 @@ def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() 
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text
+
+
+def test_hosts_are_listed_by_nvlink_domain_if_two_share_one() -> None:
+    """Otherwise each may be the domain of a host's own board, which is no difference between healthy hosts."""
     tray = view("gb200-nvl72-tray")
-    assert "NVLink domain " in drawn(hosts.print_hosts_brief, tray.snapshots * 2, tray.topologies * 2, ())
+    (node,) = tray.topologies
+    other = replace(node, gpus=tuple(replace(gpu, nvlink_domain="rack/2") for gpu in node.gpus))
+    for nodes, shown in (((node, node), True), ((node, other), False), ((node, node, other), True)):
+        text = drawn(hosts.print_hosts_brief, tray.snapshots * len(nodes), nodes, ())
+        assert ("NVLink domain" in text, "rack/2" in text) == (shown, shown and other in nodes), text
 
 
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:

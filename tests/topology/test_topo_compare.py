@@ -10,6 +10,7 @@ from contracts.finding import Status
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.gpu.probe import PROBE as GPU_PROBE
+from probes.rdma.facts import RdmaFacts
 from probes.registry import check_facts
 from topology.cluster import join
 from topology.diff import diff, diff_text, fleet, fleet_text
@@ -170,3 +171,18 @@ def test_gpus_are_compared_by_their_place_on_the_bus():
     facts = snapshot(HGX).outcomes["rdma"].facts
     renamed = replace(facts, devices=(replace(facts.devices[0], name="ibp24s0"), *facts.devices[1:]))
     assert messages(diff(snapshot(HGX), with_facts(snapshot(HGX), rdma=renamed))) == ["mlx5_0 name mlx5_0 -> ibp24s0"]
+
+
+def test_a_slot_is_compared_by_its_address_whatever_its_nic_is_called():
+    """Each host lacks another NIC, so the kernel gives the same slot two names; one of the slots is narrow."""
+    whole = snapshot(HGX)
+    nics, slots = whole.facts(RdmaFacts), whole.outcomes["pci"].facts
+    place = nics.devices[4].bus_id
+    narrow = tuple(replace(one, link_width=8) if one.bus_id == place else one for one in slots.devices)
+    hosts = []
+    for gone, facts in ((2, slots), (5, replace(slots, devices=narrow))):
+        rest = [one for number, one in enumerate(nics.devices) if number != gone]
+        numbered = tuple(replace(one, name=f"mlx5_{number}") for number, one in enumerate(rest))
+        hosts.append(with_facts(whole, rdma=replace(nics, devices=numbered), pci=facts))
+    (found,) = [one for one in diff(*hosts) if one.what == "PCIe width"]
+    assert (found.status, found.message) == (Status.FAIL, f"mlx5_3 ({place}) PCIe width x16 -> x8")

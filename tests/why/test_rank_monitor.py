@@ -10,7 +10,7 @@ import pytest
 from rigs.command import ROOT, TORCHRUN, interpreter
 from rigs.netns import missing
 
-from agent.jobs.script import add_monitor
+from agent.jobs.script import AUTOSTART, add_monitor
 from finetune import rank_monitor
 
 TALK = """
@@ -37,6 +37,22 @@ try:
 except BlockingIOError:
     print(json.dumps([before, sending(), modes == (client.gettimeout(), client.getblocking())]))
 """
+
+
+OLDER = """
+import sys
+del sys.orig_argv
+sys.path.insert(0, sys.argv[1])
+sys.modules.pop("sitecustomize", None)
+import sitecustomize
+print(type(sys.meta_path[0]).__name__)
+"""
+
+
+def test_the_monitor_starts_in_a_rank_of_an_older_python(tmp_path):
+    """Python 3.9, with which torch 2.8 still runs, has no sys.orig_argv."""
+    done = interpreter("-c", OLDER, AUTOSTART, seconds=30, TOPOFLIGHT_RUN=str(tmp_path), RANK="0")
+    assert done.stdout == "_AfterImport\n", done.stderr
 
 
 @pytest.mark.netns

@@ -52,7 +52,7 @@ _WORD = re.compile(
 )
 _CUT_NAME = re.compile(r"GP?U?|NI?C?|ml?x?\d?_?")
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
-_MODEL = re.compile(r"\W{0,8}GPU (\d{1,4}(?:,\d{1,4}){0,64}): +(\S+(?: \S+)*)")  # "GPU 0: NVIDIA GB10", "GPU 0,1: ..."
+_MODEL = re.compile(r"\W{0,8}GPU (\d{1,4}(?:,\d{1,4}){0,64}): +([\w./-]+(?: [\w./-]+)*)")  # GPU 0,1: NVIDIA GB10
 _NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*|CPU")
 
 

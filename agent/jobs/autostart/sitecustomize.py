@@ -168,7 +168,8 @@ def _start() -> None:
     actions: dict[str, Callable[[Any], None]] = dict.fromkeys(
         ("torch.distributed.distributed_c10d", "torch.distributed.launcher.api"), _wrap
     )
-    if "RANK" in os.environ and sys.orig_argv[1:2] == [os.environ.get("TOPOFLIGHT_SCRIPT")]:
+    # Python 3.9 has no orig_argv
+    if "RANK" in os.environ and getattr(sys, "orig_argv", [])[1:2] == [os.environ.get("TOPOFLIGHT_SCRIPT")]:
         watch = StepRecorder()
         atexit.register(watch.end)  # registered before any other, so it runs last
         sys.exit = watch.record_exit  # type: ignore[assignment]
