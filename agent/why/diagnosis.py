@@ -131,10 +131,10 @@ def _lines_of(path: Any) -> Iterator[str]:
             yield from chain.from_iterable(map(_split, whole))
 
 
-def _split(line: bytes) -> Iterator[str]:
+def _split(line: bytes) -> list[str]:
     """Split a line at the carriage returns of progress bars; remove its colours, and the end of a JSON entry."""
-    parts = (part.decode("utf-8", errors="replace") for piece in split_long(line) for part in clean(piece))
-    return (part for part in parts if not part.startswith(('"}', '",')))
+    parts = [part for piece in split_long(line) for part in clean(piece)]
+    return [part.decode("utf-8", errors="replace") for part in parts if not part.startswith((b'"}', b'",'))]
 
 
 def _is_saved_ras(log: str) -> bool:
