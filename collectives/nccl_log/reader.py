@@ -33,6 +33,8 @@ _ESCAPES: Final = tuple(
     for row in read_table(__file__, "facts.toml")["escapes"] for mark in row["marks"]
 )  # fmt: skip
 
+_MARKED: Final = re.compile(b"|".join(re.escape(mark) for mark, *_ in _ESCAPES) + rb"|[\r\n]")
+
 _PACKED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}  # modules, which most logs do not need
 _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04", "zip", "unzip -p"))
 
@@ -116,6 +118,8 @@ def split_long(line: bytes) -> list[bytes]:
 
 def clean(line: bytes) -> list[bytes]:
     """Return the logical lines of one physical line, without colours, escapes and links of Markdown."""
+    if not _MARKED.search(line):
+        return [line]
     for mark, pattern, plain in _ESCAPES:
         if mark in line:
             line = pattern.sub(plain, line)

@@ -348,11 +348,13 @@ class _Walk:
                 name, equals, value = word.partition("=")
                 self._add(source, name, value if equals else f"${{{name}}}", getattr(word, "line", 0))
             return
-        lines = re.search(r"\s", words[0]) is not None  # a list of lines, such as `script:` of a pipeline
-        first, text = getattr(words[0], "line", 0), "\n".join(words) * lines
-        for word in words if not lines else ():  # each word stays on its line
-            gap = getattr(word, "line", 0) - first - text.count("\n")
-            text += "\\\n" * gap + shlex.quote(word) + " "
+        first, text = getattr(words[0], "line", 0), ""
+        if re.search(r"\s", words[0]):  # a list of lines, such as `script:` of a pipeline
+            text = "\n".join(words)
+        else:  # the words of one command, each on its own line
+            for word in words:
+                gap = getattr(word, "line", 0) - first - text.count("\n")
+                text += "\\\n" * gap + shlex.quote(word) + " "
         self._at(source).add(self._read_shell(text, line=first))
 
     def _text(self, text: str, source: str, key: str) -> None:
@@ -436,10 +438,10 @@ def read_dockerfile(text: str) -> Script:
 def _set_variables(instruction: str, rest: str, line: int, stage: Settings) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
     before = [one._replace(exported=False) for one in stage.values()]
-    words = [(match.end(), match[0].lstrip(_JOINED)) for match in _WORD.finditer(rest)]
+    words = [(match.end(), word) for match in _WORD.finditer(rest) if (word := match[0].lstrip(_JOINED))]
     if instruction == "ENV" and words and "=" not in words[0][1]:
-        name, _, value = rest.partition(" ")
-        words = [(0, f'{name}="' + value.strip(f" {_JOINED}").strip('"').replace('"', '\\"') + '"')]
+        name, _, value = rest.replace(_JOINED, "").strip().partition(" ")
+        words = [(0, f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"')]
     for end, marked in words:
         word, at = marked.replace(_JOINED, ""), line + rest.count(_JOINED, 0, max(0, end - len(marked)))
         found = read_assignment(word, before, at) if "=" in word else [Assigned(word, OPEN)]

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 SETTINGS: Mapping[str, Any] = read_table(__file__, "data/settings.toml")
 """Settings that are useless or harmful, alone or together."""
-# Codes that are dropped if the variable has a more specific finding
+# Codes of findings that are dropped if their variable has a more specific one.
 _GENERAL = ("env.debug.leftover", "env.gid.needless")
 _ALL_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 

@@ -83,8 +83,8 @@ def _reading(text: str, kind: str) -> Reading:
         limit_parsing()
     title, parts = _read(text, kind, 0)
     own = frozenset(pattern("used").findall(pattern("own_name").sub("", text)) if kind not in _LIMITS else ())
-    only = kind not in _LIMITS and pattern("only_all_reduce").match(text) is not None
-    environments = tuple(each for source, script in parts for each in _environments(source, script, own, only))
+    all_reduce = kind not in _LIMITS and pattern("only_all_reduce").match(text) is not None
+    environments = tuple(each for source, script in parts for each in _environments(source, script, own, all_reduce))
     unread = [each for _, script in parts for each in script.unread]
     found = {name for _, script in parts for settings in script.settings() for name in settings}
     lost = _unfound(text, found, pattern("setting"), "no program that is started gets it") if kind in _PROGRAMS else ()
@@ -225,7 +225,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
     return parts
 
 
-def _environments(source: str, script: Script, own: frozenset[str], only: bool) -> Iterator[NamedEnvironment]:
+def _environments(source: str, script: Script, own: frozenset[str], all_reduce: bool) -> Iterator[NamedEnvironment]:
     """Yield the unconditional environment, then the complete environment of each launch or condition."""
     named = {name for settings in script.settings() for name in settings}
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
@@ -240,7 +240,7 @@ def _environments(source: str, script: Script, own: frozenset[str], only: bool) 
             environment={name: each.value for name, each in found.items() if OPEN not in each.value},
             unresolved={name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value},
             unexported=loose, used=own, lines={name: each.line for name, each in found.items()},
-            also_set=frozenset(named - {*script.loose}), findings=findings, only_all_reduce=only,
+            also_set=frozenset(named - {*script.loose}), findings=findings, only_all_reduce=all_reduce,
         )  # fmt: skip
         loose, findings = {}, ()
 

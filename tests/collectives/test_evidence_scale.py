@@ -69,6 +69,13 @@ def test_a_file_without_newlines() -> None:
     assert evidence.read_files([io.BytesIO(b"x" * 3_000_000 + b"\n" + ON.encode() + b"\n")]).gdrdma == "on"
 
 
+@pytest.mark.timeout(10)
+def test_a_json_object_of_many_members_takes_no_exponential_time() -> None:
+    """Members of digits, none of which is the line of a collector."""
+    line = "{" + ", ".join(f'"{number}": "{number}"' for number in range(400)) + "} exitcode: 1"
+    assert evidence.read_files([io.BytesIO(line.encode())]).lines_read == 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 400))
 def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:

@@ -60,6 +60,13 @@ def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
     assert json.loads((tmp_path / "word").read_text())["reason"] == "ended"
 
 
+@pytest.mark.timeout(10)
+def test_a_long_line_is_no_table_of_torchrun():
+    """It is not read again from each of its blanks, or from each of its beginnings."""
+    for line in (f"rank : 1 {' ' * 65000}x", "rank : 1 " * 7000):
+        assert run_record.failed_ranks(f"{line}\nx") == []
+
+
 def test_the_mfu_is_that_of_the_forecast_at_the_measured_rate(tmp_path):
     """Model FLOPs of a token and the peak of the device are the forecast's; without them it is unknown."""
     layout = Layout(world_size=1)
