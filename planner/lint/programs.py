@@ -77,8 +77,8 @@ def parts_of(words: Sequence[Word]) -> Iterator[Assigned | Inner]:
         takes_list = option in _NAMES["takes_list"]
         is_setting = re.match(r"[A-Za-z_]\w*=", text, re.ASCII) is not None
         is_argument = is_argument or (runs_script and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
-        takes_script = name_of(word) in _NAMES["takes_script"] and not (name_of(word) == "python" and at < last)
-        runs_script = runs_script or takes_script
+        launches = name_of(word) == "python" and at < last and texts[at + 1] != "-m"
+        runs_script = runs_script or (name_of(word) in _NAMES["takes_script"] and not launches)
         if option in _NAMES["takes_file"] and given != option:
             yield Inner(given, "", word.line)
         elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):
