@@ -374,7 +374,7 @@ def machine(data: bytes) -> object:
     for record in fleet.records():
         fleet.snapshot(record)
     join([node for record in fleet.records() if (node := fleet.topology(record))])
-    return json.dumps([make_row(record) for record in fleet.records()], allow_nan=False)
+    return json.dumps([make_row(record, 0.0) for record in fleet.records()], allow_nan=False)
 
 
 def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:

@@ -26,7 +26,7 @@ from planner.forecast.compute import CPU, DEFAULT, Job, Rates, cpu_rates, gpu_ra
 from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, links_of
-from planner.forecast.memory import memory_of
+from planner.forecast.memory import checkpoint_bytes, memory_of
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, check_histogram, longest_row
 from planner.nccl_env import environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, situation
@@ -600,3 +600,12 @@ def _make_point(
         memory_bytes=forecast.memory_bytes.mid, seconds=seconds, gpu_hours=mid / 3600.0 * cluster.world_size,
         cost=cost,
     )  # fmt: skip
+
+
+def checkpoint_to_save(advice: Recommendation) -> tuple[float, float]:
+    """Return the bytes of a checkpoint and the seconds of the step that may have to finish first; 0 if unknown."""
+    if advice.chosen is None or advice.model is None or advice.train is None:
+        return 0.0, 0.0
+    in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"
+    due = advice.chosen.forecast.step_seconds.high
+    return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due

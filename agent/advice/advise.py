@@ -33,7 +33,6 @@ from topology.cluster import join
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
-    from agent.checks.findings import FindingGroup
     from agent.checks.verdict import View
     from collectives.bench.results import Measurement
 
@@ -315,17 +314,14 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
     groups = [group for group in group_findings(checks) if group.status == "fail" and set(group.codes) - counted]
     ends, left_out = "this fault ends the job", "the forecast does not count this fault"
-    rows = tuple(
-        f"{ends if ENDS & set(group.codes) else left_out}: {_describe_fault(group)}" for group in groups[:_MOST_FAULTS]
-    )
+    rows = []
+    for group in groups[:_MOST_FAULTS]:
+        on = group.place if len(group.subjects) == 1 else group.places
+        what = ends if ENDS & set(group.codes) else left_out
+        rows.append(f"{what}: {group.id}{on and ' '}{on}: {group.message}")
     more = len(groups) - len(rows)
     rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
     return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
-
-
-def _describe_fault(group: FindingGroup) -> str:
-    on = group.place if len(group.subjects) == 1 else group.places
-    return f"{group.id}{on and ' '}{on}: {group.message}"
 
 
 def advise_cluster(

@@ -41,10 +41,10 @@ from contracts.trl import trl_settings
 from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import RankedLayout, Recommendation
-from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, checkpoint_bytes, save_seconds
+from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, save_seconds
 from planner.forecast.models import ModelError, hub_id, model_from_config, model_from_file, model_named
 from planner.forecast.specs import ModelSpec, TrainSpec
-from planner.recommend import AS_REQUESTED
+from planner.recommend import AS_REQUESTED, checkpoint_to_save
 from planner.stacks import engine_named
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -435,15 +435,6 @@ def why_gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
         labels = sorted({near.label for near in node.nearest_nic})
         sentences.append(f"{snapshot.hostname}: each GPU is {' or '.join(labels)} from its NIC")
     return "; ".join(sentences[:2]) + (f"; and {len(sentences) - 2} more hosts alike" if len(sentences) > 2 else "")
-
-
-def checkpoint_to_save(advice: Recommendation) -> tuple[float, float]:
-    """Return the bytes of a checkpoint and the seconds of the step that may have to finish first; 0 if unknown."""
-    if advice.chosen is None or advice.model is None or advice.train is None:
-        return 0.0, 0.0
-    in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"
-    due = advice.chosen.forecast.step_seconds.high
-    return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
 
 
 def estimate_grace(advice: Recommendation, bytes_per_second: float | None, least: int = GRACE_SECONDS) -> int:

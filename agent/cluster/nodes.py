@@ -391,9 +391,8 @@ class Fleet:
         return Snapshot(hostname=record.name, taken_at_seconds=0.0, outcomes=outcomes)
 
 
-def make_row(record: NodeRecord, now: float | None = None) -> Json:
+def make_row(record: NodeRecord, now: float) -> Json:
     """Return one row of /nodes. A silent node is unknown, whatever its last verdict was."""
-    now = time.time() if now is None else now
     silent = record.silent(now)
     made: Json = {
         "name": record.name, "host": record.host, "verdict": "unknown" if silent else record.verdict,

@@ -41,11 +41,8 @@ class Journal:
         self.where = where
         self.arrived += 1
 
-    def start_beats(self) -> None:
-        """Write heartbeats in the background."""
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Write heartbeats without end, in a thread of its own."""
         store_port = int(os.environ.get("MASTER_PORT") or 0)
         while True:
             self.write("beat", moved_bytes=count_moved_bytes(store_port))

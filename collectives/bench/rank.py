@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -206,7 +207,7 @@ def main(path: str) -> None:
     journal.write("start", rank=number, world=world, host=host, pid=os.getpid())
     if plan.distinct_hosts:
         os.environ["NCCL_HOSTID"] = f"topoflight-{number}"
-    journal.start_beats()
+    threading.Thread(target=journal.beat, daemon=True).start()
     me = Rank(rank=number, world=world, plan=plan, journal=journal, device="cpu")
     try:
         _join(me, host)

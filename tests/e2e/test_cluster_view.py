@@ -195,7 +195,7 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     printed = {column["name"]: column for column in version["additionalPrinterColumns"]}
     assert (printed["Scanned"]["type"], printed["Ended"]["jsonPath"]) == ("date", ".status.stoppedAt")
     back = from_resource(made)
-    told = make_row(back)
+    told = make_row(back, time.time())
     assert told["silent"] and (told["verdict"], told["last_verdict"]) == ("unknown", "warn")
     (check,) = nodes.check_nodes(["n1"], Fleet([back]))
     assert check.status == "fail" and "its agent ended" in check.message
@@ -326,7 +326,7 @@ def test_a_server_that_hangs_stalls_no_other_endpoint(tmp_path: Path, monkeypatc
 def test_a_stale_record_is_never_a_pass(late_seconds: float) -> None:
     """Whatever it said last; a scan that is yet to come would never grow old."""
     record = replace(record_of(H100, "n"), verdict="pass", scanned_at_seconds=time.time() - late_seconds)
-    made = make_row(record)
+    made = make_row(record, time.time())
     assert made["verdict"] == "unknown" and made["last_verdict"] == "pass"
 
 

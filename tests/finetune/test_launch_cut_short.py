@@ -15,6 +15,7 @@ from agent.advice import job_settings
 from agent.advice.advise import Request, advise
 from agent.jobs import launch
 from planner.kubernetes.manifests import JobError, storage_rate
+from planner.recommend import checkpoint_to_save
 
 JOB = """
 import pathlib, signal, sys, time
@@ -121,7 +122,7 @@ def test_the_time_to_save_here_is_that_of_the_checkpoint(rate):
     """Of a full fine-tune of 8B twice its checkpoint at the storage's rate, as in the pods; the built-in job 20 s."""
     run = {"method": "full", "sequence_length": 2048, "global_batch": 64}
     advice = advise(Request.of(machine="p5.48xlarge", nodes=2, model="Llama-3.1-8B", **run), ())
-    saved, step = job_settings.checkpoint_to_save(advice)
+    saved, step = checkpoint_to_save(advice)
     assert saved > 8e9 * (4 + 2 * 4)  # fp32 weights, and Adam's two moments
     given = storage_rate(rate)
     assert job_settings.estimate_grace(advice, given) == math.ceil(step + 2 * saved / given) > 60

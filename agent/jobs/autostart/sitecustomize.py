@@ -177,17 +177,12 @@ def _start() -> None:
     sys.meta_path.insert(0, _AfterImport(actions))
 
 
-def copy_files(folder: Path) -> None:
-    """Copy what starts the monitor in another container's Python."""
-    for name in FILES:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes((_TOP / name).read_bytes())
-
-
 if __name__ == "sitecustomize":
     if "TOPOFLIGHT_RUN" in os.environ:
         with contextlib.suppress(Exception):
             _start()
     _run_hidden(str(Path(__file__).resolve().parent))
 elif __name__ == "__main__":
-    copy_files(Path(sys.argv[1]))
+    for file in (Path(sys.argv[1], name) for name in FILES):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes((_TOP / file.relative_to(sys.argv[1])).read_bytes())
