@@ -209,8 +209,7 @@ class _Number(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number. Raises BadParameter."""
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
+        if math.isnan(number := super().convert(value, param, ctx)):
             self.fail(f"{value!r} is not a number in a range.", param, ctx)
         return number
 

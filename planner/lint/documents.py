@@ -348,10 +348,9 @@ class _Walk:
                 name, equals, value = word.partition("=")
                 self._add(source, name, value if equals else f"${{{name}}}", getattr(word, "line", 0))
             return
-        first, text = getattr(words[0], "line", 0), ""
-        if re.search(r"\s", words[0]):  # a list of lines, such as `script:` of a pipeline
-            text = "\n".join(words)
-        else:  # the words of one command, each on its own line
+        first, text = getattr(words[0], "line", 0), "\n".join(words)
+        if not re.search(r"\s", words[0]):  # words of one command, each on its line; else lines, as in `script:`
+            text = ""
             for word in words:
                 gap = getattr(word, "line", 0) - first - text.count("\n")
                 text += "\\\n" * gap + shlex.quote(word) + " "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 
 from contracts.tables import read_table
 from planner.lint.script import NAMED, WORDS, Assigned, Inner, Word, pattern
@@ -66,8 +65,8 @@ def parts_of(words: Sequence[Word]) -> Iterator[Assigned | Inner]:
     runs_script = False  # behind torchrun, Python and others whose argument is a script
     is_argument = False  # it is an argument of a Python script
     texts = [word.text for word in words]
-    ends = [at for at, (text, after) in enumerate(pairwise(texts)) if text == "--" and after[:1] != "-"]
-    last = ends[-1] if ends else 0  # a `--` with a command behind it, which a Python script before it starts
+    # the last `--` with a command behind it, which a Python script before it starts
+    last = max((at for at, text in enumerate(texts[:-1]) if text == "--" and texts[at + 1][:1] != "-"), default=0)
     for at, word in enumerate(words):
         text, before = word.text, texts[at - 1] if at else ""
         if at > 1 and texts[at - 2] in _NAMES["takes_pair"]:
