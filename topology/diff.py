@@ -404,7 +404,7 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
         warnings.append(_text("no_common", nodes=len(common.nodes), total=total))
-    if 1 < len(domains) < total:  # a domain of one node each would be that of its own board
+    if 1 < len(domains) < total:  # a domain of a single node may be that of its board
         listed = "; ".join(f"{some(list(names), most=3)} in {domain}" for domain, names in domains.items())
         warnings.append(_text("domains", count=len(domains), listed=listed))
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))

@@ -274,14 +274,14 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
 def _rows(name: str) -> dict[str, dict[str, Any]]:
     """Return the members of each option of a file by its key, with included and shared tables resolved."""
     found: dict[str, dict[str, Any]] = {}
-    shared = tables.read_table(__file__, "question.toml") | _table("shared")
     for key, row in _table(name).items():
         if key == "help":  # help of the verb
             continue
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            members = (found.get(key) or shared[key]) | row
+            shared = found.get(key) or _table("shared").get(key) or tables.read_table(__file__, "question.toml")[key]
+            members = shared | row
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row

@@ -42,7 +42,7 @@ class Journal:
         self.arrived += 1
 
     def beat(self) -> None:
-        """Write heartbeats without end, in a thread of its own."""
+        """Write heartbeats without end; runs in a separate thread."""
         store_port = int(os.environ.get("MASTER_PORT") or 0)
         while True:
             self.write("beat", moved_bytes=count_moved_bytes(store_port))

@@ -32,7 +32,7 @@ _ESCAPES: Final = tuple(
     (mark.encode(), re.compile(row["pattern"].encode()), row["plain"].encode())
     for row in read_table(__file__, "facts.toml")["escapes"] for mark in row["marks"]
 )  # fmt: skip
-_MARKED: Final = re.compile(b"|".join(re.escape(mark) for mark, *_ in _ESCAPES) + rb"|[\r\n]")
+_MARKED: Final = re.compile(b"|".join(map(re.escape, (*(mark for mark, *_ in _ESCAPES), b"\r", b"\n"))))
 
 _PACKED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}  # modules, which most logs do not need
 _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04", "zip", "unzip -p"))

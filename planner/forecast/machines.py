@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
@@ -27,7 +28,7 @@ from topology.paths import with_expectations
 
 
 class MachineError(PlanError):
-    """The catalogue does not have this machine."""
+    """The catalogue does not have this machine, or not with these nodes, GPUs or network."""
 
 
 def names() -> tuple[str, ...]:
@@ -35,12 +36,20 @@ def names() -> tuple[str, ...]:
     return tuple(machine.name for machine in catalogue())
 
 
+_PUNCTUATION = re.compile(r"[\W_]")
+
+
+@cache
+def _rows_by_name() -> dict[str, Known]:
+    """Return the rows of the catalogue by their names and aliases, without punctuation."""
+    return {_PUNCTUATION.sub("", one.lower()): row for row in catalogue() for one in (row.name, *row.aliases)}
+
+
 def machine(name: str) -> Known:
     """Return a row of the catalogue by name or alias; Azure also writes `Standard_` before its names."""
     wanted = name.strip().lower().removeprefix("standard_")
-    for row in catalogue():
-        if re.sub(r"[\W_]", "", wanted) in [re.sub(r"[\W_]", "", one.lower()) for one in (row.name, *row.aliases)]:
-            return row
+    if row := _rows_by_name().get(_PUNCTUATION.sub("", wanted)):
+        return row
     near = difflib.get_close_matches(wanted, [row.name for row in catalogue()], n=3, cutoff=0.4)
     hint = "; --sweep compares several machines" if "," in name else f"; nearest: {', '.join(near)}" if near else ""
     gpu = re.sub(r"(?<=[a-z])(?=[0-9])", " ?", re.sub(r"\A\d+x|[\W_]", "", wanted))  # rtx4090 is named "RTX 4090"

@@ -364,7 +364,7 @@ def test_the_token_is_judged_before_the_body_is_read(tmp_path):
         statuses: list[int] = []
 
         async def receive():
-            raise AssertionError("the body was asked for")
+            raise AssertionError("the body was read")
 
         async def send(message, statuses: list[int] = statuses) -> None:
             statuses.extend([message["status"]] if "status" in message else [])

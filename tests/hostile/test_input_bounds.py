@@ -1,6 +1,6 @@
-"""Size and depth are bounded for each input, in the reader's own words; inputs that once broke a reader; the fuzzer.
+"""Size and depth are bounded for each input, with the reader's own error. The fuzzer.
 
-The latter were found by the fuzzer, at random or by reading the code.
+The inputs that once broke a reader were found by the fuzzer, at random, or by reading the code.
 """
 
 import gzip

@@ -424,7 +424,7 @@ def test_an_export_has_the_steps_of_the_forecast(form, train, steps, has, has_no
 
 @each_row(("name", "layout", "train", "reason"), rows("refused"))
 def test_a_framework_that_cannot_is_refused_with_the_reason(name, layout, train, reason):
-    """Never something else than what was asked for."""
+    """It exports the requested layout or none."""
     with pytest.raises(ExportError, match=reason):
         export(name, request(NAMED[layout] if isinstance(layout, str) else Layout(**layout), **train))
 

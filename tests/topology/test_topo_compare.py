@@ -132,7 +132,7 @@ def test_what_is_common_in_a_fleet_and_what_is_not():
     (family,) = fleet([tray(1), tray(1), tray(2, hostname="lone")]).families
     assert (family.odd, len(family.common.nodes)) == ((), 3), "two racks of equal nodes are no fault"
     assert [warning.partition("; ")[2].partition(".")[0] for warning in family.warnings] == ["lone in rack/2"]
-    assert fleet([tray(1), tray(2)]).families[0].warnings == (), "each board may have a domain of its own"
+    assert fleet([tray(1), tray(2)]).families[0].warnings == (), "each domain may be that of a single board"
     with pytest.raises(ValueError, match="at least one"):
         fleet([])
 

@@ -132,7 +132,7 @@ class StepRecorder:
             if len(self.ends) <= MOST_STEPS:
                 self.ends.append(time.perf_counter())
 
-    def record_exit(self, status: object = None) -> None:
+    def record_exit(self, status: object = None, /) -> None:
         """Replace sys.exit(): Python prints the status, and no exception hook receives it."""
         self.status = status
         self.exit(status)  # type: ignore[arg-type]
