@@ -664,13 +664,13 @@ class _Reader(Expander):
             self._calls_any = True
             self._launch("command", line, sure=False)
         if program == "eval" and re.match(rf"\s*\w*{OPEN}", text):
-            self.script.files.append("the commands that eval gets" + f" in line {line}" * bool(line))
+            self.script.files.append("the commands of eval" + f" in line {line}" * bool(line))
 
     def _set_options(self, _program: str, given: Sequence[Word], line: int) -> None:
         """Follow `set -a`. Names that set gets are arguments, outside fish."""
         options = [each.text for each in given]
         if any(map(NAMED.search, options)):
-            self._report(line, "the arguments that set gives")
+            self._report(line, "the arguments of set")
         elif match := re.match(r"(?:[-+]\w+ (?:\w+ )?)*?([-+])\w*(?:a\w*|o allexport) ", " ".join([*options, ""])):
             self.scope.exports_all = match[1] == "-"
 

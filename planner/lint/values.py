@@ -100,7 +100,7 @@ def check_value(
     bare = re.sub(r"(?<!\S)#.*", "", value).strip()
     if bare != value and value.strip():  # docker's env files, nccl.conf and quotes keep blanks and comments
         harmless = entry.kind == "integer" and strtoll(bare)[1]
-        effect = "the number is read all the same" if harmless else "it belongs to the text that NCCL compares"
+        effect = "but NCCL reads the number correctly" if harmless else "so NCCL gets it as part of the value"
         part = "ends with a comment" if "#" in value[len(bare) :] else "ends with a blank"
         part = part if value.startswith(bare) else "begins with a blank"
         status = Status.INFO if harmless else Status.WARN

@@ -231,7 +231,7 @@ def by_torchrun(facts: RunFacts) -> Verdict | None:
     """Use the rank that torchrun saw fail first, if no other source says more."""
     if facts.first is None or not is_own(facts.log.errors.get(facts.first, "")):
         return None  # it had waited for another rank
-    return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, by torchrun's log")))
+    return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, according to torchrun")))
 
 
 def by_uneven_ends(facts: RunFacts) -> Verdict | None:
