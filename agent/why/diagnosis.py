@@ -133,7 +133,7 @@ def _lines_of(path: Any) -> Iterator[str]:
 
 def _split(line: bytes) -> list[str]:
     """Split a line at the carriage returns of progress bars; remove its colours, and the end of a JSON entry."""
-    parts = [part for piece in split_long(line) for part in clean(piece)]
+    parts = chain.from_iterable(map(clean, split_long(line)))
     return [part.decode("utf-8", errors="replace") for part in parts if not part.startswith((b'"}', b'",'))]
 
 
