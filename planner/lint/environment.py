@@ -206,8 +206,6 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
     number, whole = strtoll(value)
     if name == "NCCL_P2P_DISABLE" or not value:
         return number == 1
-    if name in VALUES["level"]["names"]:
-        return value in VALUES["level"]["known"] or value[0].isdigit()
     same = value.upper() == entry.default.upper() or (whole and entry.default == str(number))
     if same or value in SETTINGS["guards"].get(name, ()):
         return False

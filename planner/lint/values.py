@@ -114,8 +114,6 @@ def check_value(
         return
     if name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
         yield finding("env.value.kind/tilde", name, value)
-    elif name in VALUES["level"]["names"]:
-        yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
         yield from _algorithms(name, value, version, only_all_reduce)
     elif name in VALUES["text"]:
@@ -213,7 +211,8 @@ def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     late = row.get("since", {})
     words = [each for each in row.get("words", ()) if not version or version >= tuple(late.get(each, ()))]
     flags, separator, effect = 0 if row.get("exact") else re.IGNORECASE, row.get("separator"), row.get("effect")
-    pattern = re.compile(row.get("pattern") or "|".join(map(re.escape, words)), flags)
+    allowed = row.get("pattern") or "|".join([*map(re.escape, words), row.get("numbers", "(?!)")])
+    pattern = re.compile(allowed, flags)
     parts = value.removeprefix("^").split(separator) if separator else [value]
     wrong = [each for each in parts if each and not pattern.fullmatch(each.removeprefix("^") if separator else each)]
     if not wrong:
@@ -223,26 +222,15 @@ def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         blank = " (a blank belongs to the word)" if re.search(r"\s", "".join(wrong)) else ""
         bad = ", ".join(map(repr, wrong))
         yield finding("env.value.token/list", name, value, wrong=bad, blank=blank, words=listed, separator=separator)
+    elif "numbers" in row:
+        release = f"NCCL {version_text(version)}" if version else "NCCL"
+        yield finding("env.value.level", name, value, release=release, words=listed)
     elif "wanted" in row:
         yield finding("env.value.kind", name, value, wanted=row["wanted"], effect=effect)
     else:
         case = "case counts, " if value.upper() in words else ""
         choices = " or ".join(words)
         yield finding("env.value.token", name, value, words=listed, case=case, effect=effect, choices=choices)
-
-
-def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    known, old = VALUES["level"]["known"], VALUES["level"]["old"]
-    if value in known:
-        since = tuple(VALUES["level"]["since"].get(value, ()))
-        if since and version and version < since:
-            first, used = version_text(since), version_text(version)
-            yield finding("env.value.level/too_new", name, value, since=first, version=used)
-    elif value[:1].isdigit():
-        number, _ = strtoll(value)
-        yield finding("env.value.level/number", name, value, meant=old[min(number, len(old) - 1)])
-    else:
-        yield finding("env.value.level", name, value, known=", ".join(known))
 
 
 def _algorithms(name: str, value: str, version: Version | None, only_all_reduce: bool) -> Iterator[Finding]:
