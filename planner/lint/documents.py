@@ -15,6 +15,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -202,8 +203,10 @@ class _Walk:
         self._read_shell = cache(read_shell)  # a script with an anchor occurs several times
         self._compose = _form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
-        for document in documents:
-            self._visit(document, title(document), 0)
+        titles = Counter[str]()
+        for document in filter(None, documents):
+            titles[name := title(document)] += 1
+            self._visit(document, f"{name} ({titles[name]})" if titles[name] > 1 else name, 0)
         self._take_configs()
         _compare_replicas(self.found)
 

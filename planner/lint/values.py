@@ -107,10 +107,10 @@ def check_value(
         yield finding("env.value.blank", name, value, status=status, part=part, effect=effect, right=bare)
         value = bare or value
     if is_quoted(value):
-        off = name in VALUES["names"]["carries_data"] and strtoll(value.strip(value[0]))[0] != 0
-        ends = off or name in (*VALUES["zero"], *VALUES["names"]["bytes"], "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
-        effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
-        yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
+        effect, right = _effect_of_garbage(name, entry), value.strip(value[0])
+        harms = name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME") or (name in VALUES["zero"] and strtoll(right)[0] != 0)
+        status = Status.FAIL if harms else Status.WARN
+        yield finding("env.value.quotes", name, value, status=status, effect=effect, right=right)
         return
     if name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
         yield finding("env.value.kind/tilde", name, value)
@@ -178,30 +178,17 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 
 
 def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
-    """Report a text that is not only a number. NCCL uses the number at its start, or 0; the status depends on it."""
-    word = value.strip().lower()
-    wish = " Write 1 if you mean yes." if word in VALUES["words"]["yes"] else ""
-    status = Status.WARN
-    if name == "NCCL_P2P_DISABLE":
-        only = "and only exactly 1 disables peer access: it does nothing"
-        effect = "and disables peer access" if number == 1 else only
-    elif entry.default == str(number) or (number == 0 and name in VALUES["names"]["zero_is_unset"]):
-        status = Status.INFO if word in VALUES["words"]["no"] else status
-        effect = "which is the default: it does nothing" if entry.default == str(number) else "as if it were not set"
-    elif _INTEGER.match(value):
-        status = Status.INFO if _INTEGER.fullmatch(value.rstrip()) else status
-        effect = f"instead of {default_of(name, entry)}"
-    elif word in VALUES["words"]["no"]:
-        status, effect = Status.INFO, "as the word says"
-    elif name in VALUES["zero"] or name in VALUES["names"]["bytes"]:
-        status = Status.FAIL
-        effect = f"instead of {default_of(name, entry)}: {VALUES['zero'].get(name, 'buffers of no size carry nothing')}"
-    elif name in VALUES["names"]["flags"] or name in VALUES["names"]["carries_data"]:
-        # for a word NCCL reads 0
-        status = Status.FAIL if name in VALUES["names"]["carries_data"] else status
-        effect = "which turns off what it names" + (", the opposite of the word" if wish else "")
+    """Report a text that is not only a number. NCCL uses the number at its start, or 0."""
+    word, is_number = value.strip().lower(), _INTEGER.match(value) is not None
+    means_no, wish = word in VALUES["words"]["no"], " Write 1 if you mean yes." * (word in VALUES["words"]["yes"])
+    is_unset = entry.default == str(number) or (number == 0 and name in VALUES["names"]["zero_is_unset"])
+    if is_unset or (name == "NCCL_P2P_DISABLE" and number != 1):  # only exactly 1 disables peer access
+        harm, effect = "", "which does nothing"
     else:
-        effect = f"instead of {default_of(name, entry)}"
+        harm = "" if is_number or means_no else VALUES["zero"].get(name, "")
+        effect = f"instead of {default_of(name, entry)}" + (f": {harm}" if harm else "")
+    is_right = means_no or (is_number and _INTEGER.fullmatch(value.rstrip()) is not None)
+    status = Status.FAIL if harm else Status.INFO if is_right else Status.WARN
     yield finding("env.value.ignored/word", name, value, status=status, number=number, effect=effect, wish=wish)
 
 

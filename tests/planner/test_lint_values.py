@@ -105,7 +105,7 @@ def test_every_name_is_one_that_something_reads() -> None:
 
 def test_every_row_is_whole() -> None:
     table, more = VALUES, SETTINGS
-    assert set(table["names"]) == {"bytes", "flags", "carries_data", "same_on_all_ranks", "zero_is_unset"}
+    assert set(table["names"]) == {"bytes", "flags", "same_on_all_ranks", "zero_is_unset"}
     assert not [name for name, (low, high) in table["range"].items() if low >= high]
     for row in table["text"].values():
         assert bool(row.get("words")) != (bool(re.compile(row.get("pattern", "")).pattern) and bool(row.get("wanted")))
