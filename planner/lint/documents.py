@@ -3,8 +3,8 @@
 In a document a variable is recognised by its key path (`env`, `environment`, `env_vars`, ...) or, at any other place,
 by its name. In a Dockerfile ENV sets it, and RUN may write it into files.
 Specification: Kubernetes EnvVar and EnvFromSource; the Compose specification (environment in both forms,
-interpolation). JSON and TOML have the same structures. Dockerfile reference (both forms of ENV, ARG, stages,
-`# escape=`); for here-documents BuildKit's frontend/dockerfile/parser: each unquoted word of RUN, COPY and ADD that
+interpolation). JSON and TOML have the same structures. Dockerfile reference (both forms of ENV, ARG, stages);
+for here-documents BuildKit's frontend/dockerfile/parser: each unquoted word of RUN, COPY and ADD that
 begins with `<<`.
 """
 
@@ -48,6 +48,8 @@ _MOST_BRANCHES = 8  # maximum number of texts of one template
 _JOINED = "\0"  # where a line of a Dockerfile continues another one
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
+_CONTINUES = r"\\[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # the end of a line of a Dockerfile, and comments after it
+_INSTRUCTION = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{_CONTINUES})*.*))\n?")
 _INSTRUCTIONS = WORDS["documents"]["instructions"]
 _ENV_FROM = {"secretRef": "Secret", "configMapRef": "ConfigMap"}
 _CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
@@ -454,18 +456,15 @@ def _set_variables(instruction: str, rest: str, line: int, stage: Settings) -> N
 
 def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, str]]:
     """Yield line, name, arguments and here-documents of each instruction; report other lines as unread."""
-    escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
-    end_of_line = rf"{'`' if escape else chr(92) * 2}[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # and comments after it
-    pattern = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{end_of_line})*.*))\n?")
     at, line = 0, 1
-    while at < len(text) and (match := pattern.match(text, at)):  # it matches every text
+    while at < len(text) and (match := _INSTRUCTION.match(text, at)):  # it matches every text
         first = line
         at, line, name = match.end(), line + match[0].count("\n"), (match[1] or "").upper()
         if name not in _INSTRUCTIONS:
             if match[2] and match[2].strip():
                 script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        rest = re.sub(end_of_line, lambda each: _JOINED * each[0].count("\n"), match[2]).strip()
+        rest = re.sub(_CONTINUES, lambda each: _JOINED * each[0].count("\n"), match[2]).strip()
         rest, document = rest if name == "ENV" else rest.replace(_JOINED, ""), ""  # variables of ENV have lines
         for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
             if (here := _HEREDOC.match(word)) is None:

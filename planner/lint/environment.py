@@ -52,7 +52,6 @@ SETTINGS: Mapping[str, Any] = read_table(__file__, "data/settings.toml")
 """Settings that are useless or harmful, alone or together."""
 # Codes of findings that are dropped if their variable has a more specific one.
 _GENERAL = ("env.debug.leftover", "env.gid.needless")
-_ALL_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
 class _Case(NamedTuple):
@@ -87,15 +86,13 @@ def lint(
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, machine, source)
     nodes = nodes if nodes is not None else nodes_of(environment)
-    several_ranks = any((whole_number(environment.get(name, "")) or 0) > 1 for name in _ALL_RANKS)
     conditions = {
         "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu()),
         "one_node": nodes == 1,
         "efa": machine is not None and machine.efa_count() > 0,
         "unknown": machine is None and nodes != 1,
         "several_nodes": machine is None and (nodes or 0) > 1,
-        "several_ranks": machine is None and nodes is None and several_ranks,
-        "unknown_size": machine is None and nodes is None and not several_ranks,
+        "unknown_size": machine is None and nodes is None,
         "own_net": machine is None and nodes != 1 and not other_net(environment),
     }
     case = _Case(

@@ -100,8 +100,10 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Assigned | Inner]:
         yield Inner(f"env {text}", "bash", line)
     elif runs := _runner_of(words, at):
         yield Inner(text, runs, line)
-    elif pattern("dotted").match(text) or pattern("item_value").search(text):
-        yield from _key_paths(words, at)
+    elif pattern("dotted").match(text):  # env.NAME=VALUE,env.NAME=VALUE
+        for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", text):
+            if match := pattern("dotted").match(part):
+                yield Assigned(match[1], part[match.end() :].strip("\"'").replace("\\,", ","), raw, line)
     elif before[:1] == "-" and "=" in text and NAMED.fullmatch(text.partition("=")[0]):
         name, _, value = text.partition("=")
         yield Assigned(name, value, raw.partition("=")[2], line)
@@ -113,18 +115,6 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Assigned | Inner]:
             yield Inner(text, "option.json", line)
         elif pattern("commands").search(text):
             yield Inner(text, "bash", line)
-
-
-def _key_paths(words: Sequence[Word], at: int) -> Iterator[Assigned]:
-    """Yield the variables of `env.NAME=VALUE,env.NAME=VALUE` and of `env[0].name=NAME,env[0].value=VALUE`."""
-    near = ",".join(each.text for each in words[max(0, at - 20) : at + 20])[:MOST_OPTIONS]
-    for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", words[at].text):
-        if match := pattern("dotted").match(part) or pattern("item_value").match(part):
-            value, name = part[match.end() :].strip("\"'").replace("\\,", ","), match[1]
-            if "[" in name:  # the path of an item
-                names = re.findall(rf"(?:^|[,=]){re.escape(name)}\.name=(\w+)", near)
-                name = names[-1] if names else ""
-            yield Assigned(name, value, words[at].raw, words[at].line)
 
 
 def _runner_of(words: Sequence[Word], at: int) -> str:

@@ -83,9 +83,9 @@ def test_right_without_any_machine(name: str, value: str) -> None:
 
 OTHERS = {
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE", "GLOO_SOCKET_IFNAME",
-    "TP_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE",
+    "TP_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
 }  # fmt: skip
-WHERE = ("efa", "unknown", "own_net", "several_nodes", "several_ranks", "unknown_size")
+WHERE = ("efa", "unknown", "own_net", "several_nodes", "unknown_size")
 
 
 def test_every_name_is_one_that_something_reads() -> None:
