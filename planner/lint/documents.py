@@ -62,21 +62,14 @@ class Text(str):
 
 
 class Plain(Text):
-    """A scalar without quotes or tag: another YAML reader may parse it as a number or a boolean."""
+    """A scalar without quotes: another YAML reader may parse it as a number or a boolean."""
 
 
 class _Texts(yaml.SafeLoader):
     """The loader that keeps every scalar as text: 022 does not become 18, and `on` does not become True."""
 
-    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """Record whether the scalar has a tag, which fixes its type as quotes do."""
-        tagged = self.peek_event().tag is not None  # type: ignore[no-untyped-call]
-        node = super().compose_scalar_node(anchor)
-        node.style = node.style or ("'" if tagged else None)
-        return node
-
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """Return the text, its line, and whether quotes or a tag mark it as a string."""
+        """Return the text, its line, and whether quotes mark it as a string."""
         found, style = super().construct_scalar(node), getattr(node, "style", "")
         if isinstance(found, str):
             found = Plain(found) if style is None else Text(found)
@@ -102,7 +95,7 @@ def _parse(text: str, kind: str, first: int) -> list[Any]:
             return [tomllib.loads(text)]
         if kind == "json":
             return [json.loads(text)]
-        filled = pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, text))
+        filled = pattern("string_tag").sub(r"'\1'", pattern("tag").sub("", pattern("tag_with_value").sub(OPEN, text)))
         return load_all(filled, most_aliases=_LIMIT_ALIASES, make_loader=make_loader)
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise EnvironmentTextError(str(error)) from None

@@ -90,6 +90,8 @@ def read_shell(text: str, *, line: int = 1, before: Iterable[Assigned] = ()) -> 
             options = read_shell("sbatch " + match[1].split(" #")[0], line=line and line + number)
             known += [each for settings in options.settings() for each in settings.values()]
             files += options.files
+            if pattern("exports_none").match(row):  # the steps inherit it
+                known.append(Assigned("SLURM_EXPORT_ENV", "NONE"))
     reader = _Reader(known)
     reader.script.files = files
     reader.follow_ways(text, line)
@@ -594,6 +596,8 @@ class _Reader(Expander):
         started, program, sets = self._started, words[at:], False
         idle = is_idle(program)
         command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
+        if name_of(program[0]) == "srun" and "--export" not in command and self.parameter("SLURM_EXPORT_ENV") == "NONE":
+            command = f"srun --export=NONE {command}"
         is_remote = pattern("mpirun_to_hosts").match(command) and not _SCHEDULED.search(self.source)
         for name, each in self.scope.variables.items() if is_remote else ():
             if each.exported and not each.unset and pattern("own").match(name) and name not in command:
@@ -645,7 +649,7 @@ class _Reader(Expander):
 
     def _source(self, _program: str, given: Sequence[Word], line: int) -> None:
         if given and given[0].text not in ("", "/dev/null"):
-            self.script.files.append(given[0].raw + f" (line {line})" * bool(line))
+            self.script.files.append(given[0].raw.replace(OPEN, "...") + f" (line {line})" * bool(line))
 
     def _read_variables(self, program: str, given: Sequence[Word], line: int) -> None:
         """Set the variables of read, mapfile or let to unknown values."""

@@ -87,7 +87,10 @@ def _reading(text: str, kind: str) -> Reading:
     environments = tuple(each for source, script in parts for each in _environments(source, script, own, all_reduce))
     unread = [each for _, script in parts for each in script.unread]
     found = {name for _, script in parts for settings in script.settings() for name in settings}
-    lost = _unfound(text, found, pattern("setting"), "no program that is started gets it") if kind in _PROGRAMS else ()
+    why = "no program that is started gets it"
+    if pattern("exports_none").search(text):
+        why = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"
+    lost = _unfound(text, found, pattern("setting"), why) if kind in _PROGRAMS else ()
     unreached = [each for each in lost if is_read(each.name)]
     if kind in _DOCUMENTS:
         lost = _unfound(text, found, SETS, "{name} is in a place where no variable is read")
@@ -106,7 +109,8 @@ def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, fir
         for match in pattern.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
             if name and name[0] not in found:
-                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
+                reason = "--container-env takes names only" if "--container-env" in row else why
+                yield Unread(line=first and first + number, why=reason.replace("{name}", name[0]), name=name[0])
 
 
 def _nodes(text: str) -> int | None:
