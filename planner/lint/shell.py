@@ -124,7 +124,6 @@ class _Reader(Expander):
         self._known: dict[int, bool] = {}  # id of the list that was followed last, and its outcome if that is certain
         self._launches: dict[object, _Launch] = {}
         self._started = 0  # number of program starts, repetitions included
-        self._exported: set[str] = set()  # variables that are exported anywhere
         self._called: set[str] = set()  # functions
         self._calls_any = False  # an unknown command may call each function: `"$@"`, eval, `export -f`
         self._parse = cache(lambda text: parse(text.encode("utf-8", "replace")))  # once for all ways
@@ -192,7 +191,7 @@ class _Reader(Expander):
             self.script.ways.append((label, each.settings))
         if len(found) == 1:
             self.script.always = self.script.ways.pop()[1]
-        for name in self._exported:
+        for name in {name for each in launches for name in each.settings}:
             self.script.loose.pop(name, None)
 
     def follow_text(self, text: str, line: int) -> None:
@@ -476,9 +475,7 @@ class _Reader(Expander):
         if exported is None:
             exported = self.scope.exports_all or (before is not None and before.exported)
         self.scope.variables[given.name] = given = given._replace(exported=exported)
-        if exported:
-            self._exported.add(IN_CONTAINER.sub("", given.name))
-        elif not given.unset and NEXT_ITEM not in given.value:
+        if not exported and not given.unset and NEXT_ITEM not in given.value:
             self.script.loose[given.name] = given
 
     def _export(self, name: str, line: int) -> None:
