@@ -282,10 +282,9 @@ class _Walk:
                 )
 
     def _list(self, node: list[Any], source: str, depth: int, key: str) -> None:
-        words = [word for word in node if isinstance(word, str)]
+        words, here = [word for word in node if isinstance(word, str)], bool(pattern("place").fullmatch(key))
         if any("NCCL_" in word for word in words):
-            self._words(words, source)
-        here = bool(pattern("place").fullmatch(key))
+            self._words(words, source, here)
         for item in node:
             name = item.get("name") if isinstance(item, dict) else None
             name = name if isinstance(name, str) else title(item) if key == "items" and self._kubernetes else ""
@@ -339,9 +338,10 @@ class _Walk:
             if kind == "configMapKeyRef" and isinstance(origin[kind], dict):
                 self._references.append((self._at(source), given, origin[kind]))
 
-    def _words(self, words: list[str], source: str) -> None:
-        """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""
-        if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
+    def _words(self, words: list[str], source: str, here: bool) -> None:
+        """Take a list of strings: NAME=VALUE entries (any value if `here`), words of a command, lines of a script."""
+        is_command = re.compile("(?!)" if here else r"\n|;|&&")
+        if all(NAME.match(word.partition("=")[0]) and not is_command.search(word) for word in words):
             for word in words:  # NAME alone: Compose takes its value from its own environment
                 name, equals, value = word.partition("=")
                 self._add(source, name, value if equals else f"${{{name}}}", getattr(word, "line", 0))

@@ -19,7 +19,6 @@ from contracts.tables import read_table
 from planner.lint.findings import finding
 from planner.lint.script import JOB_SIZE, NODES, NamedEnvironment, pattern, whole_number
 from planner.lint.values import (
-    VALUES,
     check_kind,
     check_quotes,
     check_value,

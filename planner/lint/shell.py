@@ -646,7 +646,7 @@ class _Reader(Expander):
 
     def _source(self, _program: str, given: Sequence[Word], line: int) -> None:
         if given and given[0].text not in ("", "/dev/null"):
-            self.script.files.append(given[0].raw.replace(OPEN, "...") + f" (line {line})" * bool(line))
+            self.script.files.append(given[0].raw + f" (line {line})" * bool(line))
 
     def _read_variables(self, program: str, given: Sequence[Word], line: int) -> None:
         """Set the variables of read, mapfile or let to unknown values."""

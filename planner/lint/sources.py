@@ -96,7 +96,8 @@ def _reading(text: str, kind: str) -> Reading:
         lost = _unfound(text, found, SETS, "{name} is in a place where no variable is read")
         unread = [*lost, *unread]
     return Reading(
-        form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
+        form=title, environments=environments,
+        files=tuple(dict.fromkeys(file.replace(OPEN, "...") for _, each in parts for file in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
         gpus=_gpus(text) if kind not in _LIMITS else None,
         unreached=tuple({each.name: each for each in unreached if each.line not in {e.line for e in unread}}.values()),
