@@ -299,28 +299,24 @@ class _Walk:
         entries = [each for each in env if isinstance(each, dict) and isinstance(each.get("name"), str)]
         before: dict[str, str] = {}
         for entry in entries:
-            name, value = entry["name"], entry.get("value")
-            self._check_type(source, name, value)
-            text = "valueFrom" if "valueFrom" in entry else scalar(value)
-            if not is_judged(name):
-                before[name] = text
-                continue
-            used = [each for each in pattern("reference").findall(text) if not pattern("service").match(each)]
-            gone = next((each for each in used if each not in before), None)
-            if gone and not node.get("envFrom"):  # envFrom may set the variable and is evaluated before env
+            name, text = entry["name"], "valueFrom" if "valueFrom" in entry else scalar(entry.get("value"))
+            self._check_type(source, name, entry.get("value"))
+            # envFrom may set the variable, and is evaluated before env
+            used = pattern("reference").findall(text) if is_judged(name) and not node.get("envFrom") else ()
+            gone = next((each for each in used if each not in before and not pattern("service").match(each)), None)
+            if gone:
                 later = "is set after it" if any(each["name"] == gone for each in entries) else "is not set"
                 notes.append(finding("env.value.kind/reference", name, text, other=gone, when=later))
-            if name in before:
+            if name in before and is_judged(name):
                 status = Status.WARN if before[name] != text else Status.INFO
                 notes.append(finding("env.pair.shadowed/twice", name, before[name], status=status, last=text))
             before[name] = text
 
     def _check_type(self, source: str, name: str, value: Any) -> None:
         """Report an unquoted value that Kubernetes or Compose does not read as a string."""
-        text, reader, kinds = scalar(value), "Kubernetes", {"truth": "a truth value", "number": "a number"}
-        if self._compose:
-            reader, kinds = "Compose", {"compose_truth": "a truth value"}
-        kind = next((kind for word, kind in kinds.items() if pattern(word).fullmatch(text)), "")
+        text, reader = scalar(value), "Compose" if self._compose else "Kubernetes"
+        kind = "a truth value" if pattern(f"truth_of_{reader}").fullmatch(text) else ""
+        kind = "a number" if reader == "Kubernetes" and pattern("number").fullmatch(text) else kind
         if kind and isinstance(value, Plain | bool | int | float):
             text = text if is_judged(name) else "..."  # values of variables that are not checked may be secret
             note = finding("env.value.kind/untyped", name, text, text=text, kind=kind, reader=reader)
