@@ -82,6 +82,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: its marks {sorted(hidden)} are nowhere in its file's text")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests that import torch have a mark: without one each worker of `make test` would take seconds to import it."""
+    marks = [TIERS.intersection(mark.name for mark in item.iter_markers()) for item in session.items]
+    if "torch" in sys.modules and set() in marks and all("real" in each for each in marks if each):
+        raise pytest.UsageError("a file with a test without a mark imports torch: import it in tests that are `long`")
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """In CI a skipped test is a failed one, unless what it needs cannot be installed."""

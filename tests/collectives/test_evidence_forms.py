@@ -111,9 +111,11 @@ def test_every_line_end_ends_the_last_line(end, times, tmp_path):
     """A channel before the file's last line end is whole; without one the tag may have been next."""
     log = tmp_path / "train.log"
     log.write_bytes((SOCKETS[-1] + end).encode() * times)
-    assert (evidence.read_files([log]).send, evidence.read_files([log]).torn_lines) == (ChannelCount(total=times), 0)
+    whole = evidence.read_files([log])
+    assert (whole.send, whole.torn_lines) == (ChannelCount(total=times), 0)
     log.write_bytes(log.read_bytes().removesuffix(end.encode()))
-    assert (evidence.read_files([log]).send.total, evidence.read_files([log]).torn_lines) == (times - 1, 1)
+    torn = evidence.read_files([log])
+    assert (torn.send.total, torn.torn_lines) == (times - 1, 1)
 
 
 def test_a_log_in_one_json_string_is_read(tmp_path):
