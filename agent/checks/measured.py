@@ -10,7 +10,8 @@ from typing import Any, Final
 from agent.base import units
 from agent.checks.findings import ORDER
 from agent.checks.host_checks import EXPECT_CODES, is_gdrdma_possible, make_unmeasured, without_secrets
-from agent.checks.verdict import IN_BASELINE, GateError, View, judge
+from agent.checks.verdict import IN_BASELINE, GateError, judge
+from agent.checks.view import View
 from collectives.bench.results import Bar, BenchResult, Measurement, RdmaResult, RdmaWrite, read_as
 from contracts import bounded, plain
 from contracts.finding import Finding, Status

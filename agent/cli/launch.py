@@ -184,7 +184,7 @@ def _pass_gate(
     Exits if a check fails.
     """
     from agent.checks.measured import require_measured, with_bench
-    from agent.checks.verdict import build_view, with_environment
+    from agent.checks.view import build_view, with_environment
     from agent.jobs.benchmark import measure, stop_on_signals
 
     if options["no_preflight"]:

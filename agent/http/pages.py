@@ -16,7 +16,8 @@ from agent.base import question, units, version
 from agent.checks import history
 from agent.checks.findings import FindingGroup, find_point, group_findings, is_problem
 from agent.checks.measured import CLUSTER_CODES
-from agent.checks.verdict import View, judge
+from agent.checks.verdict import judge
+from agent.checks.view import View
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, parse_time
 from agent.jobs import search
 from agent.pages import digest, environment, group_rows, make_rows, render

@@ -19,10 +19,11 @@ from agent.advice.job_settings import build_job_plan, build_job_request, build_r
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic
-from agent.checks import measured, verdict as gate
+from agent.checks import measured
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import make_unmeasured
-from agent.checks.verdict import GateError, Verdict, View, build_view, judge, select
+from agent.checks.verdict import GateError, Verdict, describe_unchecked_gpus, judge, select
+from agent.checks.view import View, build_view, fail_full_gpus, with_environment
 from agent.jobs import benchmark, launch
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
@@ -113,7 +114,7 @@ class _Stages:
         if result is not None:
             result = measured.add_baseline_bars(result, self.before.busbw)
         view = measured.with_bench(build_view(found, expected=self.expected), result)
-        view = replace(view, checks=gate.fail_full_gpus(view.checks, found))
+        view = replace(view, checks=fail_full_gpus(view.checks, found))
         extra: list[Finding] = []
         if result is None:
             why = self.notes[-1] if self.notes else "not requested; add --measure"
@@ -151,9 +152,9 @@ class _Stages:
         The checks are those of the host with the settings of the run, because a problem that they correct is none.
         """
         settings = {setting.name: setting.value for setting in advice.settings}
-        hosts = [gate.with_environment(one, settings) for one in view.snapshots]
+        hosts = [with_environment(one, settings) for one in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return name_blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
+        return name_blocking_failures(fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
@@ -329,7 +330,7 @@ def render_junit(report: Report) -> str:
     for check in sort_worst_first(report.checks):
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
-    aside = gate.describe_unchecked_gpus(report.checks)
+    aside = describe_unchecked_gpus(report.checks)
     return printable(
         render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
     )

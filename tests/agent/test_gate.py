@@ -25,7 +25,8 @@ from agent.checks.expect import KEYS, parse, read_expectations, read_file
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.measured import compare_with_baseline
-from agent.checks.verdict import GateError, build_view, judge, select
+from agent.checks.verdict import GateError, judge, select
+from agent.checks.view import build_view
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, check_nodes as gate_of_nodes, make_record, to_resource
 from agent.http.serve import _expected
 from agent.http.server import create
