@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from agent.base import units
 from contracts.finding import Finding, Status
-from contracts.redaction import redact
 from contracts.tables import read_table
 from hardware.nics import fastest
 from planner.lint.findings import CODES as ENVIRONMENT_CODES
@@ -30,7 +29,6 @@ from probes.registry import ALL, SCAN_CODES, check_facts, report_failures
 from topology import check as topology_check
 from topology.graph import NodeTopology, Pairs, rank
 
-EXPECT_CODES = ("expect.node.unmet",)
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes that apply to every host
 NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"]
 """Codes that may be unknown although their probe answered, with the reason, which is not a fault of the device."""
@@ -125,17 +123,6 @@ def is_gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
 
 
 # All checks that need only one scan.
-
-
-def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Remove secrets from checks, because messages and evidence quote environments, files and the kernel log."""
-    return tuple(
-        check if check.status == "pass" else replace(
-            check, message=redact(check.message), evidence=tuple(map(redact, check.evidence)),
-            remedy=redact(check.remedy),
-        )
-        for check in checks
-    )  # fmt: skip
 
 
 def check_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
