@@ -75,24 +75,24 @@ def _compare_with_bars(m: Measurement, node: str, result: BenchResult, snapshots
     value = m.busbw_bytes_per_second
     first = next((bar for bar in m.bars if bar.name != CURRENT), None)
     now = next((bar for bar in m.bars if bar.name == CURRENT), None)
-    known = [bar for bar in m.bars if bar.low is not None]
+    bars = [bar for bar in m.bars if bar.low is not None]
     evidence = tuple(f"{bar.name}: {format_bar(bar)}" for bar in m.bars) + tuple(
         why for bar in m.bars for why in bar.why
     )
-    if not known:
-        why, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
+    if not bars:
+        reason, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
         rate, size = units.rate(value), units.size(m.bytes)
-        return make_finding(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=why)
-    status = min((judge_bandwidth(value, bar) for bar in known), key=ORDER.index)
-    shown = "; ".join(f"{format_bar(bar)} {bar.name}" for bar in m.bars)
-    measured = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
+        return make_finding(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=reason)
+    status = min((judge_bandwidth(value, bar) for bar in bars), key=ORDER.index)
+    listed = "; ".join(f"{format_bar(bar)} {bar.name}" for bar in m.bars)
+    measured = f"{units.rate(value)} at {units.size(m.bytes)} of {listed}"
     if status == "pass":
         case = "open" if first is None or first.low is None else "pass"
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
-    case, words = _find_cause(m, first, now, result, snapshots)
+    case, fields = _find_cause(m, first, now, result, snapshots)
     fabric = result.evidence.fabric if result.evidence and case in _PROVES else ()
     evidence = (*_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
-    return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **words)
+    return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **fields)
 
 
 def format_expected(m: Measurement) -> str:
@@ -121,8 +121,8 @@ def _find_cause(
     hosts, value = len(set(m.hosts)), m.busbw_bytes_per_second
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
         return " nvls", {"ring": units.rate(first.ring_high)}
-    due = (first.low if first else None) or 0.0
-    if now is not None and now.low is not None and now.low <= value and now.low < due:
+    expected = (first.low if first else None) or 0.0
+    if now is not None and now.low is not None and now.low <= value and now.low < expected:
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
         return " links", {"missing": "; ".join(missing) or _describe_difference(first, now)}
     remote = result.evidence.inter_node_transport if result.evidence else None
@@ -130,15 +130,15 @@ def _find_cause(
         return " mnnvl", {"hosts": hosts, "domain": result.nvlink_domains[0], "by": remote or "another way"}
     if hosts > 1:
         nccl = m.backend == "nccl"
-        one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
-        return " hosts", {"hosts": hosts, "one": one}
+        hint = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
+        return " hosts", {"hosts": hosts, "one": hint}
     return "", {}
 
 
 def _describe_difference(first: Bar | None, now: Bar) -> str:
-    due = [why for why in (first.why if first else ()) if why not in now.why]
-    have = [why for why in now.why if first is None or why not in first.why]
-    return f"{have[0]}, where {due[0]}" if have and due else "fewer than on its equals"
+    lost = [reason for reason in (first.why if first else ()) if reason not in now.why]
+    have = [reason for reason in now.why if first is None or reason not in first.why]
+    return f"{have[0]}, where {lost[0]}" if have and lost else "fewer than on its equals"
 
 
 # The checks of a benchmark and of a run.
@@ -181,8 +181,8 @@ def _check_complete(result: BenchResult, node: str) -> Finding:
         done = units.count(len(result.measurements), "size")
         key = "bench.run.incomplete stopped"
         return make_finding(key, node, evidence=result.problems, signal=result.stopped_by, done=done)
-    why = "; ".join(result.problems) or "ended early"
-    return make_finding("bench.run.incomplete", node, evidence=result.problems, why=why)
+    reason = "; ".join(result.problems) or "ended early"
+    return make_finding("bench.run.incomplete", node, evidence=result.problems, why=reason)
 
 
 def require_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -201,33 +201,33 @@ def _check_stragglers(result: BenchResult, node: str) -> list[Finding]:
     if not result.stragglers:
         return [make_finding("bench.rank.slow pass", node)]
     return [
-        make_finding("bench.rank.slow", node, subject=f"rank {late.rank} on {late.host}", late=late,
-             evidence=(late.why,) if late.why else (), seconds=units.seconds(late.late_seconds))
-        for late in result.stragglers
+        make_finding("bench.rank.slow", node, subject=f"rank {straggler.rank} on {straggler.host}", late=straggler,
+             evidence=(straggler.why,) if straggler.why else (), seconds=units.seconds(straggler.late_seconds))
+        for straggler in result.stragglers
     ]  # fmt: skip
 
 
 def _check_evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> list[Finding]:
-    found = result.evidence
-    if found is None:
-        why = f"the {result.backend} backend leaves no NCCL log to read"
-        return list(make_unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), why))
-    sent, received = found.send, found.receive
+    log = result.evidence
+    if log is None:
+        reason = f"the {result.backend} backend leaves no NCCL log to read"
+        return list(make_unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), reason))
+    sent, received = log.send, log.receive
     noun = "channel" if max(sent.total, received.total) == 1 else "channels"
-    seen = [
+    counts_seen = [
         f"{word} {side.gdrdma}/{side.total}" for word, side in (("send", sent), ("receive", received)) if side.total
     ]
     could = is_gdrdma_possible(snapshots)
-    status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(found.gdrdma, Status.FAIL if could else Status.INFO)
+    status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(log.gdrdma, Status.FAIL if could else Status.INFO)
     gdrdma = make_finding(
         "evidence.gdrdma.off" if could else "evidence.gdrdma.off impossible", node, status,
-        evidence=_lines(found.proof[:4]), gdrdma=found.gdrdma,
-        counts=f"{', '.join(seen)} {noun}" if seen else "no channel seen",
+        evidence=_lines(log.proof[:4]), gdrdma=log.gdrdma,
+        counts=f"{', '.join(counts_seen)} {noun}" if counts_seen else "no channel seen",
     )  # fmt: skip
     problems = [
         make_finding("evidence.log.problem", node, Status(problem.severity), subject=problem.code,
              evidence=_lines(problem.lines[:3]), problem=problem)
-        for problem in found.problems
+        for problem in log.problems
     ]  # fmt: skip
     return [gdrdma, *(problems or [make_finding("evidence.log.problem pass", node)])]
 
@@ -236,10 +236,10 @@ def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
     return tuple(f"line {line.line}: {line.text}" for line in proof)
 
 
-def check_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
+def check_run(record: RunRecord | None, node: str, reason: str) -> tuple[Finding, ...]:
     """Return the checks of a run; `why` says why there is no record."""
     if record is None:
-        return (make_finding("run.failed none", node, why=why), *make_unmeasured(RUN_CODES[1:], why))
+        return (make_finding("run.failed none", node, why=reason), *make_unmeasured(RUN_CODES[1:], reason))
     ended = "run.failed pass" if record.status == "complete" else "run.failed"
     layout = "" if record.status == "mismatch" else " unknown" if record.layout.effective is None else " pass"
     loss = " unknown"
