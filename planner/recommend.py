@@ -451,7 +451,7 @@ def _choose_for_shorter_rows(planned: Planned, result: Found) -> tuple[Found, st
     Rows are assumed to have `sequence_length` tokens, which real rows may never reach, so this length alone is no
     reason to reject a layout. The layout is the one that fits the longest rows among halvings of that length. Its
     forecast is still for the assumed length. If even rows of one token do not fit, weights and states are too large and
-    `found` is returned unchanged. The second value explains the assumption to the user.
+    `result` is returned unchanged. The second value explains the assumption to the user.
     """
     train, budget = planned.job.train, planned.budget or 0.0
     tokens = train.sequence_length
