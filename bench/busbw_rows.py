@@ -164,14 +164,14 @@ def _instances() -> tuple[_Instance, ...]:
     tables = read_table(__file__, "busbw_machines.toml")
     kinds = {"efa": "RDMA", "hca": "RDMA", "ethernet": "sockets"}
     rows = {row.name: row for row in catalogue()}
-    found = [_Instance(**row) for row in tables["instance"]]
-    for named in (*tables["named"], *({"pattern": re.escape(name.lower()), "machine": name} for name in rows)):
-        row = rows[named["machine"]]
-        found.append(_Instance(
-            pattern=named["pattern"], gpu=row.gpu, gpus=row.gpus, nics=row.nics, gbps=row.nic_gbps,
-            network=named.get("network", kinds[row.nic_kind]), virtual=named.get("virtual", False),
+    instances = [_Instance(**row) for row in tables["instance"]]
+    for entry in (*tables["named"], *({"pattern": re.escape(name.lower()), "machine": name} for name in rows)):
+        row = rows[entry["machine"]]
+        instances.append(_Instance(
+            pattern=entry["pattern"], gpu=row.gpu, gpus=row.gpus, nics=row.nics, gbps=row.nic_gbps,
+            network=entry.get("network", kinds[row.nic_kind]), virtual=entry.get("virtual", False),
         ))  # fmt: skip
-    return tuple(found)
+    return tuple(instances)
 
 
 def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tuple[int, Interval | None]:

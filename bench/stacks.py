@@ -88,8 +88,8 @@ def _stack(row: dict[str, Any]) -> Stack:
     if engine == "trl":
         base = TrlOfFsdp1(**{each.name: getattr(base, each.name) for each in fields(base)})
     built = make_engine(base, traits)
-    rest = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
-    return Stack(**rest | {"engine": built})
+    members = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
+    return Stack(**members | {"engine": built})
 
 
 STACKS = tuple(map(_stack, read_table(__file__, "stacks.toml")["stack"]))

@@ -199,23 +199,23 @@ class RunRecord:
     @property
     def placements(self) -> str:
         """Describe the effective layout: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
-        found = self.layout.effective
-        if not found:
+        layout = self.layout.effective
+        if not layout:
             return "unknown"
-        placed = ", ".join(f"{where} x {count}" for where, count in found.placements.items())
-        size = "?" if found.world_size is None else found.world_size
-        where = f"{size} x {found.device or '?'} ({found.backend or '?'})"
-        return f"{found.wrapper or self.layout.family} on {where}: {placed or 'nothing sharded'}"
+        placed = ", ".join(f"{placement} x {count}" for placement, count in layout.placements.items())
+        size = "?" if layout.world_size is None else layout.world_size
+        ranks = f"{size} x {layout.device or '?'} ({layout.backend or '?'})"
+        return f"{layout.wrapper or self.layout.family} on {ranks}: {placed or 'nothing sharded'}"
 
 
 def compare(record: RunRecord) -> tuple[Comparison, ...]:
     """Compare step time and memory of a run with the forecast in its plan; unknown values are included."""
-    found = []
+    comparisons = []
     for name in _TITLES:
-        due, measured = getattr(record.plan.forecast, name), getattr(record.measured, name)
-        within = None if due is None or measured is None else due.low <= measured <= due.high
-        found.append(Comparison(quantity=name, forecast=due, measured=measured, within=within))
-    return tuple(found)
+        forecast, measured = getattr(record.plan.forecast, name), getattr(record.measured, name)
+        within = None if forecast is None or measured is None else forecast.low <= measured <= forecast.high
+        comparisons.append(Comparison(quantity=name, forecast=forecast, measured=measured, within=within))
+    return tuple(comparisons)
 
 
 def record_of(data: dict[str, Any]) -> RunRecord:
@@ -268,8 +268,8 @@ class FailedRank(NamedTuple):
 
 def failed_ranks(log: str) -> list[FailedRank]:
     """Return the ranks listed in torchrun's failure report at the end of its log."""
-    return [FailedRank(int(rank), int(code) if code else None, at, host)
-            for at, host, rank, code in _FAILED_RANK.findall(log)]  # fmt: skip
+    return [FailedRank(int(rank), int(code) if code else None, time, host)
+            for time, host, rank, code in _FAILED_RANK.findall(log)]  # fmt: skip
 
 
 def first_failed_rank(log: str) -> FailedRank | None:
@@ -278,13 +278,13 @@ def first_failed_rank(log: str) -> FailedRank | None:
     A log of several nodes has a report of each; the earliest failure is the first.
     """
     firsts = (ranks[0] for report in log.split("Root Cause")[1:] if (ranks := failed_ranks(report)))
-    return min(firsts, key=lambda one: one.at, default=None)
+    return min(firsts, key=lambda rank: rank.at, default=None)
 
 
 def raised(log: str) -> str:
     """Return the last line of a rank's last traceback, with secrets removed; "" if there is no traceback."""
-    found = _RAISED.findall(log)
-    return redact(found[-1])[:300] if found else ""
+    errors = _RAISED.findall(log)
+    return redact(errors[-1])[:300] if errors else ""
 
 
 def of_start(path: Path, began: float) -> RunRecord | None:
@@ -303,8 +303,8 @@ def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool =
     if exit_code == 0:
         return 0
     record = of_start(path, began)
-    own = record.exit_code if record else None
-    return own if own is not None and (0 if cut_short else 1) <= own < 256 else exit_code
+    recorded = record.exit_code if record else None
+    return recorded if recorded is not None and (0 if cut_short else 1) <= recorded < 256 else exit_code
 
 
 def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> tuple[RunRecord | None, bool]:
@@ -328,8 +328,8 @@ def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -
 def watched(folder: Path) -> str:
     """Return the verdict that `why --watch` wrote next to the record, as a note; empty if it found nothing."""
     try:
-        found = plain.loads(bounded.read_text(folder / WHY, 1 << 20))
-        state, line = str(found["state"]), str(found["line"])
+        verdict = plain.loads(bounded.read_text(folder / WHY, 1 << 20))
+        state, line = str(verdict["state"]), str(verdict["line"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return f"why: {line}"[:500] if state not in ("", "fine") else ""

@@ -33,17 +33,17 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 def commits_of(config: JobConfig) -> dict[str, Any]:
     """The commit of each name that is a hub's, by the setting of its revision. Raises ConfigError."""
-    found: dict[str, Any] = {}
+    commits: dict[str, Any] = {}
     for kind, name, revision in (
         ("model", "model_name_or_path", "model_revision"),
         ("model", "tokenizer_name", "tokenizer_revision"),
         ("dataset", "dataset_name", "dataset_revision"),
     ):
-        at, wanted = getattr(config, name), getattr(config, revision)
-        if at is not None and is_id(name, at):
-            with asking(name, at, wanted):
-                found[revision] = str(HfApi().resolve_revision(at, repo_type=kind, revision=wanted).resolved)
-    return found
+        repository, branch = getattr(config, name), getattr(config, revision)
+        if repository is not None and is_id(name, repository):
+            with asking(name, repository, branch):
+                commits[revision] = str(HfApi().resolve_revision(repository, repo_type=kind, revision=branch).resolved)
+    return commits
 
 
 def is_id(setting: str, name: str) -> bool:
@@ -69,22 +69,22 @@ def download_data(name: str, revision: str, choose: Callable[[Path], list[str]])
     with asking("dataset_name", name, revision), TemporaryDirectory() as folder:
         listing = Path(folder).resolve()
         try:
-            listed = [one for one in HfApi().list_repo_tree(**where, recursive=True) if isinstance(one, RepoFile)]
+            listed = [entry for entry in HfApi().list_repo_tree(**where, recursive=True) if isinstance(entry, RepoFile)]
         except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx2.TransportError):
             cached = Path(snapshot_download(**where, allow_patterns=["README.md"]))
-            return [cached / one for one in choose(cached)]
-        sizes = {one.path: one.size for one in listed if (listing / one.path).resolve().is_relative_to(listing)}
+            return [cached / file for file in choose(cached)]
+        sizes = {entry.path: entry.size for entry in listed if (listing / entry.path).resolve().is_relative_to(listing)}
         for place in map(listing.joinpath, sizes):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch()
         if "README.md" in sizes:
             shutil.copyfile(hf_hub_download(**where, filename="README.md"), listing / "README.md")
-        chosen = choose(listing)
-        if sum(sizes[one] for one in chosen) > MOST_BYTES:
+        files = choose(listing)
+        if sum(sizes[file] for file in files) > MOST_BYTES:
             raise ConfigError(f"dataset_name={name!r}: more than {MOST_BYTES >> 30} GiB of files in one split; download"
                               " the part that you need (`hf download --include`), and name its folder")  # fmt: skip
-        cached = Path(snapshot_download(**where, allow_patterns=list(map(glob.escape, chosen))))
-        return [cached / one for one in chosen]
+        cached = Path(snapshot_download(**where, allow_patterns=list(map(glob.escape, files))))
+        return [cached / file for file in files]
 
 
 def download_weights(name: str, revision: str) -> list[Path]:
@@ -95,7 +95,7 @@ def download_weights(name: str, revision: str) -> list[Path]:
             download = partial(snapshot_download, name, revision=revision)
             folder = Path(download(allow_patterns=[WEIGHTS, INDEX, "generation_config.json"]))
             download(allow_patterns=list(map(glob.escape, _list_weights(folder))))
-    return [folder / one for one in _list_weights(folder)]
+    return [folder / file for file in _list_weights(folder)]
 
 
 def _list_weights(folder: Path) -> list[str]:
@@ -124,15 +124,15 @@ def asking(setting: str, name: str, revision: str | None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         token = "the token in HF_TOKEN" if get_token() else "no token (HF_TOKEN)"
-        asked = f"revision {revision or 'main'}, asked of {constants.ENDPOINT} with {token}"
-        raise ConfigError(f"{setting}={name!r}: {' '.join(str(error).split())[:500]} ({asked})") from error
+        request = f"revision {revision or 'main'}, asked of {constants.ENDPOINT} with {token}"
+        raise ConfigError(f"{setting}={name!r}: {' '.join(str(error).split())[:500]} ({request})") from error
 
 
 def _bound(request: Any) -> None:
     """Limit the time of a request: of itself the library waits without end for an answer that is no file."""
     timeouts = request.extensions.get("timeout") or {}
     names = ("connect", "read", "write", "pool")
-    request.extensions["timeout"] = {one: timeouts.get(one) or constants.HF_HUB_ETAG_TIMEOUT for one in names}
+    request.extensions["timeout"] = {phase: timeouts.get(phase) or constants.HF_HUB_ETAG_TIMEOUT for phase in names}
 
 
 def main(name: str, revision: str) -> None:

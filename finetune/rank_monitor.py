@@ -115,9 +115,9 @@ def phase_of(stack: list[Frame]) -> str:
 class RankMonitor(threading.Thread):
     """The monitoring thread of one rank."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, *, asked: str = "", file: str = STATE) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, *, rendezvous: str = "", file: str = STATE) -> None:
         super().__init__(name="topoflight-rank-monitor", daemon=True)
-        self.asked, self.answer = asked, ""  # address of the rendezvous, until this rank has met the others there
+        self.asked, self.answer = rendezvous, ""  # address of the rendezvous, until this rank has met the others there
         self.file = file.format(rank=rank)
         self.folder, self.rank = folder / RANKS_FOLDER, rank
         main = threading.main_thread()
@@ -128,7 +128,7 @@ class RankMonitor(threading.Thread):
         self.resent: Counter[str] = Counter()
         self.held: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
-        self.phase, self.since = "rendezvous" if asked else "compute", time.time()
+        self.phase, self.since = "rendezvous" if rendezvous else "compute", time.time()
         self.where: tuple[str, ...] = ()
         self.own: tuple[str, ...] = ()
         self.calls, self.moved, self.dumped = 0, time.monotonic(), 0.0
@@ -161,8 +161,8 @@ class RankMonitor(threading.Thread):
             stalled = still >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, still) / 2
             before, self.last_request = self.last_request, max(self._requested_at(), self.last_request)
             if requested := self.last_request > before:  # every rank has checked by then, and all dump at the same time
-                late = self.last_request + 2 * INTERVAL_SECONDS - time.time()
-                self.over.wait(min(max(0.0, late), INTERVAL_SECONDS))
+                remaining = self.last_request + 2 * INTERVAL_SECONDS - time.time()
+                self.over.wait(min(max(0.0, remaining), INTERVAL_SECONDS))
             if stalled or requested:
                 self.dump()
                 written = 0.0
@@ -216,8 +216,8 @@ class RankMonitor(threading.Thread):
             self.held[address] += waits or again
 
     def _set_place(self, stack: list[Frame]) -> None:
-        own = [frame for frame in stack if _is_own(frame[0])]
-        self.where, self.own = (tuple(map(_shown, frames[:_SHOWN])) for frames in (stack, own))
+        user_frames = [frame for frame in stack if _is_own(frame[0])]
+        self.where, self.own = (tuple(map(_shown, frames[:_SHOWN])) for frames in (stack, user_frames))
 
     def _waits(self, stack: list[Frame], in_call: str) -> bool:
         """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run.
@@ -265,11 +265,11 @@ class RankMonitor(threading.Thread):
                 self._set_place(stack)
             before, self.effort = self.effort, self._effort()
             seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
-            least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
+            usual_from = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
             state = {
                 **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
                 "asked": self.asked, "answer": self.answer, "own": self.own,
-                "usual": [place for place, count in self.places.items() if count >= least],
+                "usual": [place for place, count in self.places.items() if count >= usual_from],
                 "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
                 "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
                 **so_far, "marks": self.marks, "groups": _groups(), "resent": dict(self.resent),
@@ -314,16 +314,16 @@ class RankMonitor(threading.Thread):
         self.over.set()
         handler = signal.getsignal(signal.SIGTERM)  # None: not of Python, and stays
         is_ours = handler is not None and threading.current_thread() is threading.main_thread()
-        late: list[int] = []
+        signals: list[int] = []
         if is_ours:
-            signal.signal(signal.SIGTERM, lambda number, _: late.append(number))
+            signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
         try:
             self.write(ended=True)
             self.dump()
         finally:
             if is_ours:
                 signal.signal(signal.SIGTERM, handler)
-            if late:
+            if signals:
                 signal.raise_signal(signal.SIGTERM)
         self.join(timeout=2 * INTERVAL_SECONDS)
 
@@ -358,11 +358,11 @@ def starting(function: Any, folder: Path) -> Any:
     def init_process_group(*arguments: Any, **options: Any) -> Any:
         nonlocal monitor
         with contextlib.suppress(Exception):  # after any error the job continues
-            known = inspect.signature(function).bind(*arguments, **options).arguments
-            rank, world = (int(os.environ[name.upper()] if known.get(name, -1) < 0 else known[name])
+            bound = inspect.signature(function).bind(*arguments, **options).arguments
+            rank, world = (int(os.environ[name.upper()] if bound.get(name, -1) < 0 else bound[name])
                            for name in ("rank", "world_size"))  # fmt: skip
             if monitor is None and world > 1:
-                monitor = _watch(RankMonitor(folder, rank, world, asked=_place(known)))
+                monitor = _watch(RankMonitor(folder, rank, world, rendezvous=_place(bound)))
         result = function(*arguments, **options)
         with contextlib.suppress(Exception):
             import torch.distributed as dist
@@ -387,8 +387,8 @@ def launching(function: Any, folder: Path) -> Any:
     def launch_agent(config: Any, *arguments: Any, **options: Any) -> Any:
         with contextlib.suppress(Exception):
             node = config.rdzv_configs.get("rank", _UNNUMBERED + os.getpid() % _UNNUMBERED)
-            asked = config.rdzv_endpoint or "the rendezvous"
-            _watch(RankMonitor(folder, node, config.max_nodes, asked=asked, file=NODE_STATE))
+            rendezvous = config.rdzv_endpoint or "the rendezvous"
+            _watch(RankMonitor(folder, node, config.max_nodes, rendezvous=rendezvous, file=NODE_STATE))
         try:
             return function(config, *arguments, **options)
         except Exception as error:
@@ -412,10 +412,10 @@ def _watch(monitor: RankMonitor) -> RankMonitor:
     return monitor
 
 
-def _place(known: dict[str, Any]) -> str:
+def _place(bound: dict[str, Any]) -> str:
     """The address of the rendezvous that init_process_group asks: "10.0.0.1:29500"."""
-    method = str(known.get("init_method") or "env://")
-    if known.get("store") is not None or method.startswith("file:"):
+    method = str(bound.get("init_method") or "env://")
+    if bound.get("store") is not None or method.startswith("file:"):
         return "the rendezvous"
     return urlsplit(method).netloc or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
@@ -435,11 +435,11 @@ def _answer_of(place: str, before: str) -> str:
 
 
 def _stack(frame: FrameType | None) -> list[Frame]:
-    found: list[Frame] = []
-    while frame is not None and len(found) < _DEEPEST:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < _DEEPEST:
+        frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _work_of_threads() -> str:
@@ -448,7 +448,7 @@ def _work_of_threads() -> str:
     Daemon threads serve something in the background, such as a logger or a metrics page. No thread waits for them.
     """
     work = {thread.ident for thread in threading.enumerate() if not thread.daemon}
-    stacks = [_stack(one) for ident, one in sys._current_frames().items() if ident in work]
+    stacks = [_stack(frame) for ident, frame in sys._current_frames().items() if ident in work]
     phases = set(map(phase_of, stacks))
     return next((phase for phase in ("server", "save") if phase in phases), "")
 
@@ -486,7 +486,7 @@ def _collectives() -> tuple[int, str | None]:
     """
     try:
         groups = _recorder()[1].values()
-        rows = [tuple(int(group[f"last_{one}_collective"]) for one in ("enqueued", "started", "completed"))
+        rows = [tuple(int(group[f"last_{state}_collective"]) for state in ("enqueued", "started", "completed"))
                 for group in groups]  # fmt: skip
     except Exception:  # noqa: BLE001 - any release of torch, with or without a recorder
         return 0, None
@@ -510,29 +510,29 @@ def _groups() -> dict[str, tuple[int, ...]]:
 def _identity() -> dict[str, Any]:
     """What does not change: host, process, addresses."""
     host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename  # NodeName of slurm.conf may differ from it
-    found: dict[str, Any] = {"host": host, "pid": os.getpid()}
+    identity: dict[str, Any] = {"host": host, "pid": os.getpid()}
     with contextlib.suppress(KeyError, ValueError):
         variables = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
-        most, count = (int(os.environ[name]) for name in variables)
-        found["restarts_left"] = max(0, most - count)
+        most_restarts, count = (int(os.environ[name]) for name in variables)
+        identity["restarts_left"] = max(0, most_restarts - count)
     gpu = os.environ.get("LOCAL_RANK", "")
     if gpu.isdecimal() and any(map(os.path.exists, _DRIVERS)):
-        found["gpu"] = int(gpu)
+        identity["gpu"] = int(gpu)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        found["started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        found["pid_namespace"] = str(Path("/proc/self/ns/pid").readlink())
+        identity["started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        identity["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        identity["pid_namespace"] = str(Path("/proc/self/ns/pid").readlink())
     with contextlib.suppress(OSError, ValueError):  # proc(5): lines with "/32 host LOCAL" follow the address
         lines = Path("/proc/self/net/fib_trie").read_text().splitlines()
         local = {old.split()[-1] for old, new in itertools.pairwise(lines) if "/32 host LOCAL" in new}
-        found["addresses"] = sorted(one for one in local if not one.startswith("127."))
-    return found
+        identity["addresses"] = sorted(address for address in local if not address.startswith("127."))
+    return identity
 
 
 def _ends() -> tuple[str, ...]:
     """Own ends of this process's connections: a peer that loses one names it in its error."""
-    own = (_address(fd, _LIBC.getsockname) for fd, *_ in _connections())
-    return tuple(sorted(f"{end[0]}:{end[1]}" for end in own if end is not None))
+    ends = (_address(fd, _LIBC.getsockname) for fd, *_ in _connections())
+    return tuple(sorted(f"{end[0]}:{end[1]}" for end in ends if end is not None))
 
 
 def _connections() -> Iterator[Connection]:
@@ -573,12 +573,12 @@ def _error() -> tuple[str | None, list[Frame]]:
 
 def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
     """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again."""
-    found: dict[str, tuple[bool, bool]] = {}
+    peers: dict[str, tuple[bool, bool]] = {}
     for fd, is_resent, _ in connections:
         if (peer := _address(fd, _LIBC.getpeername)) is None or peer[0].is_loopback:
             continue
         with contextlib.suppress(OSError):  # closed meanwhile
             queued = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-            waits, again = found.get(str(peer[0]), (False, False))
-            found[str(peer[0])] = (waits or queued > 0, again or is_resent)
-    return [(address, *flags) for address, flags in found.items()]
+            waits, again = peers.get(str(peer[0]), (False, False))
+            peers[str(peer[0])] = (waits or queued > 0, again or is_resent)
+    return [(address, *flags) for address, flags in peers.items()]

@@ -122,11 +122,11 @@ def join_ranks(folder: Path) -> torch.device:
 
 def export(trainer: Trainer) -> None:
     """Adapter and merged model, or the whole model, from the last checkpoint."""
-    made, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
-    made.checkpoint = str(last)
+    record, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
+    record.checkpoint = str(last)
     write = partial(checkpoint.export, trainer.config, trainer.layout.precision, last, trainer.tokenizer)
     for name, path in checkpoint.on_rank_zero(write).items():
-        setattr(made, name, path)
+        setattr(record, name, path)
 
 
 if __name__ == "__main__":

@@ -126,13 +126,13 @@ def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
         sources: dict[int, set[int]] = {}
         for seer, source in event["wrong"]:
             sources.setdefault(source, set()).add(seer)
-        what = f"{event['op']} of {event['bytes']} bytes is not verified"
+        test = f"{event['op']} of {event['bytes']} bytes is not verified"
         for source, seers in sources.items():
-            seen = rank_words(seers)
+            witnesses = rank_words(seers)
             if source >= 0:
-                problems.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {seen}")
+                problems.append(f"{test}: rank {source} on {hosts[source]} gave wrong data, seen by {witnesses}")
             else:
-                problems.append(f"{what}: the sum is wrong on {seen}; all_gather shows which rank's data is wrong")
+                problems.append(f"{test}: the sum is wrong on {witnesses}; all_gather shows which rank's data is wrong")
     return problems
 
 
@@ -157,22 +157,22 @@ def find_stragglers(hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]
     if len(hosts) < 2 or iterations < MIN_ITERATIONS:
         return ()
     columns = list(zip(*wait_seconds, strict=True))
-    late = [[median(column) - column[place] for column in columns] for place in range(len(hosts))]
+    delays = [[median(column) - column[place] for column in columns] for place in range(len(hosts))]
     if len(hosts) == 2:  # the median of two is their mean, so a late rank is late by twice the difference to it
-        late = [[2 * seconds for seconds in row] for row in late]
+        delays = [[2 * seconds for seconds in row] for row in delays]
     last = [column.index(min(column)) for column in columns]
-    found = []
+    stragglers = []
     for rank, host in enumerate(hosts):
         times = last.count(rank)
-        lateness, floor = median(late[rank]), min(median(row) for row in wait_seconds)
+        lateness, floor = median(delays[rank]), min(median(row) for row in wait_seconds)
         # P(Binomial(iterations, 1 / ranks) >= times)
         p = 1 / len(hosts)
         chance = math.fsum(
             math.comb(iterations, k) * p**k * (1 - p) ** (iterations - k) for k in range(times, iterations + 1)
         )
         if lateness > floor and chance * len(hosts) <= SIGNIFICANCE:
-            why = f"arrived last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it"
-            found.append(Straggler(
-                rank=rank, host=host, late_seconds=lateness, iterations=iterations, share=times / iterations, why=why
+            reason = f"arrived last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it"
+            stragglers.append(Straggler(
+                rank=rank, host=host, late_seconds=lateness, iterations=iterations, share=times / iterations, why=reason
             ))  # fmt: skip
-    return tuple(sorted(found, key=lambda straggler: -straggler.late_seconds))
+    return tuple(sorted(stragglers, key=lambda straggler: -straggler.late_seconds))

@@ -122,7 +122,7 @@ def _intra_keys(ledger: Ledger) -> list[str]:
     table = {key: n for key, n in ledger.count_transports().items() if key.startswith(("P2P/", "SHM"))}
     table = table or {key: n for key, n in ledger.count_transports(cut=True).items() if key.startswith("P2P/")}
     # "P2P/IPC" can be a fragment of "P2P/IPC/read" in a torn line: below 1 % it is not a second transport.
-    cut = {key for key in table for whole in table if whole.startswith(f"{key}/") and table[key] * 100 < table[whole]}
+    cut = {key for key in table for full in table if full.startswith(f"{key}/") and table[key] * 100 < table[full]}
     return sorted(table.keys() - cut, key=lambda key: (key == "SHM", -table[key], key))
 
 
@@ -254,21 +254,21 @@ def judge_runs(runs: Runs) -> Evidence:
         )
         for ledger, one in zip(runs.ledgers, each, strict=True)
     )  # fmt: skip
-    whole = Ledger()
+    combined = Ledger()
     for ledger in runs.ledgers:
-        whole.merge(ledger)
+        combined.merge(ledger)
     begins = tuple(row.first for row in rows)
     note = problem_of("several_runs", str(len(rows)), lines=begins[:3], count=len(rows))
-    apart = any(one.is_of_another_job(other) for one, other in combinations(runs.ledgers, 2))
+    apart = any(judged.is_of_another_job(other) for judged, other in combinations(runs.ledgers, 2))
     jobs = (problem_of("several_jobs", " and ".join(dict.fromkeys(row.file for row in begins))),) if apart else ()
-    joining = [*dict.fromkeys(one.inter_node_transport for one in each if one.inter_node_transport)]
+    joining = [*dict.fromkeys(run.inter_node_transport for run in each if run.inter_node_transport)]
     return replace(
-        judge(whole),
+        judge(combined),
         inter_node_transport=mixed(joining) if joining else None,
-        problems=_joined([jobs, *(one.problems for one in each)]),
-        notes=(note, *_joined([one.notes for one in each])),
-        missing_ranks=tuple(sorted({rank for one in each for rank in one.missing_ranks})),
-        outcome=min((one.outcome for one in each), key=("failed", "unknown", "finished").index),
+        problems=_joined([jobs, *(run.problems for run in each)]),
+        notes=(note, *_joined([run.notes for run in each])),
+        missing_ranks=tuple(sorted({rank for run in each for rank in run.missing_ranks})),
+        outcome=min((run.outcome for run in each), key=("failed", "unknown", "finished").index),
         runs=rows,
         lines_read=runs.lines,
     )
@@ -276,15 +276,15 @@ def judge_runs(runs: Runs) -> Evidence:
 
 def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
     """Merge problems of several runs: each code once, with the lines of all."""
-    found: dict[str, LogProblem] = {}
+    by_code: dict[str, LogProblem] = {}
     for problem in (problem for problems in each for problem in problems):
-        first = found.get(problem.code)
-        found[problem.code] = problem if first is None else replace(
+        first = by_code.get(problem.code)
+        by_code[problem.code] = problem if first is None else replace(
             first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count,
             hosts=tuple(sorted({*first.hosts, *problem.hosts})),
             ranks=tuple(sorted({*first.ranks, *problem.ranks})),
         )  # fmt: skip
-    return by_severity(found.values())
+    return by_severity(by_code.values())
 
 
 def proven(evidence: Evidence) -> bool:
@@ -305,21 +305,21 @@ def read_files(paths: Iterable[str | Path | BinaryIO]) -> Evidence:
     Files compressed with gzip, bzip2 or xz are supported. Raises ``LogFileError`` if decompression fails.
     """
     runs = Runs()
-    found = list(files_of(paths))
-    for file in found:
-        own = Runs()
-        name = str(file) if len(found) > 1 and isinstance(file, str | Path) else ""
+    files = list(files_of(paths))
+    for file in files:
+        runs_of_file = Runs()
+        name = str(file) if len(files) > 1 and isinstance(file, str | Path) else ""
         try:
             if not isinstance(file, str | Path):
-                _take(own, file, name)
+                _take(runs_of_file, file, name)
             elif str(file) == "-":
-                _take(own, sys.stdin.buffer, "standard input" if name else "")
+                _take(runs_of_file, sys.stdin.buffer, "standard input" if name else "")
             else:
                 with open_regular(file) as opened:
-                    _take(own, opened, name)
+                    _take(runs_of_file, opened, name)
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
-        runs.join(own)
+        runs.join(runs_of_file)
     evidence: Evidence = without_secrets(judge_runs(runs))
     return evidence
 
@@ -343,21 +343,21 @@ def _holds_text(file: Path) -> bool:
 
 def _take(runs: Runs, file: BinaryIO, name: str) -> None:
     reader = Reader(runs, file=name)
-    rest = b""
+    buffer = b""
     for chunk in utf8_chunks(Unpacked(file)):
-        block, newline, rest = (rest + chunk).rpartition(b"\n")
+        block, newline, buffer = (buffer + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)
-        elif len(rest) >= BLOCK_BYTES:
+        elif len(buffer) >= BLOCK_BYTES:
             # A progress bar, or a whole log in one JSON string: process the complete parts as part of the same line.
-            whole, end, tail = rest.rpartition(b"\r" if b"\r" in rest else b"\\n")
+            lines, end, tail = buffer.rpartition(b"\r" if b"\r" in buffer else b"\\n")
             if end:
-                reader.feed(whole)
+                reader.feed(lines)
                 reader.ledger.lines -= 1
             # Without a line end for this long it is not a log; limit the memory used for it.
-            rest = tail[:BLOCK_BYTES]
-    if rest:
-        reader.feed(rest, cut=not rest.endswith(b"\r"))
+            buffer = tail[:BLOCK_BYTES]
+    if buffer:
+        reader.feed(buffer, cut=not buffer.endswith(b"\r"))
     reader.finish()
 
 

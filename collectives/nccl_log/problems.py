@@ -43,13 +43,13 @@ def single_node(ledger: Ledger) -> bool | None:
 def _more_ranks_than_a_node(ledger: Ledger) -> bool:
     """Return whether there are ranks without a device among those seen: a GPU has one rank of a communicator."""
     facts = ledger.facts
-    seen = facts.rank_devices()
-    highest = max((rank for rank, _ in seen), default=-1)
+    pairs = facts.rank_devices()
+    highest = max((rank for rank, _ in pairs), default=-1)
     if max(facts.ranks, highest + 1) > MOST_GPUS_OF_A_NODE:
         return True
     # Bus numbers have at least four digits; device numbers of NVML have one or two.
-    devices = [int(device) for _, device in seen if len(device) < 3 and device.isdigit()]
-    return bool(devices) and len(devices) == len(seen) and max(devices) < 8 <= max(highest, facts.ranks - 1)
+    devices = [int(device) for _, device in pairs if len(device) < 3 and device.isdigit()]
+    return bool(devices) and len(devices) == len(pairs) and max(devices) < 8 <= max(highest, facts.ranks - 1)
 
 
 def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
@@ -59,11 +59,11 @@ def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
     are missing only if a line states the number of ranks.
     """
     facts = ledger.facts
-    seen = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
-    if not seen or single_node(ledger) is not None:
+    present = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
+    if not present or single_node(ledger) is not None:
         return ()
-    end = min(facts.ranks, max(seen) + 1 + MOST_GPUS_OF_A_NODE)
-    return (*range(min(seen)), *range(max(seen) + 1, end))
+    end = min(facts.ranks, max(present) + 1 + MOST_GPUS_OF_A_NODE)
+    return (*range(min(present)), *range(max(present) + 1, end))
 
 
 def _silent_nodes(facts: Facts) -> tuple[int, ...]:
@@ -76,8 +76,8 @@ def _silent_nodes(facts: Facts) -> tuple[int, ...]:
     if places.keys() <= {0} or len(places) >= MAX_PLACES:
         return ()
     of_a_node = max(Counter(host for host, _ in places.values()).values())
-    nodes, least, most = {rank // of_a_node for rank in places}, min(places), max(places)
-    return tuple(rank for rank in range(facts.places_of) if not least <= rank <= most or rank // of_a_node not in nodes)
+    nodes, first, last = {rank // of_a_node for rank in places}, min(places), max(places)
+    return tuple(rank for rank in range(facts.places_of) if not first <= rank <= last or rank // of_a_node not in nodes)
 
 
 def layers_in_use(ledger: Ledger) -> set[str]:
@@ -101,17 +101,17 @@ def one_direction(evidence: Evidence) -> bool:
 
 def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     """Add the problems, the notes (what was seen and is no problem here), and how the job ended."""
-    found = _Findings(ledger, evidence)
+    findings = _Findings(ledger, evidence)
     for code in ledger.codes:
-        found.add_code(code)
-    found.explain_messages()
-    found.find_network()
-    found.find_gdrdma()
-    found.find_within_node()
-    found.find_ports()
-    found.find_environment()
-    found.find_missing_evidence()
-    problems = found.problems
+        findings.add_code(code)
+    findings.explain_messages()
+    findings.find_network()
+    findings.find_gdrdma()
+    findings.find_within_node()
+    findings.find_ports()
+    findings.find_environment()
+    findings.find_missing_evidence()
+    problems = findings.problems
     reasons = by_severity(problems[code] for code in codes_with("no_rdma") if code in problems)
     if reasons and "socket_fallback" in problems:
         action = f"The log names the reason ({reasons[0].code}). {reasons[0].action}"
@@ -120,10 +120,10 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     # and a slow path after any failure.
     slow = {code for code in codes_with("gdr") if code in problems and problems[code].severity == "fail"}
     ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + 3 * (each.code in slow)))
-    marks = [CODES[problem.code] for problem in (*ranked, *found.consequences) if problem.severity != "info"]
+    marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity != "info"]
     outcome = "finished" if ledger.facts.finished else "unknown"
-    outcome = "failed" if any(one.ends or one.breaks for one in marks) else outcome
-    return replace(evidence, problems=ranked, notes=tuple(found.notes), outcome=outcome)
+    outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
+    return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome)
 
 
 class _Findings:
@@ -199,7 +199,7 @@ class _Findings:
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
         """Return the hosts by their whole names, each once; the name with its domain where both are in the log."""
         names = dict.fromkeys(self.names.get(host, host) for host in hosts if host)
-        short = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+        short = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
         return tuple(name for name in names if name not in short)
 
     def _common_end(self, code: str) -> Collection[str]:
@@ -209,26 +209,26 @@ class _Findings:
         ended, and the second because of it. A host that closed connections is the peer of all.
         """
         ends: list[tuple[str, str]] = []
-        for _, host, address in (one for one in self.ledger.code_peers if one[0] == code):
-            at = self._named(self.owners.get(address, ()))
-            if len(at) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
+        for _, host, address in (row for row in self.ledger.code_peers if row[0] == code):
+            owners = self._named(self.owners.get(address, ()))
+            if len(owners) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
                 return ()
-            ends.append((self.names.get(host, host), at[0] if at else address))
-        known = set(self._named(host for _, host in self.facts.addresses))
+            ends.append((self.names.get(host, host), owners[0] if owners else address))
+        hosts = set(self._named(host for _, host in self.facts.addresses))
         for one in {end for pair in ends for end in pair if end}.intersection(*ends):
             writers = {host for host, peer in ends if host and peer == one} - {one}
-            peers = {peer for host, peer in ends if host == one} & known - {one}
+            peers = {peer for host, peer in ends if host == one} & hosts - {one}
             if len(writers) > 1 or (len(peers) > 1 and code != "connection_closed_by_peer"):
                 return {one}
         return ()
 
     def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
-        mine = tuple(row for row in rows if hosts.intersection(self._named([row.host]))) or rows
+        selected = tuple(row for row in rows if hosts.intersection(self._named([row.host]))) or rows
         firsts: dict[tuple[str, str], ProofLine] = {}
-        for row in mine:
+        for row in selected:
             firsts.setdefault(row.origin, row)
-        return tuple(firsts.values())[:4] if len(firsts) > 1 else mine[:2]
+        return tuple(firsts.values())[:4] if len(firsts) > 1 else selected[:2]
 
     def proof(self, *starts: str) -> tuple[ProofLine, ...]:
         """Return the lines that prove facts with these beginnings."""
@@ -245,7 +245,7 @@ class _Findings:
         """Return a line of each host with these environment variables, "NAME" or "NAME=VALUE", and no default value."""
         defaults = {f"{name}={value}" for name in _OFF_BY_DEFAULT for value in ("0", "")}
         lines = [row for row in self.ledger.variable_lines.items() if row[0][0] not in defaults]
-        return tuple(row for one in variables for (setting, _), row in lines if one in (setting, row.proves))
+        return tuple(row for name in variables for (setting, _), row in lines if name in (setting, row.proves))
 
     def _hosts_without_gdrdma(self) -> tuple[str, ...]:
         """Return the hosts with channels over RDMA of which none has GPUDirect RDMA."""
@@ -272,8 +272,8 @@ class _Findings:
                 self.demote(code)
         if not self.has_reason("remote_failed") and not self.facts.finished:
             for code in self.problems.keys() & codes_with("alone"):
-                words = self._words(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
-                self.problems[code] = replace(self.problems[code], severity="fail", action=words["action"])
+                texts = self._words(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
+                self.problems[code] = replace(self.problems[code], severity="fail", action=texts["action"])
         for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)
@@ -321,11 +321,11 @@ class _Findings:
         absent = facts.counts["no RDMA device"]
         if absent and not one_node and self.inter in ("", "Socket", "unknown"):
             self.add("no_ib_device", count=absent)
-        chosen = facts.networks.keys() | self.ledger.networks().keys()
+        networks = facts.networks.keys() | self.ledger.networks().keys()
         own = {*self._hosts_over("IB")} if "IB" in facts.networks else set()
         apart = own and any(own.isdisjoint(self._hosts_over(name)) for name in facts.networks if name[:5] == "IBext")
-        if not one_node and (("Socket" in chosen and len(chosen) > 1) or apart):
-            on = {name: sorted(self._hosts_over(name)) for name in sorted(chosen)[:16]}
+        if not one_node and (("Socket" in networks and len(networks) > 1) or apart):
+            on = {name: sorted(self._hosts_over(name)) for name in sorted(networks)[:16]}
             detail = "; ".join(f"{name} on {', '.join(hosts[:4])}" if hosts else name for name, hosts in on.items())
             self.add("mixed_networks", detail, hosts=over_sockets)
         if self.inter and len(layers_in_use(self.ledger)) > 1:
@@ -343,11 +343,11 @@ class _Findings:
         suspects = dict.fromkeys(one for one in used if one.startswith(WORDS_OF["bridges"]) or (apart and one == "lo"))
         if self.inter and suspects:
             others = [name for name in sockets if name not in suspects]
-            more = f" (other interfaces: {', '.join(others[:4])})" if others else ""
+            suffix = f" (other interfaces: {', '.join(others[:4])})" if others else ""
             local = not self.facts.finished and any(name.startswith(WORDS_OF["local"]) for name in suspects)
             carries = others and self.inter == "Socket" and not self._if_several()[1]
             stops = local and (carries or "socket_connect_failed" in self.problems)
-            self.add("docker_interface_used", some(list(suspects), most=3) + more, severity="fail" if stops else "")
+            self.add("docker_interface_used", some(list(suspects), limit=3) + suffix, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
     def _if_several(self) -> tuple[str, str]:
@@ -361,14 +361,14 @@ class _Findings:
     def find_ports(self) -> None:
         """Find ports that are down on some hosts: NCCL lists only active ports, and they are compared between hosts."""
         listed = {host: {port for other, port in self.facts.ports if other == host} for host in self.facts.whole_lists}
-        whole = max(listed, key=lambda host: len(listed[host]), default="")
+        fullest = max(listed, key=lambda host: len(listed[host]), default="")
         missing = [
-            f"{host}: {port} (which {whole} lists)"
-            for host, row in listed.items() if row < listed[whole] for port in sorted(listed[whole] - row)
+            f"{host}: {port} (which {fullest} lists)"
+            for host, row in listed.items() if row < listed[fullest] for port in sorted(listed[fullest] - row)
         ]  # fmt: skip
         if missing:
             hosts = dict.fromkeys(each.partition(": ")[0] for each in missing)
-            self.add("dead_port", some(missing, most=16), count=len(missing), hosts=tuple(hosts))
+            self.add("dead_port", some(missing, limit=16), count=len(missing), hosts=tuple(hosts))
 
     # --- GPUDirect RDMA
 
@@ -406,12 +406,12 @@ class _Findings:
         if sockets and seen.total - seen.gdrdma <= sockets:  # sockets cannot have it: mixed_networks names their ranks
             return
         code = "gdr_partial" if sockets else _code_of_partial(evidence, self.facts)
-        whole = code == "gdr_partial"
-        hosts = self._hosts_without_gdrdma() if whole else ()
+        partial = code == "gdr_partial"
+        hosts = self._hosts_without_gdrdma() if partial else ()
         lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total and name.split()[0] not in hosts]
         detail = _part(evidence, lacking)
         far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
-        if far and whole:
+        if far and partial:
             detail += f"; {'; '.join(far[:3])}"
         severity = ""
         if code == "gdr_read_disabled_pre_ampere" and not evidence.gpus:
@@ -423,8 +423,8 @@ class _Findings:
             detail = f"none on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}; in total {detail}"
         lines = self._channel_proof() + self.proof("GPUDirect RDMA too far")
         self.add(code, detail, lines, severity=severity, hosts=hosts)
-        words = self.facts.gdr_words.keys()
-        refused = [host for host in hosts if (host, "refused") in words and (host, "usable") not in words]
+        states = self.facts.gdr_words.keys()
+        refused = [host for host in hosts if (host, "refused") in states and (host, "usable") not in states]
         if refused:
             self.add("peermem_missing", hosts=refused)
 
@@ -510,8 +510,8 @@ def _part(evidence: Evidence, lacking: list[str]) -> str:
     """Return how many channels have GPUDirect RDMA, in words, and the devices of those without it."""
     send, receive = evidence.send, evidence.receive
     noun = "channel" if max(send.total, receive.total) == 1 else "channels"
-    seen = [f"{word} {n.gdrdma} of {n.total}" for word, n in (("send", send), ("receive", receive)) if n.total]
-    return f"{', '.join(seen)} {noun}" + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
+    counts = [f"{word} {n.gdrdma} of {n.total}" for word, n in (("send", send), ("receive", receive)) if n.total]
+    return f"{', '.join(counts)} {noun}" + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
 
 
 def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:

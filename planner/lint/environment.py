@@ -68,7 +68,7 @@ class _Case(NamedTuple):
 
 
 def lint(
-    named: NamedEnvironment,
+    read: NamedEnvironment,
     *,
     nccl_version: Version | None = None,
     machine: ProbedMachine | None = None,
@@ -80,8 +80,8 @@ def lint(
     If `nccl_version` is None, all known releases count; `machine` is the machine on which the environment is used.
     `nodes` is the number of nodes of the job, and `gpus` that of the GPUs of each.
     """
-    found, quoted = list[Finding](), list[Finding]()
-    environment, source = named.environment, named.source
+    findings, quoted = list[Finding](), list[Finding]()
+    environment, source = read.environment, read.source
     if source == "env file" or source.endswith(".env"):  # most programs that read env files remove quotes
         quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
@@ -99,27 +99,27 @@ def lint(
         "own_net": machine is None and nodes != 1 and not other_net(environment),
     }
     case = _Case(
-        version=nccl_version, machine=machine, named=named,
+        version=nccl_version, machine=machine, named=read,
         plugin=plugin, vendor=platform_of_plugin(environment),
         carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
         places=tuple(name for name, holds in conditions.items() if holds),
     )  # fmt: skip
     for name, value in environment.items():
-        found += _judge_name(name, value, case)
-    for name, raw in named.unresolved.items():
-        found += _judge_name(name, raw, case, known=False)
-    for name, raw in named.unexported.items():
+        findings += _judge_name(name, value, case)
+    for name, raw in read.unresolved.items():
+        findings += _judge_name(name, raw, case, resolved=False)
+    for name, raw in read.unexported.items():
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
-            found.append(finding("env.name.unexported", name, raw))
+            findings.append(finding("env.name.unexported", name, raw))
     if "one_gpu" in case.places:
         environment = {name: environment[name] for name in environment if name not in SETTINGS["one_gpu"]["names"]}
-    found += _apply_rules(environment, {*environment, *named.unresolved, *named.also_set}, case.places)
-    found += machine.check(environment, case.version) if machine is not None else ()
-    specific = [each for each in found if each.code not in _GENERAL]
+    findings += _apply_rules(environment, {*environment, *read.unresolved, *read.also_set}, case.places)
+    findings += machine.check(environment, case.version) if machine is not None else ()
+    specific = [each for each in findings if each.code not in _GENERAL]
     judged = {e.subject for e in specific if e.status != Status.INFO or e.code.startswith("env.p2p")}
-    found = [each for each in found if each.code not in _GENERAL or each.subject not in judged]
-    return tuple(sorted([*quoted, *found], key=lambda finding: list(Status).index(finding.status)))
+    findings = [each for each in findings if each.code not in _GENERAL or each.subject not in judged]
+    return tuple(sorted([*quoted, *findings], key=lambda finding: list(Status).index(finding.status)))
 
 
 def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
@@ -131,7 +131,7 @@ def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None
     return efa or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
 
-def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> Iterator[Finding]:
+def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) -> Iterator[Finding]:
     """Check a name and, if `known`, its value; otherwise `value` is the source text of an unknown value."""
     entry, version = names().get(name), case.version
     if name in RESERVED and ("TrainJob" in case.named.source or "TrainingRuntime" in case.named.source):
@@ -139,10 +139,10 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
     elif name.startswith("TORCH_NCCL_"):
         if name not in torch_names():
             yield _unknown(name, value, "PyTorch", case)
-    elif known and name == "NCCL_IB_DISABLE" and case.carrier and strtoll(value) == (1, True):
+    elif resolved and name == "NCCL_IB_DISABLE" and case.carrier and strtoll(value) == (1, True):
         yield finding("env.debug.leftover/rdma", name, value, carrier=case.carrier)
     else:
-        if known and case.machine is None:
+        if resolved and case.machine is None:
             yield from check_kind(name, value)
         if plugin_of(name):
             return
@@ -161,7 +161,7 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
         elif entry.first is not None and version is not None and version < entry.first:
             first, used = version_text(entry.first), version_text(version)
             yield finding("env.name.too_new", name, value, first=first, version=used)
-        elif known:
+        elif resolved:
             yield from check_value(name, value, entry, version, only_all_reduce=case.named.only_all_reduce)
             yield from _leftover(name, value, entry, case)
 
@@ -203,15 +203,15 @@ def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Fi
 
 def _acts(name: str, value: str, entry: NcclName) -> bool:
     """Whether a setting has an effect: its value is neither the default nor ignored."""
-    number, whole = strtoll(value)
+    number, is_integer = strtoll(value)
     if name == "NCCL_P2P_DISABLE" or not value:
         return number == 1
     if name in VALUES["level"]["names"]:
         return value in VALUES["level"]["known"] or value[0].isdigit()
-    same = value.upper() == entry.default.upper() or (whole and entry.default == str(number))
+    same = value.upper() == entry.default.upper() or (is_integer and entry.default == str(number))
     if same or value in SETTINGS["guards"].get(name, ()):
         return False
-    return whole or not entry.default.lstrip("-").isdigit()
+    return is_integer or not entry.default.lstrip("-").isdigit()
 
 
 def _unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
@@ -241,33 +241,33 @@ def _unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
 # -- combinations of settings, and checks without a known machine
 
 
-def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Sequence[str]) -> Iterator[Finding]:
+def _apply_rules(environment: Mapping[str, str], names: Set[str], places: Sequence[str]) -> Iterator[Finding]:
     """Apply the rules of data/settings.toml.
 
     `named` are all names that are set, with any value; `places` are the conditions of `where` that hold.
     """
     for row in SETTINGS["rule"]:
         is_elsewhere = "where" in row and row["where"] not in places
-        if is_elsewhere or ("without" in row and any(re.fullmatch(row["without"], each) for each in named)):
+        if is_elsewhere or ("without" in row and any(re.fullmatch(row["without"], each) for each in names)):
             continue
         for name in filter(environment.__contains__, row["names"]):
             value, fields = environment[name], dict(row.get("fields", {}))
-            number, known = strtoll(value.strip())
+            number, is_integer = strtoll(value.strip())
             applies = re.fullmatch(row.get("value", "(?s).*"), value) is not None
             if "number" in row:
-                applies = known and re.fullmatch(row["number"], str(number)) is not None
+                applies = is_integer and re.fullmatch(row["number"], str(number)) is not None
             if "above" in row:
-                most, whole = strtoll(environment.get(row["above"], ""))
-                applies = known and whole and number > most > 0
-                fields |= {"other": row["above"], "most": most}
+                limit, is_limit = strtoll(environment.get(row["above"], ""))
+                applies = is_integer and is_limit and number > limit > 0
+                fields |= {"other": row["above"], "most": limit}
             if "product" in row:
                 factor, _ = strtoll(environment.get(row["times"], ""))
                 applies = number * factor > row["product"]
                 fields |= {"factor": factor, "product": number * factor}
             for other, condition in row.get("with", {}).items():
-                given = environment.get(other, "")
-                applies = applies and re.fullmatch(condition, given) is not None
-                fields |= {"other": other, "cause": f"{other}={given}"}
+                value_of_other = environment.get(other, "")
+                applies = applies and re.fullmatch(condition, value_of_other) is not None
+                fields |= {"other": other, "cause": f"{other}={value_of_other}"}
             if applies:
                 yield finding(row["finding"], name, value, status=row.get("status") and Status(row["status"]), **fields)
 

@@ -30,8 +30,8 @@ def judge(facts: RunFacts) -> Verdict:
         verdict = before if before.state in ("stuck", "failed") else reports.by_end(facts)
         return replace(verdict or before, sources=_sources(facts))
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
-    found = [BlockedCalls(facts, traces, name).verdict() for name, traces in by_source.items() if traces]
-    calls = [verdict for verdict in found if verdict is not None]
+    verdicts = [BlockedCalls(facts, traces, name).verdict() for name, traces in by_source.items() if traces]
+    calls = [verdict for verdict in verdicts if verdict is not None]
     verdict = (
         reports.by_meeting(facts)
         or reports.by_clash(facts)
@@ -69,14 +69,14 @@ def _nothing(facts: RunFacts) -> Verdict:
     line = "no fault found: no rank is missing, late or dead, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"
-    found = Verdict(state="fine", line=line)
+    verdict = Verdict(state="fine", line=line)
     mute = [(rank, one) for rank in facts.states if (one := facts.activity(rank)).kind == "silent"]
     if mute:
-        found = not_yet([f"rank {rank} {one.words}" for rank, one in mute], mute[0][1].grace)
+        verdict = not_yet([f"rank {rank} {activity.words}" for rank, activity in mute], mute[0][1].grace)
     questions = {"calls": not facts.traces, "states": not facts.states, "process": mute}
     for key in filter(questions.get, questions):
-        found = found.left_open(key)
-    return found
+        verdict = verdict.left_open(key)
+    return verdict
 
 
 def _sources(facts: RunFacts) -> tuple[str, ...]:
