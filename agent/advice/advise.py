@@ -33,7 +33,7 @@ from topology.cluster import join
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are imported only if a host was scanned, not for a catalogue machine
-    from agent.checks.verdict import View
+    from agent.checks.view import View
     from collectives.bench.results import Measurement
 
 ENVIRONMENTS = nccl_env.FORMATS  # formats that do not need a layout
@@ -285,9 +285,9 @@ def advise(
     if request.machine or request.model is None:
         checks = ()
     elif checks is None:
-        from agent.checks.host_checks import check_scans
+        from agent.checks.view import build_view
 
-        checks = check_scans(snapshots)
+        checks = build_view(snapshots).checks
     measured = request.measurements() if measured is None else measured
     try:
         stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 @command("evidence")
 @click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
 def evidence(
-    source: tuple[str, ...],
-    fail_on: Literal["fail", "warn"],
-    require_gdrdma: bool,
-    form: str,
-    verbose: bool,
+    source: tuple[str, ...], fail_on: Literal["fail", "warn"], require_gdrdma: bool, form: str, verbose: bool
 ) -> None:
     """Read the logs, print what they prove, and exit with the verdict's code."""
     from collectives.nccl_log import evidence as reader

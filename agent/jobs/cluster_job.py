@@ -14,7 +14,7 @@ from typing import Any
 from agent.advice import job_settings
 from agent.base.options import split_pair
 from agent.base.output import print_text
-from agent.checks.measured import ALL_CODES
+from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import ApiError, Client, json_object, path_of
 from contracts.job_config import JobPlan, dump_plan

@@ -13,7 +13,8 @@ from rich.markup import escape
 from agent.base import units
 from agent.base.lines import mark, print_bullet, print_headline, print_properties, table
 from agent.checks.findings import ORDER, FindingGroup, group_findings, is_problem, list_codes
-from agent.checks.verdict import Verdict, View
+from agent.checks.verdict import Verdict
+from agent.checks.view import View
 from agent.terminal.findings import print_findings, print_group
 from agent.terminal.topology import list_link_properties
 from contracts.finding import Finding

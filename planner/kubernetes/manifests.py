@@ -87,14 +87,6 @@ def check_size(setting: str, size: str) -> None:
         raise JobError(f"{setting}={size!r}: must be a quantity above 0, such as 4, 500m, 96Gi or 100G")
 
 
-def storage_rate(word: str | None) -> float | None:
-    """Return the value of --storage-rate in bytes per second; None if it is not given. Raises JobError."""
-    if word is None:
-        return None
-    check_size("--storage-rate", word)
-    return float(quantity(word) or 0)
-
-
 def check_limit(name: str, amount: str) -> None:
     """Raise JobError for an invalid amount: not a whole number of devices, or not a multiple of the page size."""
     if name in ("cpu", "memory", "ephemeral-storage"):

@@ -185,7 +185,7 @@ def count_held_bytes(gpu: Gpu) -> int | None:
 def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
     """Report memory in use. If the GPU is busy, a job is running: INFO. Memory held on an idle GPU blocks the next job.
 
-    In the gate before a job, full memory fails even on a busy GPU: `agent.checks.verdict.fail_full_gpus`.
+    In the gate before a job, full memory fails even on a busy GPU: `agent.checks.view.fail_full_gpus`.
     """
     held, size = count_held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:

@@ -16,8 +16,8 @@ from rigs.tables import each_row, rows_of
 from agent.advice.advise import EMBEDDED_MODEL, Request, advise
 from agent.advice.job_settings import build_job_plan, build_job_request, why_gdrdma, why_untrainable
 from agent.base.options import RequestError
-from agent.checks.measured import Baseline
-from agent.checks.verdict import build_view
+from agent.checks.baseline import Baseline
+from agent.checks.view import build_view
 from agent.cli.launch import _require_pass
 from agent.http.server import read_record
 from agent.jobs.launch import FinishedJob, finish_record
