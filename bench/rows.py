@@ -22,7 +22,7 @@ from stacks import Stack, stack_matching
 
 from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
 from contracts.tables import read_table
-from hardware.gpus import Gpu, gpu_named
+from hardware.gpus import Gpu, find_gpu
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from planner.forecast.links import (
@@ -145,7 +145,7 @@ def read_gpu(raw: Raw) -> Gpu:
         text = raw.get(name) or ""
         machine = _machine(text)
         for named in (text, text.replace("_", " "), machine.gpu if machine else None):
-            if (gpu := gpu_named(named)) is not None:
+            if (gpu := find_gpu(named)) is not None:
                 return gpu
     raise UnreadError(f"GPU {raw.get('gpu') or raw.get('system') or ''!r} is unknown")
 
@@ -154,7 +154,7 @@ def _machine(text: str) -> Known | None:
     """Return the machine of the catalogue whose name is in the text. Aliases that are names of GPUs do not count."""
     lower = text.lower().replace(" ", "-").replace("_", "-")
     for row in catalogue():
-        names = [row.name.lower().replace("_", "-"), *(a for a in row.aliases if "-" in a or not gpu_named(a))]
+        names = [row.name.lower().replace("_", "-"), *(a for a in row.aliases if "-" in a or not find_gpu(a))]
         if any(re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", lower) for name in names):
             return row
     return None

@@ -117,7 +117,7 @@ class Score:
 def search(fleet: Fleet, name: str, score: Score) -> None:
     """Search a fleet, and add the result to the score."""
     searched = Search(fleet.domains)
-    while tests := searched.next_round():
+    while tests := searched.plan_round():
         rare = {node for node in range(searched.nodes) if fleet.draw.random() < RARE_NODE}
         searched.report([fleet.run(test, rare) for test in tests])
     verdicts = searched.verdicts()

@@ -76,6 +76,6 @@ def _expand_numbers(text: str, part: str) -> Sequence[str]:
     return numbers
 
 
-def slurm_name(host: str) -> str:
+def name_in_slurm(host: str) -> str:
     """Return Slurm's default node name of a host: without domain and "(file)". An IP address is returned unchanged."""
     return host if re.fullmatch(r"[\d.]+|.*:.*", host) else re.split(r"[. ]", host)[0]

@@ -430,7 +430,7 @@ def read_plan(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
         return replace(
             plan,
             config=config,
-            trl=None if of_trl is None else trl.trl_settings(with_overrides(of_trl, overrides), {}),
+            trl=None if of_trl is None else trl.make_trl_settings(with_overrides(of_trl, overrides), {}),
             layout=None if layout is None else parse_layout(layout, "layout"),
             notes=tuple(dict.fromkeys([*plan.notes, *notes])),
         )

@@ -272,7 +272,7 @@ def failed_ranks(log: str) -> list[FailedRank]:
             for time, host, rank, code in _FAILED_RANK.findall(log)]  # fmt: skip
 
 
-def first_failed_rank(log: str) -> FailedRank | None:
+def find_first_failed(log: str) -> FailedRank | None:
     """Return the rank that torchrun reports as the first to fail; None if its log does not name it.
 
     A log of several nodes has a report of each; the earliest failure is the first.
@@ -287,7 +287,7 @@ def raised(log: str) -> str:
     return redact(errors[-1])[:300] if errors else ""
 
 
-def of_start(path: Path, began: float) -> RunRecord | None:
+def read_since(path: Path, began: float) -> RunRecord | None:
     """Read run.json; None if it cannot be read or if an earlier start of the job wrote it."""
     try:
         return read(path) if path.stat().st_mtime >= began else None
@@ -295,14 +295,14 @@ def of_start(path: Path, began: float) -> RunRecord | None:
         return None
 
 
-def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
+def read_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
     """Return the job's own exit code, since torchrun replaces any failure by 1. Code 75 means "start again to resume".
 
     `cut_short`: torchrun was asked to end; the job may have completed before that.
     """
     if exit_code == 0:
         return 0
-    record = of_start(path, began)
+    record = read_since(path, began)
     recorded = record.exit_code if record else None
     return recorded if recorded is not None and (0 if cut_short else 1) <= recorded < 256 else exit_code
 
@@ -312,7 +312,7 @@ def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -
 
     If the job wrote the end itself, it has also sent the record to the agent.
     """
-    record = of_start(path, began)
+    record = read_since(path, began)
     if record is None or exit_code == 0 or record.status not in ("running", "complete"):
         return record, False
     is_ended = record.status == "running"  # by this call

@@ -242,7 +242,7 @@ def _split_fsdp_words(name: str, value: Any) -> list[str]:
     return [word.lower() for word in words]
 
 
-def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def make_trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the file for TRL's parser, with current names and the values of its DeepSpeed section (`values`).
 
     Options that the layout holds are omitted, because the plan's layout sets them.

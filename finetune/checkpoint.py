@@ -167,7 +167,7 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
 
     The whole model is then in the memory of the host, in the type that it is written in.
     """
-    folder, source = Path(config.output_dir), weights.source_of(config)
+    folder, source = Path(config.output_dir), weights.open_source(config)
     dtype = source.dtype or stored_type(config, precision)
     if config.dtype != "auto":
         dtype = stored_type(dataclasses.replace(config, use_peft=True), precision)

@@ -31,7 +31,7 @@ MOST_BYTES = 64 << 30  # of the files of one split
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
-def commits_of(config: JobConfig) -> dict[str, Any]:
+def resolve_commits(config: JobConfig) -> dict[str, Any]:
     """The commit of each name that is a hub's, by the setting of its revision. Raises ConfigError."""
     commits: dict[str, Any] = {}
     for kind, name, revision in (
@@ -41,7 +41,7 @@ def commits_of(config: JobConfig) -> dict[str, Any]:
     ):
         repository, branch = getattr(config, name), getattr(config, revision)
         if repository is not None and is_id(name, repository):
-            with asking(name, repository, branch):
+            with explain_errors(name, repository, branch):
                 commits[revision] = str(HfApi().resolve_revision(repository, repo_type=kind, revision=branch).resolved)
     return commits
 
@@ -66,7 +66,7 @@ def download_data(name: str, revision: str, choose: Callable[[Path], list[str]])
     `choose` gets a folder with README.md, and with an empty file for each other file of the data set.
     """
     where: dict[str, Any] = {"repo_id": name, "repo_type": "dataset", "revision": revision}
-    with asking("dataset_name", name, revision), TemporaryDirectory() as folder:
+    with explain_errors("dataset_name", name, revision), TemporaryDirectory() as folder:
         listing = Path(folder).resolve()
         try:
             listed = [entry for entry in HfApi().list_repo_tree(**where, recursive=True) if isinstance(entry, RepoFile)]
@@ -91,7 +91,7 @@ def download_weights(name: str, revision: str) -> list[Path]:
     """Return the files with a model's weights, in its folder or in the cache of the hub's files. Raises ConfigError."""
     folder = Path(name)
     if not os.path.isdir(name):
-        with asking("model_name_or_path", name, revision):
+        with explain_errors("model_name_or_path", name, revision):
             download = partial(snapshot_download, name, revision=revision)
             folder = Path(download(allow_patterns=[WEIGHTS, INDEX, "generation_config.json"]))
             download(allow_patterns=list(map(glob.escape, _list_weights(folder))))
@@ -111,7 +111,7 @@ def _list_weights(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def asking(setting: str, name: str, revision: str | None) -> Iterator[None]:
+def explain_errors(setting: str, name: str, revision: str | None) -> Iterator[None]:
     """What goes wrong inside becomes a ConfigError that says which name, and why in the library's own words."""
     hooks = (session := get_session()).event_hooks
     if _bound not in hooks["request"]:
@@ -138,7 +138,7 @@ def _bound(request: Any) -> None:
 def main(name: str, revision: str) -> None:
     """Print the path of a model's config.json for `topoflight launch`; exits with why it cannot be had."""
     try:
-        with asking("model_name_or_path", name, revision):
+        with explain_errors("model_name_or_path", name, revision):
             print(hf_hub_download(name, "config.json", revision=revision))  # noqa: T201 - what the caller reads
     except ConfigError as error:
         sys.exit(str(error))

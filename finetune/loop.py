@@ -83,7 +83,7 @@ class Trainer:
         shape = model.causal_lm(net).config
         rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
-        fill = partial(weights.fill, weights.source_of(config), config.seed)
+        fill = partial(weights.fill, weights.open_source(config), config.seed)
         recorder.baseline_rss = runs.rss_bytes()  # with libraries and rows, without weights
         self.engine = parallel.Engine(net, layout, device, mesh, fill)
         del net

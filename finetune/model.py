@@ -96,7 +96,7 @@ def stored_type(config: JobConfig, precision: str) -> torch.dtype:
 
 def _load(name: str, load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a loader of transformers without running code that comes with the model, whatever the model asks for."""
-    with hub.asking("model_name_or_path", name, options.get("revision")):
+    with hub.explain_errors("model_name_or_path", name, options.get("revision")):
         return load(*arguments, trust_remote_code=False, **options)
 
 

@@ -67,7 +67,7 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
     return parse_layout(resolved, "layout")
 
 
-def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
+def list_refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
     heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
     kernel, layers = getattr(shape, "_attn_implementation", None), shape.num_hidden_layers
@@ -235,7 +235,7 @@ class Engine:
     ) -> None:
         self.layout, self.device = layout, device
         self.adapters = hasattr(model, "get_base_model")
-        reasons = refusals(layout, causal_lm(model).config, self.adapters)
+        reasons = list_refusals(layout, causal_lm(model).config, self.adapters)
         if reasons:
             raise ConfigError(f"layout {layout.family}: " + "; ".join(reasons))
         bounds = stage_bounds(layout, causal_lm(model).config.num_hidden_layers)
@@ -261,8 +261,8 @@ class Engine:
             if tokens is not None:
                 loss = torch.empty(1, device="meta", requires_grad=True)
                 shapes = {
-                    "input_args": tokens if chunk.first else self._passed(tokens),
-                    "output_args": loss if chunk.last else self._passed(tokens),
+                    "input_args": tokens if chunk.first else self._make_passed(tokens),
+                    "output_args": loss if chunk.last else self._make_passed(tokens),
                 }
             stages.append(PipelineStage(module, number, total, self.device, group=self.pipeline, **shapes))
         options: Any = {
@@ -312,7 +312,7 @@ class Engine:
             total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels, b.packed).sum() for b in moved]).sum()
         return total if self.counts_loss else total * 0
 
-    def _passed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _make_passed(self, tokens: torch.Tensor) -> torch.Tensor:
         """What one stage hands to the next: hidden states, split where sequence parallelism splits them."""
         width, stored = self.width
         low = torch.bfloat16 if self.layout.precision == "bf16" else stored

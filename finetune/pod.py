@@ -191,7 +191,7 @@ class Ranks:
         code, now = self._tree.process.poll(), time.monotonic()
         if code is not None:
             self._output.join(5.0)
-            first = run_record.first_failed_rank(self._tail.decode(errors="replace")) if code else None
+            first = run_record.find_first_failed(self._tail.decode(errors="replace")) if code else None
             if first is None or first.exit_code is None:  # a benchmark that SIGTERM ended early has no result
                 return RESUMABLE if code and terminating else code
             return first.exit_code
@@ -243,8 +243,8 @@ class Pod:
             return self._run_once()
         if settings.index == 0:
             self._end_record(RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
-            self.before = post.written_at(settings.output)
-            start = partial(self._lead, _listen(settings.meet[1]))
+            self.before = post.find_write_time(settings.output)
+            start = partial(self._run_as_leader, _listen(settings.meet[1]))
         while (code := start()) == RESUMABLE:
             if self.terminating:
                 return TERMINATED
@@ -253,7 +253,7 @@ class Pod:
     def _run_once(self) -> int:
         """Run the ranks once; an operator restarts what fails. Return the exit code."""
         settings, (host, port) = self.settings, self.settings.meet
-        self.before = post.written_at(settings.output)
+        self.before = post.find_write_time(settings.output)
         address = host if settings.index else "127.0.0.1"
         with contextlib.closing(Ranks(settings, address, (port, port + 1))) as ranks:
             while (code := ranks.poll(terminating=self.terminating, troubled=False)) is None:
@@ -262,7 +262,7 @@ class Pod:
             code = TERMINATED  # for an operator to start the pod again; Slurm's script goes by the job's own code
             if settings.output is not None and "SLURM_JOB_ID" in os.environ:
                 path = settings.output / "run.json"
-                code = run_record.own_exit_code(path, TERMINATED, self.before, cut_short=True)
+                code = run_record.read_exit_code(path, TERMINATED, self.before, cut_short=True)
         code = code if code >= 0 else run_record.KILLED - code
         if code and settings.index == 0:
             self.why = f"the ranks of pod 0 ended with exit code {code}. {ranks.last_error()}".strip()
@@ -289,7 +289,7 @@ class Pod:
 
     # pod 0
 
-    def _lead(self, listener: socket.socket) -> int:
+    def _run_as_leader(self, listener: socket.socket) -> int:
         """Make one start as pod 0: gather the pods, run the ranks, and send what follows. Return its code."""
         settings = self.settings
         for _ in self._wait():
@@ -301,7 +301,7 @@ class Pod:
             self.waiting_for = f"pod{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {settings.nodes}"
             if not missing:
                 break
-        self.before = post.written_at(settings.output)
+        self.before = post.find_write_time(settings.output)
         with _listen(0) as first, _listen(0) as second:
             ports = [first.getsockname()[1], second.getsockname()[1]]
         wires, self.peers = self.peers, {}
@@ -457,7 +457,7 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-def output_of(words: Sequence[str]) -> Path | None:
+def find_output(words: Sequence[str]) -> Path | None:
     """The job's output folder, as its command line, its plan or its YAML names it; None where these are refused."""
     plan, config = (
         Path(words[words.index(option) + 1]) if option in words[:-1] else None for option in ("--plan", "--config")
@@ -486,7 +486,7 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settin
     options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     host, _, port = options["meet"].rpartition(":")
     command = tuple(options["words"][1:] if options["words"][0] == "torchrun" else options["words"])
-    return Settings(**{**options, "meet": (host, int(port)), "words": command, "output": output_of(command)})
+    return Settings(**{**options, "meet": (host, int(port)), "words": command, "output": find_output(command)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

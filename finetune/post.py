@@ -76,7 +76,7 @@ def main(path: str) -> int:
     return int(bool(why))
 
 
-def written_at(output: Path | None) -> float:
+def find_write_time(output: Path | None) -> float:
     """A moment after the record that lies there was written, by the clock that wrote it; 0.0: there is none."""
     try:
         return (output / "run.json").stat().st_mtime + 1e-6 if output else 0.0
@@ -89,7 +89,7 @@ def write_termination_message(record: Path, place: Path, why: str = "", began: f
 
     `why` is the reason where the ranks failed before they could write a record; one from before `began` is not theirs.
     """
-    run = run_record.of_start(record, began) or (run_record.RunRecord(status="failed", reason=why) if why else None)
+    run = run_record.read_since(record, began) or (run_record.RunRecord(status="failed", reason=why) if why else None)
     if run is None:
         return
     short = {

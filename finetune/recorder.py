@@ -89,7 +89,7 @@ class MemoryRanOutError(EndedError):
     code, status = 71, "out_of_memory"  # EX_OSERR
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error means that an allocation failed."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -122,12 +122,12 @@ def measure_communication(events: Iterable[Any], wall_seconds: float) -> Communi
     else:
         compute = [e for e in counted if e.name.startswith("aten::") and e.thread not in workers]
     busy, talking = [*map(_span, [*compute, *optimizer])], [*map(_span, collective)]
-    share = min(1.0, union(talking) / wall_seconds)
-    alone = max(0.0, union([*busy, *talking]) - union(busy)) / wall_seconds
+    share = min(1.0, union_seconds(talking) / wall_seconds)
+    alone = max(0.0, union_seconds([*busy, *talking]) - union_seconds(busy)) / wall_seconds
     return Communication(share=share, exposed_share=min(share, alone), seconds_by_kind=seconds_by_kind)
 
 
-def union(spans: Iterable[tuple[float, float]]) -> float:
+def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """Return the time that at least one span covers."""
     covered, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
@@ -247,7 +247,7 @@ class Recorder:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         self.fullest = int(peak)
 
-    def exhausted(self, error: str) -> str:
+    def describe_memory(self, error: str) -> str:
         """Describe the memory when an allocation failed, its forecast, and what to change."""
         moment = f"step {len(self.losses) + 1}" if self.started else "loading"
         plan, forecast = self.record.plan.forecast.memory_bytes, "no plan has a forecast of its memory"

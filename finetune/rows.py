@@ -119,7 +119,7 @@ def files_of_split(folder: Path, part: str | None, split: str, setting: str) -> 
     return names
 
 
-def reader_of(path: Path) -> str:
+def get_reader(path: Path) -> str:
     """The builder of `datasets` that reads a file. Raises ConfigError for another kind of file."""
     if path.suffix not in READERS:
         raise ConfigError(f"{path}: must be one of {', '.join(READERS)}")
@@ -131,7 +131,7 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     import datasets
     import pyarrow.parquet
 
-    kind, number = reader_of(path), 0
+    kind, number = get_reader(path), 0
     options: dict[str, Any] = {}
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its lines say less than the ConfigError
     try:
@@ -213,7 +213,7 @@ def load_tokenizer(config: JobConfig) -> Any:
     if name == "builtin:bytes" or (folder != name and not os.path.isdir(folder)):
         tokenizer = _byte_tokenizer()
     else:
-        with hub.asking(setting, name, revision):
+        with hub.explain_errors(setting, name, revision):
             tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{setting}={name!r}: the tokenizer has no mark for the end of a text (eos_token)")
@@ -249,7 +249,7 @@ def encode_row(row: Row, tokenizer: Any, config: JobConfig) -> Example | None:
 
 def encode(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> Example | None:
     """One row as tokens and labels; None where nothing is left to learn from."""
-    text, answers = _spell(row, tokenizer, config)
+    text, answers = _render(row, tokenizer, config)
     enc = tokenizer(text, add_special_tokens=False, return_offsets_mapping=answers is not None)
     ids = np.array(enc["input_ids"][: config.max_length], dtype=np.int64)
     labels = np.append(ids[1:], IGNORED)
@@ -263,7 +263,7 @@ def encode(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> Example | 
     return example if example.counted else None
 
 
-def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str, list[tuple[int, int]] | None]:
+def _render(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str, list[tuple[int, int]] | None]:
     """The row's text and, where only answers count, the character spans of its answers."""
     for names in (("question", "answer"), ("prompt", "completion")):
         kinds = {type(row.get(name)) for name in names}
@@ -271,13 +271,13 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
             both = " and ".join(f"{name}={repr(row[name])[:100]}" for name in names)
             raise ConfigError(f"a row's {both}: must be two texts, or two lists of messages")
     if "question" in row and "answer" in row and "messages" not in row:
-        row = as_messages(row)
+        row = make_messages(row)
     first, only_answers = 0, bool(config.completion_only_loss)
     if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list) and "messages" not in row:
         first, only_answers = len(row["prompt"]), config.completion_only_loss is not False
         row = {"messages": [*row["prompt"], *row["completion"]]}
     if "messages" in row:
-        text = _templated(row["messages"], tokenizer)
+        text = _apply_template(row["messages"], tokenizer)
         return text, _answer_spans(row["messages"], text, tokenizer, first) if only_answers else None
     # A template writes the mark of the beginning itself; plain text gets it where the tokenizer would set it.
     begin = tokenizer.bos_token if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] else ""
@@ -295,13 +295,13 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
     )
 
 
-def as_messages(row: dict[str, Any]) -> dict[str, Any]:
+def make_messages(row: dict[str, Any]) -> dict[str, Any]:
     """A question and its answer as a conversation of two turns."""
     turns = (("user", row["question"]), ("assistant", row["answer"]))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def _templated(messages: Any, tokenizer: Any, **options: Any) -> str:
+def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> str:
     """The talk as the chat template writes it."""
     turns = messages if isinstance(messages, list) else []
     if not turns or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns):
@@ -320,8 +320,8 @@ def _answer_spans(messages: Sequence[Any], text: str, tokenizer: Any, first: int
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first:
             continue
-        before = _templated(messages[:i], tokenizer, add_generation_prompt=True)
-        through = _templated(messages[: i + 1], tokenizer)
+        before = _apply_template(messages[:i], tokenizer, add_generation_prompt=True)
+        through = _apply_template(messages[: i + 1], tokenizer)
         if not text.startswith(through) or not through.startswith(before):
             raise ConfigError(
                 "completion_only_loss=true: this chat template rewrites earlier turns; give a chat_template"
@@ -502,7 +502,7 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
         config = replace(config, model_name_or_path=JobConfig().model_name_or_path)
     rows = load_rows(config, config.dataset_train_split) if _is_here(config) else None
     try:
-        config = replace(config, **hub.commits_of(config))
+        config = replace(config, **hub.resolve_commits(config))
         tokenizer = load_tokenizer(config)
     except ConfigError as error:
         if rows is None:

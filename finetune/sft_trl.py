@@ -62,7 +62,7 @@ def _make_trainer(config: JobConfig, layout: Layout, run_recorder: recorder.Reco
                "attn_implementation": model.attn_implementation, "dtype": model.dtype,
                "quantization_config": trl.get_quantization_config(model), **(args.model_init_kwargs or {})}  # fmt: skip
     run_recorder.baseline_rss = recorder.rss_bytes()  # with libraries and rows, without weights
-    with hub.asking("model_name_or_path", model.model_name_or_path, config.model_revision):
+    with hub.explain_errors("model_name_or_path", model.model_name_or_path, config.model_revision):
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None
     counts = net.num_parameters()
@@ -124,7 +124,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
             note(f"report_to: not installed: {', '.join(sorted(missing))}; metrics.jsonl holds the same numbers")
         settings["report_to"] = sorted(targets - missing) or "none"
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    unknown = parser.set_defaults_with_config(**{**settings, **_of_layout(layout, on_gpu)})[::2]
+    unknown = parser.set_defaults_with_config(**{**settings, **_translate_layout(layout, on_gpu)})[::2]
     for name in (option.removeprefix("--") for option in unknown):
         if name not in names.option_names()["no_effect"]:
             raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
@@ -135,7 +135,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
         raise ConfigError(f"TRL {trl.__version__} refuses the settings: {error}") from error
 
 
-def _of_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
+def _translate_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
     recompute, sharded = layout.checkpointing != "none", layout.sharding == "zero3" and layout.dp_shard > 1
     settings: dict[str, Any] = {
         "per_device_train_batch_size": layout.micro_batch, "bf16": layout.precision == "bf16",
@@ -162,7 +162,7 @@ def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, teste
     Raises ConfigError for rows that cannot be read.
     """
     if (handbook_mixture := (plan.trl or {}).get("dataset_mixture")) is not None:
-        splits = _mix(handbook_mixture, config)
+        splits = _mix_as_handbook(handbook_mixture, config)
     elif mixture.datasets:
         splits = trl.get_dataset(mixture)
     else:
@@ -174,7 +174,7 @@ def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, teste
     return splits["train"], splits["test"] if tested else None
 
 
-def _mix(mixture: Any, config: JobConfig) -> Any:
+def _mix_as_handbook(mixture: Any, config: JobConfig) -> Any:
     """Mix as alignment-handbook, src/alignment/data.py: shuffle each and cut it to its weight, then shuffle all."""
     pieces = mixture.get("datasets") if isinstance(mixture, dict) else None
     if not isinstance(pieces, list) or not pieces or not all(isinstance(one, dict) and "id" in one for one in pieces):
@@ -192,14 +192,14 @@ def _mix(mixture: Any, config: JobConfig) -> Any:
 
 def _load_split(config: JobConfig, split: str, streaming: bool) -> Any:
     files = rows.find_files(config, split)
-    kind = rows.reader_of(files[0])
+    kind = rows.get_reader(files[0])
     try:
         found = datasets.load_dataset(kind, data_files=[*map(str, files)], split="train", streaming=streaming)
     except datasets.exceptions.DatasetsError as error:
         raise rows.unreadable(f"dataset_name={config.dataset_name!r}: not {kind}", error) from error
     found = found if config.dataset_rows is None else found.take(config.dataset_rows)
     if {"question", "answer"} <= set(found.column_names) and not {"messages", "prompt"} & set(found.column_names):
-        return found.map(rows.as_messages, remove_columns=found.column_names)
+        return found.map(rows.make_messages, remove_columns=found.column_names)
     return found
 
 

@@ -30,7 +30,7 @@ Part = tuple[slice, ...]  # of a tensor, by dimension
 WHOLE: Part = (slice(None),)
 
 
-def source_of(config: JobConfig) -> Source:
+def open_source(config: JobConfig) -> Source:
     """The weights of the model that the settings name, as they are before adapters and 4 bits."""
     plain = build_model(dataclasses.replace(config, use_peft=False, load_in_4bit=False), "fp32")
     return Drawn(plain, config.seed) if config.model_name_or_path.startswith("random:") else Stored(config, plain)
@@ -83,7 +83,7 @@ class Drawn:
             path = "model.embed_tokens"
         module = copy.deepcopy(self.plain.get_submodule(path)).to_empty(device="cpu").float()
         with torch.random.fork_rng(devices=()), torch.no_grad():
-            torch.default_generator.manual_seed(_seed(self.seed, f"{path}.{key}"))
+            torch.default_generator.manual_seed(_derive_seed(self.seed, f"{path}.{key}"))
             self.plain._init_weights(module)
         return module.get_parameter(key).detach()[part]
 
@@ -145,11 +145,11 @@ def _factor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     embedding, letter = match.groups() if match else (None, "")
     values = torch.zeros(*shape)
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(_seed(seed, name))
+        torch.default_generator.manual_seed(_derive_seed(seed, name))
         if embedding and letter == "B":
             return values.normal_()
         return values if embedding or letter == "B" else nn.init.kaiming_uniform_(values, a=math.sqrt(5))
 
 
-def _seed(seed: int, name: str) -> int:
+def _derive_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1

@@ -108,7 +108,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 @lru_cache(maxsize=256)
-def gpu_named(name: str | None) -> Gpu | None:
+def find_gpu(name: str | None) -> Gpu | None:
     """Return the first row whose pattern matches the GPU's marketing name; None if no row matches."""
     if not name:
         return None
@@ -136,19 +136,19 @@ def scale_to_board(gpu: Gpu, watts: float | None) -> Gpu:
 
 def soldered(name: str | None) -> bool:
     """Whether this board is only built with NVLink in use. On such a board, no link at all is a fault."""
-    gpu, name = gpu_named(name), name or ""
+    gpu, name = find_gpu(name), name or ""
     return "SXM" in name or bool(gpu and gpu.soldered and re.search(gpu.soldered, name))
 
 
 def is_card(name: str | None) -> bool:
     """Whether this is a known PCIe card, on which an NVLink bridge is optional; False for an unknown model."""
-    gpu = gpu_named(name)
+    gpu = find_gpu(name)
     return gpu is not None and gpu.interconnect != "NVSwitch" and not soldered(name)
 
 
 def refuses_peers(name: str) -> bool:
     """Whether the driver refuses peer access over PCIe for this GPU, as it does for all consumer GPUs."""
-    gpu = gpu_named(name)
+    gpu = find_gpu(name)
     return is_of("sold for games", name) or bool(gpu and not gpu.peers)
 
 
@@ -157,7 +157,7 @@ def without_gdr(name: str) -> bool:
     return is_of("sold for games", name) or is_of("without GPUDirect RDMA", name)
 
 
-def model_of(
+def find_model(
     vendor_id: int | None, device_id: int | None, capability: tuple[int, int] | None = None
 ) -> tuple[str | None, tuple[int, int] | None]:
     """Return (model, compute capability) for PCI ids, or a capability of one GPU only; else (None, None)."""

@@ -9,7 +9,7 @@ from typing import Any
 from contracts.finding import Interval
 from contracts.layout import EIGHT_BITS, Layout
 from contracts.tables import read_table
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part
 from planner.forecast.calibration import SIGMAS, base_sigma, bytes_that_fit, interval, memory_interval
@@ -152,7 +152,7 @@ def _compute_mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | 
     not computed. The embedding is a lookup, as in torchtitan's count. Attention takes 2 x layers x heads x head size x
     length FLOPs in the forward pass, and twice that in the backward pass.
     """
-    gpu = gpu_named(job.rates.device)
+    gpu = find_gpu(job.rates.device)
     if gpu is None or not gpu.bf16:
         return None
     model, count = job.model, weights(job.model)
@@ -163,7 +163,7 @@ def _compute_mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | 
     return flops * tokens_per_second / (gpu.peak_bf16 * layout.world_size)
 
 
-def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
+def explain_loss(job: Job, winner: Candidate, other: Candidate) -> str:
     """Explain what the runner-up loses against the winner, or why its gain is not sufficient."""
     slower = other.seconds / winner.seconds - 1.0
     extra = other.memory.total - winner.memory.total
@@ -209,7 +209,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
             rate=f"{rate:{',.0f' if rate >= 100 else '.3g'}}",
             bound="; then it is compute-bound" if parts.communication < 0.1 * parts.total else "",
         )  # fmt: skip
-    gpu = gpu_named(job.rates.device)
+    gpu = find_gpu(job.rates.device)
     apart = job.links.island_size < job.links.ranks_per_node and (gpu is None or gpu.links > 0)
     if job.has_gpu and apart and winner.parts.communication > 0:
         add("nvlink", gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA))))

@@ -15,11 +15,11 @@ from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.tables import read_texts
 from contracts.trl import spelled
-from hardware.gpus import Gpu, gpu_named, gpus, scale_to_board
+from hardware.gpus import Gpu, find_gpu, gpus, scale_to_board
 from hardware.machines import catalogue
 from hardware.units import GIB, GIGA
 from planner.advice import FrontierPoint, RankedLayout, Recommendation, Rejected
-from planner.explain import forecast_of, helps_most, why_not
+from planner.explain import explain_loss, forecast_of, helps_most
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Job, Rates, cpu_rates, gpu_rates
@@ -57,7 +57,7 @@ MeasuredStep = tuple[Mapping[str, Any], float]  # (fields of its layout, seconds
 
 def rank(planned: Planned, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
     """Return a layout with its forecast, compared with the winner."""
-    reason = why_not(planned.job, winner, candidate) if winner is not None else ""
+    reason = explain_loss(planned.job, winner, candidate) if winner is not None else ""
     return RankedLayout(layout=candidate.layout, forecast=forecast_of(planned, candidate), why=reason)
 
 
@@ -68,8 +68,8 @@ def _find_rates(
     node, engine = cluster.nodes[0], engine_named(train.engine)
     if node.gpus:
         models = dict.fromkeys(gpu.model for each in cluster.nodes for gpu in each.gpus if gpu.usable)
-        known = [gpu for name in models if (gpu := gpu_named(name))]
-        if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest GPU model
+        known = [gpu for name in models if (gpu := find_gpu(name))]
+        if known and find_gpu(node.gpus[0].model):  # every rank waits for the slowest GPU model
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
         model, memory = node.gpus[0].model, node.gpus[0].memory_bytes
         other = next(gpu for gpu in gpus() if gpu.is_fallback)
@@ -89,7 +89,7 @@ def _find_rates(
 
 def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, precision: str) -> Rates:
     """Return the rates of a GPU at the lowest default power limit that was probed; limits below it are findings."""
-    probed = [probe for s in snapshots if (f := s.facts(GpuFacts)) for probe in f.gpus if gpu_named(probe.name) == gpu]
+    probed = [probe for s in snapshots if (f := s.facts(GpuFacts)) for probe in f.gpus if find_gpu(probe.name) == gpu]
     watts = min((probe.power_limit_default_watts for probe in probed if probe.power_limit_default_watts), default=None)
     board = scale_to_board(gpu, watts)
     rates = gpu_rates(board, train, engine_named(train.engine), precision)
@@ -101,7 +101,7 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
 
 def unjudged(cluster: ClusterTopology) -> str:
     """Return why catalogue machines with GPUs that NCCL does not support get no forecast; else ""."""
-    gpus = (gpu_named(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
+    gpus = (find_gpu(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
     gpu = next((known_gpu for known_gpu in gpus if known_gpu is not None and known_gpu.maker != "NVIDIA"), None)
     return _text("unjudged", gpu=gpu.name) if gpu else ""
 
@@ -110,7 +110,7 @@ def _get_capability(cluster: ClusterTopology) -> tuple[int, int] | None:
     if not cluster.nodes[0].gpus:
         return None
     first = cluster.nodes[0].gpus[0]
-    entry = gpu_named(first.model)
+    entry = find_gpu(first.model)
     return first.compute_capability or (entry.compute_capability if entry else None)
 
 
@@ -201,7 +201,7 @@ def plan(
         )
     rates = _find_rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
     now = apply_findings(links, findings or {}, snapshots, interface=interface)
-    links, gpu = now.links, gpu_named(rates.device)
+    links, gpu = now.links, find_gpu(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
     capacity = rates.memory_bytes
     if has_gpu:

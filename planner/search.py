@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision, Schedule, Sharding
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.units import GIB, GIGA
 from planner.advice import Rejected
 from planner.forecast.calibration import SIGMAS, bytes_that_fit, memory_interval, widths
@@ -207,7 +207,7 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
         return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
     if at.offload == "none":
         return None
-    if (gpu := gpu_named(job.rates.device)) and gpu.unified:
+    if (gpu := find_gpu(job.rates.device)) and gpu.unified:
         return f"offloading frees nothing: {gpu.name} and its host share one memory"
     if usable is None:
         return "offloading needs host memory, and the memory of the nodes is unknown"

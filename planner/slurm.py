@@ -41,7 +41,7 @@ def check_word(option: str, value: str) -> None:
         raise ScriptError(_text("word", what=option, value=value[:80]))
 
 
-def seconds_of_limit(text: str) -> int | None:
+def parse_limit(text: str) -> int | None:
     """Return the seconds of a time limit in a format of sbatch(1), --time, matched by `_TIME`; None: no limit."""
     if text == "UNLIMITED":
         return None
@@ -58,7 +58,7 @@ def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
     notice, faster = _text("notice", seconds=signal_seconds), _text("faster")
     if signal_seconds > MOST_SIGNAL_SECONDS:
         raise ScriptError(_text("signal_too_early", notice=notice, most=MOST_SIGNAL_SECONDS, faster=faster))
-    limit = seconds_of_limit(time_limit) if time_limit else None
+    limit = parse_limit(time_limit) if time_limit else None
     if limit is not None and limit <= signal_seconds + _EARLY_SECONDS:
         minutes = (signal_seconds + _EARLY_SECONDS) // 60 + 5  # minutes for gate, imports, model and the first steps
         raise ScriptError(_text(
@@ -68,7 +68,7 @@ def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
         ))  # fmt: skip
 
 
-def batch_script(*, name: str, output: Path, time_limit: str | None, options: Mapping[str, str], save_seconds: int,
+def render_script(*, name: str, output: Path, time_limit: str | None, options: Mapping[str, str], save_seconds: int,
                  **values: Any) -> str:  # fmt: skip
     """Return the complete script for sbatch. Raises ScriptError.
 
@@ -119,7 +119,7 @@ def check_options(text: str) -> list[str]:
     return problems
 
 
-def size_of(text: str) -> tuple[int | None, int | None]:
+def parse_size(text: str) -> tuple[int | None, int | None]:
     """Return the nodes (the minimum of a range) and the GPUs of each in a script's options; None without an option."""
     options = r"-N\s*|--nodes[= ]\s*", r"--(?:gres[= ]gpu:|gpus-per-node[= ])(?:[A-Za-z][\w.-]*:)?"
     matches = (re.findall(rf"^#SBATCH\s(?:[^\n#]*\s)?(?:{each})(\d{{1,6}})\b", text, re.MULTILINE) for each in options)

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from contracts.tables import read_texts
-from hardware.gpus import NVIDIA, gpu_named, model_of
+from hardware.gpus import NVIDIA, find_gpu, find_model
 from probes.api import Snapshot, Source
 from probes.gpu import facts as gpu_facts
 from probes.gpu.facts import Gpu, GpuFacts
@@ -75,8 +75,8 @@ def _build_gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> t
             name=f"GPU{index}",
             index=index,
             bus_id=device.bus_id,
-            model=model_of(NVIDIA, device.device_id)[0],
-            compute_capability=model_of(NVIDIA, device.device_id)[1],
+            model=find_model(NVIDIA, device.device_id)[0],
+            compute_capability=find_model(NVIDIA, device.device_id)[1],
             numa_node=device.numa_node,
             **tree.links_of(device.bus_id),
         )
@@ -148,7 +148,7 @@ def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: 
 
 def _has_no_nvlink(model: str | None) -> bool:
     """Whether GPUs of this model have no NVLink, so that PCIe shows their path even if NVML does not answer."""
-    gpu = gpu_named(model)
+    gpu = find_gpu(model)
     return gpu is not None and not gpu.links
 
 

@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from contracts.finding import Interval
 from contracts.tables import read_texts
-from hardware.gpus import gpu_named, link_named, most_links, refuses_peers
+from hardware.gpus import find_gpu, link_named, most_links, refuses_peers
 from hardware.units import GIGA
 from topology.derive import reference_of
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
@@ -269,7 +269,7 @@ def with_expectations(node: NodeTopology) -> NodeTopology:
     A node from truncated text gets none, because the bandwidth of the missing pairs is unknown; nor does a node with
     AMD GPUs, because there is no model of RCCL.
     """
-    makers = {gpu.maker for each in node.gpus if (gpu := gpu_named(each.model))}
+    makers = {gpu.maker for each in node.gpus if (gpu := find_gpu(each.model))}
     if node.expectations or node.lacking or makers - {"NVIDIA"}:
         return node
     return replace(node, expectations=_expect_node(node))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from contracts.host_list import compress_host_list, slurm_name
+from contracts.host_list import compress_host_list, name_in_slurm
 from contracts.tables import read_texts
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -34,7 +34,7 @@ def placement_of(snapshot: Snapshot) -> Placement:
     names = {port.netdev for device in (rdma.devices if rdma else ()) for port in device.ports}
     cliques = {device.fabric_clique for device in (gpu.gpus if gpu else ()) if device.fabric_clique}
     return Placement(
-        node=slurm_name(snapshot.hostname), clique=min(cliques, default=""),
+        node=name_in_slurm(snapshot.hostname), clique=min(cliques, default=""),
         leaves=frozenset(wired[name] for name in names if name in wired) or frozenset(wired.values()),
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ from contracts.job_config import (
 )
 from contracts.layout import Layout
 from contracts.tables import read_table, read_texts
-from contracts.trl import trl_settings
+from contracts.trl import make_trl_settings
 from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import RankedLayout, Recommendation
@@ -363,7 +363,7 @@ def build_job_plan(
     job_config = replace(job_config, **planned)
     of_trl = None
     if by_trl:
-        of_trl = trl_settings({**_translate_for_trl(job_config, explicit, planned), **raw}, explicit)
+        of_trl = make_trl_settings({**_translate_for_trl(job_config, explicit, planned), **raw}, explicit)
         job_config = replace(job_config, layout={})  # the layout of the plan is complete: without a GPU it is DDP
     return JobPlan(
         config=job_config, trl=of_trl, layout=ranked.layout, notes=tuple(notes),

@@ -19,7 +19,7 @@ from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError
-from planner.lint.sources import Reading, listed_lines, read_text, why_nothing
+from planner.lint.sources import Reading, explain_nothing, list_lines, read_text
 
 if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine
@@ -108,7 +108,7 @@ def lint_text(
     found_version = found_version or (parse_version(printed[1]) if printed else None)
     if not reading.names() and not reading.unreached and reading.form != "process":
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
-        raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
+        raise InputError(str(without_secrets(f"{name or 'the text'}: {explain_nothing(text, reading)}{hint}")))
     checks = tuple(_checks(reading, found_version, machine))
     return LintResult(
         read=str(without_secrets(_read_in_words(reading))), checks=checks, unread=_unread_in_words(reading),
@@ -138,7 +138,7 @@ def _unread_in_words(reading: Reading) -> str:
     if not reading.unread:
         return ""
     lines = [each.line for each in reading.unread if each.line]
-    lines_text = listed_lines(lines) if lines else "part of the text"
+    lines_text = list_lines(lines) if lines else "part of the text"
     reasons = ", ".join(dict.fromkeys(each.why for each in reading.unread[:3]))
     return f"Not understood: {lines_text} ({reasons}). What is set there was not checked."
 

@@ -15,7 +15,7 @@ from agent.base import EXIT_UNKNOWN
 from agent.base.options import InputError, command, describe_source, read_input, read_snapshots
 from agent.base.output import emit, print_text
 from contracts import bounded
-from contracts.host_list import slurm_name
+from contracts.host_list import name_in_slurm
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +86,7 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> N
     if source is not None:
         raise click.UsageError(f"-o {form} and --from cannot be combined.")
     snapshots = sorted(read_snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
-    newest = {slurm_name(snapshot.hostname): snapshot for snapshot in snapshots}  # of two recordings of a node
+    newest = {name_in_slurm(snapshot.hostname): snapshot for snapshot in snapshots}  # of two recordings of a node
     placements = [slurm.placement_of(snapshot) for snapshot in newest.values()]
     print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
 

@@ -16,7 +16,7 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import command
 from agent.base.output import emit, print_text
-from contracts.host_list import compress_host_list, slurm_name
+from contracts.host_list import compress_host_list, name_in_slurm
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,7 +87,7 @@ def _emit(verdict: Verdict, form: str) -> None:
     if form != "slurm":
         emit(verdict, form, lambda out: show(out, verdict))
     elif verdict.nodes:
-        print_text(compress_host_list(map(slurm_name, verdict.nodes)))
+        print_text(compress_host_list(map(name_in_slurm, verdict.nodes)))
 
 
 def _file(word: str, stack: ExitStack) -> str:

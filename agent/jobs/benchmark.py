@@ -28,7 +28,7 @@ from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
 from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite
-from collectives.bench.run import run, visible_backend
+from collectives.bench.run import detect_backend, run
 from contracts import plain
 from contracts.finding import Finding, Status
 from planner.forecast.calibration import Calibration, parse_calibration
@@ -114,7 +114,7 @@ def build_preflight_spec(
 
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
-    expect = make_expect(found) if (backend or visible_backend()) == "nccl" else None
+    expect = make_expect(found) if (backend or detect_backend()) == "nccl" else None
     large = (measured.judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)

@@ -62,7 +62,7 @@ def build_spec(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
             raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
         needs = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
         advice = replace(advice, needs=tuple(needs))
-    spec = manifests.from_advice(
+    spec = manifests.make_job_spec(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
         config_map=f"{name}-config", **optional,
     )  # fmt: skip
@@ -118,13 +118,13 @@ def add_rails(advice: Recommendation, options: Mapping[str, Any], hosts: Sequenc
 
     The record of a pod attached to them already contains them, and a single-node job does not need them.
     """
-    if not options["with_network"] or (options["nodes"] or 1) == 1 or networks.seen_from_a_pod(hosts):
+    if not options["with_network"] or (options["nodes"] or 1) == 1 or networks.list_pod_netdevs(hosts):
         return advice
     spec = networks.from_snapshots(hosts, namespace=options["namespace"])
     if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
         return advice
     own_resource = family("rdma/*", [word.partition("=")[0] for word in options["resources"]])
-    return networks.attached(
+    return networks.attach(
         advice, hosts, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
         resource=None if own_resource else f"rdma/{networks.RESOURCE}",
     )  # fmt: skip
@@ -132,7 +132,7 @@ def add_rails(advice: Recommendation, options: Mapping[str, Any], hosts: Sequenc
 
 def list_network_warnings(hosts: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
     """Warn about the network resources of these nodes."""
-    names, spec = networks.seen_from_a_pod(hosts), networks.from_snapshots(hosts)
+    names, spec = networks.list_pod_netdevs(hosts), networks.from_snapshots(hosts)
     if names:
         yield _texts("names_of_pods", names=", ".join(names))
     elif len(rails := spec.rails()) > 1 and (ranges_in_use := networks.in_use([rail.range for rail in rails], hosts)):

@@ -60,7 +60,7 @@ class FinishedJob:
             ending = "the job was done by then"
         elif self.cut_short:
             ending = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
-        elif (failed := run_record.first_failed_rank("\n".join(self.last_lines))) and failed.signal:
+        elif (failed := run_record.find_first_failed("\n".join(self.last_lines))) and failed.signal:
             ending = f"rank {failed.rank} was ended by {failed.signal}; " + _AGAIN
         else:
             ending = f"the job ended with exit code {self.exit_code}" + (f": {self.raised}" if self.raised else "")
@@ -93,7 +93,7 @@ def train(
     began, ranks = time.time(), plan.layout.world_size
     command, variables = build_command(output / "plan.json", ranks), build_environment(plan.environment, ranks)
     ended = run(command, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
-    exit_code = run_record.own_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
+    exit_code = run_record.read_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=exit_code)
     return replace(ended, record=finish_record(output / "run.json", ended, began))
 

@@ -28,7 +28,7 @@ from agent.checks.view import View, build_view, fail_full_gpus, with_environment
 from agent.jobs import benchmark, launch
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
-from contracts.host_list import compress_host_list, expand_host_list, slurm_name
+from contracts.host_list import compress_host_list, expand_host_list, name_in_slurm
 from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
@@ -302,7 +302,7 @@ def _blocking(report: Report) -> list[Finding]:
 
 def _slurm_node(check: Finding) -> str:
     """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
-    return slurm_name(check.node or read_host_name())
+    return name_in_slurm(check.node or read_host_name())
 
 
 def format_slurm_hosts(report: Report) -> str:

@@ -38,9 +38,9 @@ from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
 from planner.kubernetes.manifests import JobError, check_limit
-from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
+from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, note_others, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
-from planner.stacks.arguments import CommandSettings, as_run, read_command
+from planner.stacks.arguments import CommandSettings, add_defaults, read_command
 from probes.api import Snapshot
 
 AUTOSTART = str(Path(__file__).with_name("autostart"))  # the folder of the file that starts the monitor
@@ -146,7 +146,7 @@ def train(
         plan.words, add_monitor(plan.environment, folder), folder, timeout_seconds, on_line,
         grace_seconds=plan.grace_seconds,
     )  # fmt: skip
-    failed = run_record.first_failed_rank("\n".join(done.last_lines))
+    failed = run_record.find_first_failed("\n".join(done.last_lines))
     reports = _read_reports(folder)
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
     if done.exit_code and (error := _find_first_error(reports, failed.rank if failed else None)) and not done.cut_short:
@@ -234,7 +234,7 @@ def wrap_manifest(text: str, snapshots: Sequence[Snapshot], options: Mapping[str
                 annotations=format_forecast(advice),
             ))  # fmt: skip
         wrapped, of_wrap = wrap(text, additions)
-        notes += others_in(manifest)
+        notes += note_others(manifest)
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
         template = isinstance(error, YamlTextError) and "{{" in text
         raise InputError(f"{error}{_RENDERED if template else ''}") from None
@@ -285,7 +285,7 @@ def forecast_command(
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
     if not unknown:
         try:
-            config, settings, _ = parse_config(as_run(command))
+            config, settings, _ = parse_config(add_defaults(command))
             advice = advise(_complete_question(request, config, settings), snapshots)
             if advice.chosen is None:
                 reason = advice.rejected[0].reason if advice.rejected else "no layout is allowed"

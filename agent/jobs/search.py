@@ -17,13 +17,13 @@ from agent.base.output import render_template
 from agent.checks.codes import make_finding
 from agent.jobs.benchmark import advise_network_environment, describe_links, has_gpu, list_gpu_processes
 from collectives.bench.plan import SpecError
-from collectives.bench.run import visible_backend
+from collectives.bench.run import detect_backend
 from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict
 from collectives.search.rank import Place
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
-from contracts.host_list import compress_host_list, list_names, slurm_name
+from contracts.host_list import compress_host_list, list_names, name_in_slurm
 from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -48,7 +48,7 @@ def build_spec(options: Mapping[str, Any], snapshots: Sequence[Snapshot]) -> Sea
         raise SpecError(f"node_rank: {node} is not allowed; allowed: 0 to {nodes - 1}")
     gpus = facts.gpus if snapshots and (facts := snapshots[0].facts(GpuFacts)) else ()
     ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(snapshots) else 1)
-    backend = visible_backend()
+    backend = detect_backend()
     name = options["host_name"] or (snapshots[0].hostname if snapshots else f"node {node}")
     domain, nvlink = _domains(options, name, snapshots, ranks)
     place = Place(
@@ -154,7 +154,7 @@ def list_bad_nodes(result: SearchResult) -> list[str]:
 
 def format_slurm_hosts(result: SearchResult) -> str:
     """Return the bad nodes as a Slurm host list, for --exclude."""
-    names = [slurm_name(host) for host in list_bad_nodes(result)]
+    names = [name_in_slurm(host) for host in list_bad_nodes(result)]
     return f"{compress_host_list(names)}\n" if names else ""
 
 

@@ -26,7 +26,7 @@ from contracts.job_config import RunForecast, dump_plan
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.kubernetes.manifests import RESTARTS, SAVE_SECONDS
-from planner.slurm import ScriptError, batch_script, check_options, check_word, size_of, wrap_script
+from planner.slurm import ScriptError, check_options, check_word, parse_size, render_script, wrap_script
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
@@ -87,7 +87,7 @@ def build_script(
     if options["partition"]:
         check_word("--partition", options["partition"])
         sbatch_options["partition"] = options["partition"]
-    script = batch_script(
+    script = render_script(
         name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dump_plan(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
         exclude=compress_host_list(expand_host_list(exclude)), time_limit=options["time_limit"], options=sbatch_options,
@@ -123,7 +123,7 @@ def add_to_script(text: str, snapshots: Sequence[Snapshot], options: Mapping[str
         raise InputError("--resource and --preflight-image are for manifests; in a batch script use #SBATCH")
     select((), require=options["require"], codes=ALL_CODES)
     check_options(text)
-    nodes, gpus = size_of(text)
+    nodes, gpus = parse_size(text)
     request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=gpus)  # fmt: skip
     advice = advise(request, snapshots)

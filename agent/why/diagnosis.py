@@ -25,7 +25,7 @@ from contracts.redaction import without_secrets
 from contracts.run_record import RESUMABLE, RunRecord
 from planner import why
 from planner.why import Cause, RunFacts, Unknown, Verdict
-from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, cause_named
+from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, make_cause
 
 _MOST_LOG_LINES = 20_000_000
 # Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
@@ -70,7 +70,7 @@ def answer(sources: WhySources) -> Verdict:
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
         if sources.run is not None:
-            verdict = replace(verdict, unknown=()).left_open("unwritten", folder=sources.run)
+            verdict = replace(verdict, unknown=()).with_question("unwritten", folder=sources.run)
     again = sources.again
     if again is None and (requeued := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
         again = f"it {requeued[1]}"
@@ -94,7 +94,7 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
         facts = replace(facts, now=find_newest_call(facts.traces))
     try:
         found = evidence.read_files(sources.logs) if sources.logs else None
-        lines = chain.from_iterable(map(_lines_of, evidence.files_of(sources.logs)))
+        lines = chain.from_iterable(map(_lines_of, evidence.list_files(sources.logs)))
         log = watchdog.read(islice(lines, _MOST_LOG_LINES))
         stacks, unranked = _stacks(sources.logs, facts)
     except OSError as error:
@@ -155,7 +155,7 @@ def _tails(logs: Sequence[str]) -> Iterator[str]:
 
 def _last_log(sources: WhySources) -> str:
     """Return the end of the newest log; without logs, of the batch scripts' logs in the run's folder."""
-    logs = [Path(path) for path in evidence.files_of(sources.logs) if isinstance(path, str | Path)]
+    logs = [Path(path) for path in evidence.list_files(sources.logs) if isinstance(path, str | Path)]
     if not logs and sources.run is not None:
         logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
     written = {path: path.stat().st_mtime for path in logs if os.path.isfile(path)}
@@ -173,7 +173,7 @@ def _stacks(logs: Sequence[str], facts: RunFacts) -> tuple[dict[int, tuple[str, 
     by_pid: dict[int | None, int] = {state.pid: rank for rank, state in facts.states.items() if state.pid}
     stacks: dict[int, tuple[str, ...]] = {}
     unranked: dict[str, tuple[str, ...]] = {}
-    for log in map(str, evidence.files_of(logs)):
+    for log in map(str, evidence.list_files(logs)):
         name = Path(log).name
         rank_in_name = _OF_RANK.search(name)
         for stack in watchdog.read_stacks(_lines_of(log), rank=int(rank_in_name[1]) if rank_in_name else None):
@@ -188,7 +188,7 @@ def _stacks(logs: Sequence[str], facts: RunFacts) -> tuple[dict[int, tuple[str, 
 def _first_ended(tails: Sequence[str], by_file: int | None) -> int | None:
     """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
     for text in tails:
-        first = run_record.first_failed_rank(text)
+        first = run_record.find_first_failed(text)
         if first is None or not first.is_own:
             continue
         codes = [failed.exit_code for failed in set(run_record.failed_ranks(text)) if failed.at == first.at]
@@ -225,10 +225,10 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
             laggards[rank] = comm.ranks.get(rank, ras.RasRank(rank=rank)), behind[rank], f"RAS, communicator {comm.id}"
     dead = [(row, "is dead for RAS", "RAS") for row in report.dead if row.missing == "dead"]
     if unheard:
-        verdict = verdict.left_open("ras_unheard", names=why.ranks_of(unheard))
+        verdict = verdict.with_question("ras_unheard", names=why.ranks_of(unheard))
     elif silent := [row for row in report.dead if row.missing != "dead" and verdict.state == "fine"]:
         names = ", ".join(f"process {row.pid} on {row.host}, GPU {row.gpu}" for row in silent[:4])
-        verdict = verdict.left_open("ras_silent", names=names)
+        verdict = verdict.with_question("ras_silent", names=names)
     if verdict.causes and not (verdict.names_nobody and (laggards or dead)):
         if set(verdict.ranks) == set(laggards) or not (laggards or dead or report.total):
             return verdict
@@ -269,10 +269,10 @@ def _by_counts(verdict: Verdict, report: ras.RasReport, counts: str, *, is_first
         majority = RunFacts().named("ras_majority", counts=counts)
         return replace(majority, sources=verdict.sources, unknown=(*verdict.unknown, *majority.unknown))
     if counts:
-        return verdict.left_open("ras_once", counts=counts)
+        return verdict.with_question("ras_once", counts=counts)
     if is_first or not any(rank.counts for comm in report.comms for rank in comm.ranks.values()):
-        return verdict.left_open("ras_alike") if report.total else verdict
-    return verdict.left_open("ras_standing")
+        return verdict.with_question("ras_alike") if report.total else verdict
+    return verdict.with_question("ras_standing")
 
 
 def _split_silent_ranks(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
@@ -446,6 +446,6 @@ def with_gate(verdict: Verdict, log: str) -> Verdict:
     nodes = tuple(dict.fromkeys(line[1] for line in lines))
     evidence = (*(line[0] for line in lines), stop[0])
     key = _GATE_CAUSES.get(stop[2], "gate_unfinished")
-    cause = cause_named(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
+    cause = make_cause(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
     return Verdict(state="failed", line=f"failed: {cause.message}", nodes=nodes, causes=(cause,),
                    sources=verdict.sources)  # fmt: skip

@@ -211,7 +211,7 @@ def main(path: str) -> None:
     me = Rank(rank=number, world=world, plan=plan, journal=journal, device="cpu")
     try:
         _join(me, host)
-        _work(me)
+        _run_plan(me)
     except BaseException as error:  # noqa: BLE001 - reported in the journal and on stderr; then the process ends
         journal.write("error", why=f"{type(error).__name__}: {error}"[:2000])
         traceback.print_exc()
@@ -249,7 +249,7 @@ def _join(me: Rank, host: str) -> None:
     me.journal.write("joined", ranks=everyone if reports_for_host() else [])
 
 
-def _work(me: Rank) -> None:
+def _run_plan(me: Rank) -> None:
     import torch.distributed as dist
 
     started = time.monotonic()

@@ -26,7 +26,7 @@ from collectives.nccl_log.transport import Evidence, rank_words
 from contracts import plain
 
 
-def visible_backend() -> str:
+def detect_backend() -> str:
     """Return nccl if this host shows NVIDIA devices that are not hidden, else gloo."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
     return "nccl" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "gloo"
@@ -46,7 +46,7 @@ def run(
 
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     cases = spec.cases or tuple(Case(op=op, bytes=size) for op in spec.ops for size in spec.sizes_bytes)
-    spec = replace(spec, backend=spec.backend or visible_backend(), cases=cases)
+    spec = replace(spec, backend=spec.backend or detect_backend(), cases=cases)
     with processes.lock_host(Path(spec.lock_path) if spec.lock_path else None), processes.run_folder() as directory:
         debug = directory / "nccl"
         debug.mkdir()
@@ -69,10 +69,10 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
         events[event["event"]].append(event)
     hello: list[Mapping[str, Any]] = next((event["ranks"] for event in events["joined"] if event["ranks"]), [])
     hosts = tuple(row["host"] for row in hello)
-    measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in events["measured"])
+    measurements = tuple(_make_measurement(event, backend, hello, spec.expect) for event in events["measured"])
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
-    wrong = _wrong_data(events["measured"], hosts)
+    wrong = _find_wrong_data(events["measured"], hosts)
     problems = (*outcome.problems, *skipped, *wrong)
     # Times of all sizes together, because a late rank is late at every size.
     waits = [
@@ -97,7 +97,7 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
     )
 
 
-def _measurement(
+def _make_measurement(
     event: Mapping[str, Any], backend: str, hello: Sequence[Mapping[str, Any]], expect: Expect | None
 ) -> Measurement:
     from statistics import median  # also imports random, which a process that measures nothing does not need
@@ -119,7 +119,7 @@ def _measurement(
     )  # fmt: skip
 
 
-def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+def _find_wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
     """Name the ranks whose data was wrong. A sum does not show which rank's data it is."""
     problems = []
     for event in measured:

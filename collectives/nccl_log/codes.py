@@ -42,14 +42,14 @@ CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in read_table(__
 _MESSAGES = read_table(__file__, "messages.toml")
 
 
-def problem_of(code: str, detail: str = "", **members: Any) -> LogProblem:
+def make_problem(code: str, detail: str = "", **members: Any) -> LogProblem:
     """Create the problem with this code; `more` are further members, which may override the severity or the action."""
     meaning = CODES[code]
     texts = {"message": f"{meaning.message}{': ' + detail if detail else ''}", "action": meaning.action}
     return LogProblem(code=code, **{**texts, "severity": meaning.severity, **members})
 
 
-def codes_with(mark: str) -> tuple[str, ...]:
+def list_codes(mark: str) -> tuple[str, ...]:
     """Return the codes that have this mark in codes.toml."""
     return tuple(code for code, meaning in CODES.items() if getattr(meaning, mark))
 
@@ -113,7 +113,7 @@ def _signs_in(shape: bytes) -> tuple[Sign, ...]:
     return tuple(sign for text, sign in _SHAPES if text in shape)
 
 
-def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
+def find_codes(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     """Return the codes that the message indicates, each once, in table order.
 
     ``foreign``: the line may not be NCCL's; only texts that no other library prints count.

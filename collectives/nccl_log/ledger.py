@@ -108,7 +108,7 @@ class Ledger:
 
     # --- hosts and ranks
 
-    def whole_names(self) -> dict[str, str]:
+    def map_names(self) -> dict[str, str]:
         """Return the host of each name in the log. A torn line may have only a part of the name."""
         names = self.hosts
         parts = {
@@ -121,7 +121,7 @@ class Ledger:
 
     def host_count(self) -> int:
         """Return the number of hosts that wrote."""
-        return len(set(self.whole_names().values()))
+        return len(set(self.map_names().values()))
 
     def writers_of(self, code: str) -> tuple[Writer, ...]:
         """Return the processes that printed a code."""
@@ -162,7 +162,7 @@ class Ledger:
             differ = any(rank >= max(sizes) for rank, _ in silent.facts.rank_devices())
         if self.file == other.file or not differ:
             return False
-        own_hosts, theirs = (set(each.whole_names().values()) for each in (self, other))
+        own_hosts, theirs = (set(each.map_names().values()) for each in (self, other))
         return bool(own_hosts and theirs) and own_hosts.isdisjoint(theirs)
 
     def contradicts(self, other: Ledger) -> bool:
@@ -183,7 +183,7 @@ class Ledger:
 
     def count_wires(self, *members: str) -> dict[tuple[Any, ...], ChannelCount]:
         """Count the whole network channels by "host" and members of `Channel`. Hosts have their whole names."""
-        names = self.whole_names()
+        names = self.map_names()
         counts: dict[tuple[Any, ...], ChannelCount] = {}
         for (host, channel), times in self.channels.items():
             if channel.gdrdma is not None:
@@ -221,7 +221,7 @@ class Ledger:
         """Store the first line of this host that shows this setting of an environment variable."""
         self.variable_lines.add((setting, self.writer.host), self._proof_line(line, setting.partition("=")[0]))
 
-    def blame(self, code: str, line: bytes) -> None:
+    def count_code(self, code: str, line: bytes) -> None:
         """Count a code, and store its first lines."""
         self.codes.add(code)
         self.last_lines.add((code, self.file), self.lines)

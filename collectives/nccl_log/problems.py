@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, codes_with, problem_of
+from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, list_codes, make_problem
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
@@ -26,7 +26,7 @@ _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction
 MOST_GPUS_OF_A_NODE = 16
 
 
-def single_node(ledger: Ledger) -> bool | None:
+def is_single_node(ledger: Ledger) -> bool | None:
     """Return whether all ranks are in one node; None if the log does not say."""
     facts = ledger.facts
     if facts.nodes:
@@ -37,10 +37,10 @@ def single_node(ledger: Ledger) -> bool | None:
         return False
     if facts.all_on_one_host():
         return True
-    return False if _more_ranks_than_a_node(ledger) else None
+    return False if _has_unseen_ranks(ledger) else None
 
 
-def _more_ranks_than_a_node(ledger: Ledger) -> bool:
+def _has_unseen_ranks(ledger: Ledger) -> bool:
     """Return whether there are ranks without a device among those seen: a GPU has one rank of a communicator."""
     facts = ledger.facts
     pairs = facts.rank_devices()
@@ -60,13 +60,13 @@ def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
     """
     facts = ledger.facts
     present = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
-    if not present or single_node(ledger) is not None:
+    if not present or is_single_node(ledger) is not None:
         return ()
     end = min(facts.ranks, max(present) + 1 + MOST_GPUS_OF_A_NODE)
     return (*range(min(present)), *range(max(present) + 1, end))
 
 
-def _silent_nodes(facts: Facts) -> tuple[int, ...]:
+def _list_silent_ranks(facts: Facts) -> tuple[int, ...]:
     """Return the ranks of nodes without a log. Most frameworks write the log of rank 0 only.
 
     A rank between the lowest and the highest one that was seen may be missing because its line was torn, so only nodes
@@ -80,7 +80,7 @@ def _silent_nodes(facts: Facts) -> tuple[int, ...]:
     return tuple(rank for rank in range(facts.places_of) if not first <= rank <= last or rank // of_a_node not in nodes)
 
 
-def layers_in_use(ledger: Ledger) -> set[str]:
+def list_layers(ledger: Ledger) -> set[str]:
     """Return the link layers of the devices that carry channels; of all that NCCL lists if those are unknown."""
     layers = ledger.facts.layers
     used = {device for name, device in ledger.count_wires("network", "device") if name.startswith(("IB", "gIB"))}
@@ -89,7 +89,7 @@ def layers_in_use(ledger: Ledger) -> set[str]:
     return {layer for _, layer in (carrying if used and every_one_is_known else layers)}
 
 
-def one_direction(evidence: Evidence) -> bool:
+def is_one_direction(evidence: Evidence) -> bool:
     """Return whether GPUDirect RDMA was seen only on sends, or only on receives.
 
     The sender and the receiver each print a channel, so logs are missing if one half is missing. NCCL decides on
@@ -112,13 +112,13 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     findings.find_environment()
     findings.find_missing_evidence()
     problems = findings.problems
-    reasons = by_severity(problems[code] for code in codes_with("no_rdma") if code in problems)
+    reasons = by_severity(problems[code] for code in list_codes("no_rdma") if code in problems)
     if reasons and "socket_fallback" in problems:
         action = f"The log names the reason ({reasons[0].code}). {reasons[0].action}"
         problems["socket_fallback"] = replace(problems["socket_fallback"], action=action)
     # The problem that names the reason comes before a CUDA error or a missing tag, then the watchdog that they set off,
     # and a slow path after any failure.
-    slow = {code for code in codes_with("gdr") if code in problems and problems[code].severity == "fail"}
+    slow = {code for code in list_codes("gdr") if code in problems and problems[code].severity == "fail"}
     ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + 3 * (each.code in slow)))
     marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity != "info"]
     outcome = "finished" if ledger.facts.finished else "unknown"
@@ -134,7 +134,7 @@ class _Findings:
         self.problems: dict[str, LogProblem] = {}
         self.notes: list[LogProblem] = []
         self.consequences: list[LogProblem] = []  # notes that say how the job ended, but less of why than a problem
-        self.names = ledger.whole_names()
+        self.names = ledger.map_names()
         self.owners: dict[str, set[str]] = {}  # hosts of each address
         for address, host in self.facts.addresses:
             self.owners.setdefault(address, set()).add(self.names.get(host, host))
@@ -150,12 +150,12 @@ class _Findings:
             return
         meaning = CODES[code]
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
-        proof = proof or (*self.variable_proof(*meaning.variables), *self.proof(*meaning.proof))
+        proof = proof or (*self.prove_variables(*meaning.variables), *self.proof(*meaning.proof))
         writers = self.ledger.writers_of(code) if not hosts else ()
         hosts = set(hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof))
         ranks = self.ledger.ranks_of(writers) if writers else self.ledger.ranks_on(hosts)
-        self.problems[code] = problem_of(
-            code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
+        self.problems[code] = make_problem(
+            code, detail, lines=self._select_lines(proof, hosts), count=count or self.ledger.codes[code] or 1,
             hosts=tuple(sorted(hosts)), ranks=ranks, severity=severity or meaning.severity,
             **self._words(meaning, proof),
         )  # fmt: skip
@@ -174,7 +174,7 @@ class _Findings:
         provider = self.facts.provider or "efa"
         other = CODES[code].other_provider
         if provider.startswith("efa") or not other:
-            hosts = self._common_end(code) if CODES[code].either_end else ()
+            hosts = self._find_common_end(code) if CODES[code].either_end else ()
             self.add(code, "this host is one end of each failed connection" * bool(hosts), hosts=hosts)
             return
         if other == "libfabric_request_failed" and provider == "cxi":
@@ -192,7 +192,7 @@ class _Findings:
 
     def has_reason(self, code: str) -> bool:
         """Return whether another problem can be the reason of this one. No call fails for lack of GPUDirect RDMA."""
-        return self.has_failure(code, *codes_with("gdr"))
+        return self.has_failure(code, *list_codes("gdr"))
 
     # --- lines and hosts
 
@@ -202,7 +202,7 @@ class _Findings:
         short = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
         return tuple(name for name in names if name not in short)
 
-    def _common_end(self, code: str) -> Collection[str]:
+    def _find_common_end(self, code: str) -> Collection[str]:
         """Return the host, or the address, that is an end of all connections that failed, if no other can be at fault.
 
         Two other hosts have such a connection by its own lines, or by theirs. In a chain of three the first may have
@@ -222,7 +222,7 @@ class _Findings:
                 return {one}
         return ()
 
-    def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
+    def _select_lines(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
         selected = tuple(row for row in rows if hosts.intersection(self._named([row.host]))) or rows
         firsts: dict[tuple[str, str], ProofLine] = {}
@@ -241,13 +241,13 @@ class _Findings:
         lines = (*(rows[0] for rows in proof), *(row for rows in proof for row in rows[1:]))
         return lines or self.proof("GPUDirect RDMA refused")
 
-    def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
+    def prove_variables(self, *variables: str) -> tuple[ProofLine, ...]:
         """Return a line of each host with these environment variables, "NAME" or "NAME=VALUE", and no default value."""
         defaults = {f"{name}={value}" for name in _OFF_BY_DEFAULT for value in ("0", "")}
         lines = [row for row in self.ledger.variable_lines.items() if row[0][0] not in defaults]
         return tuple(row for name in variables for (setting, _), row in lines if name in (setting, row.proves))
 
-    def _hosts_without_gdrdma(self) -> tuple[str, ...]:
+    def _list_hosts_off(self) -> tuple[str, ...]:
         """Return the hosts with channels over RDMA of which none has GPUDirect RDMA."""
         wires = self.ledger.count_wires("host", "network")
         have = {host for (host, _), count in wires.items() if count.gdrdma}
@@ -264,27 +264,27 @@ class _Findings:
         """Make consequences and noise notes if the log has the first cause."""
         refused = {writer.host for writer in self.ledger.writers_of("ibv_open_device_failed")}
         others_work = self.inter.startswith("IB") and len(refused) >= self.ledger.host_count()
-        mild = {"libibverbs_missing": self.inter and self._if_several()[1], "ibv_open_device_failed": others_work}
+        mild = {"libibverbs_missing": self.inter and self._note_several()[1], "ibv_open_device_failed": others_work}
         for code in [code for code, holds in mild.items() if holds and code in self.problems]:
             self.problems[code] = replace(self.problems[code], severity="warn")
         for code in [code for kind in _NOTES for code in self.problems if CODES[code].note == kind]:
-            if self._holds(CODES[code].note, code):
+            if self._meets(CODES[code].note, code):
                 self.demote(code)
         if not self.has_reason("remote_failed") and not self.facts.finished:
-            for code in self.problems.keys() & codes_with("alone"):
+            for code in self.problems.keys() & list_codes("alone"):
                 texts = self._words(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
                 self.problems[code] = replace(self.problems[code], severity="fail", action=texts["action"])
         for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)
-        for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
+        for code in sorted(list_codes("vague"), key=lambda code: -CODES[code].vague):
             if code in self.problems and self.has_reason(code):
                 self.consequences.append(self.problems[code])
                 self.demote(code)
         full = any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ()))
         if "shm_not_registered" in self.problems:  # one of the two explains the other
             self.problems.pop("shm_not_registered" if full else "shm_too_small", None)
-        if "gid_index_invalid" in self.problems and layers_in_use(self.ledger) == {"IB"}:
+        if "gid_index_invalid" in self.problems and list_layers(self.ledger) == {"IB"}:
             self.demote("gid_index_invalid")
 
     def _follows_a_failure(self, code: str) -> bool:
@@ -294,7 +294,7 @@ class _Findings:
                   if row.line >= steps.get(row.file, (0,))[0] and not _ANY_END.search(row.text)]  # fmt: skip
         return all(any(row.file == other.file and row.line > other.line for other in failed) for row in lines[code])
 
-    def _holds(self, condition: str, code: str) -> bool:
+    def _meets(self, condition: str, code: str) -> bool:
         """Return whether a condition of codes.toml (`note`) holds."""
         if condition in ("finished", "earlier step"):
             return self.ledger.outlived(code, before_nccl=condition == "earlier step")
@@ -315,7 +315,7 @@ class _Findings:
         """Find problems of the network that was chosen. NCCL's own transport (IB) and its plugin (IBext) do not mix."""
         facts, over_sockets = self.facts, self._hosts_over("Socket")
         if self.inter == "Socket":
-            unsure, severity = self._if_several()
+            unsure, severity = self._note_several()
             self.add("socket_fallback", unsure, severity=severity, hosts=over_sockets)
         one_node = facts.nodes == 1 or facts.all_on_one_host()
         absent = facts.counts["no RDMA device"]
@@ -328,7 +328,7 @@ class _Findings:
             on = {name: sorted(self._hosts_over(name)) for name in sorted(networks)[:16]}
             detail = "; ".join(f"{name} on {', '.join(hosts[:4])}" if hosts else name for name, hosts in on.items())
             self.add("mixed_networks", detail, hosts=over_sockets)
-        if self.inter and len(layers_in_use(self.ledger)) > 1:
+        if self.inter and len(list_layers(self.ledger)) > 1:
             self.add("mixed_link_layers", ", ".join(self.evidence.hcas))
         self._find_interface()
 
@@ -345,16 +345,16 @@ class _Findings:
             others = [name for name in sockets if name not in suspects]
             suffix = f" (other interfaces: {', '.join(others[:4])})" if others else ""
             local = not self.facts.finished and any(name.startswith(WORDS_OF["local"]) for name in suspects)
-            carries = others and self.inter == "Socket" and not self._if_several()[1]
+            carries = others and self.inter == "Socket" and not self._note_several()[1]
             stops = local and (carries or "socket_connect_failed" in self.problems)
             self.add("docker_interface_used", some(list(suspects), limit=3) + suffix, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
-    def _if_several(self) -> tuple[str, str]:
+    def _note_several(self) -> tuple[str, str]:
         """Return a reservation and a severity if no channel used the sockets, and nothing shows a second node."""
         evidence = self.evidence
         carried = evidence.torn_lines or any(name.startswith("NET/") for name in evidence.transports)
-        if single_node(self.ledger) is False or carried:
+        if is_single_node(self.ledger) is False or carried:
             return "", ""
         return "if the job has several: the log shows one host and no channel", "warn"
 
@@ -383,12 +383,12 @@ class _Findings:
             lines = self.proof("GPU ") + self._channel_proof()
             self.add("gdr_not_supported_by_gpu", ", ".join(evidence.gpus), lines)
             return
-        if lacks and "Socket" not in carried and self.variable_proof(*CODES["gdr_disabled_by_env"].variables):
+        if lacks and "Socket" not in carried and self.prove_variables(*CODES["gdr_disabled_by_env"].variables):
             self.add("gdr_disabled_by_env")
         if state == "partial":
             self._find_partial()
-        if one_direction(evidence):
-            self.add("one_direction_seen", _part(evidence, []))
+        if is_one_direction(evidence):
+            self.add("one_direction_seen", _describe_part(evidence, []))
         if state == "off" and lacks and "Socket" not in carried:
             self._find_off(carried)
         refused = {enabled for name, enabled in self.facts.gdr_hca if "Libfabric" in name}
@@ -405,11 +405,11 @@ class _Findings:
         seen = evidence.send + evidence.receive + evidence.undirected
         if sockets and seen.total - seen.gdrdma <= sockets:  # sockets cannot have it: mixed_networks names their ranks
             return
-        code = "gdr_partial" if sockets else _code_of_partial(evidence, self.facts)
+        code = "gdr_partial" if sockets else _choose_partial_code(evidence, self.facts)
         partial = code == "gdr_partial"
-        hosts = self._hosts_without_gdrdma() if partial else ()
+        hosts = self._list_hosts_off() if partial else ()
         lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total and name.split()[0] not in hosts]
-        detail = _part(evidence, lacking)
+        detail = _describe_part(evidence, lacking)
         far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
         if far and partial:
             detail += f"; {'; '.join(far[:3])}"
@@ -431,8 +431,8 @@ class _Findings:
     def _find_off(self, carried: list[str]) -> None:
         is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or self.inter.startswith("IB")
         if self.evidence.gdrdma_fraction is not None:  # without a channel, what refused it is reported below
-            code = "ib_without_gdrdma" if is_ib else _code_without_gdrdma(self.inter, carried, self.facts.provider)
-            self.add(code, _part(self.evidence, []), self._channel_proof(), hosts=self._hosts_without_gdrdma())
+            code = "ib_without_gdrdma" if is_ib else _choose_off_code(self.inter, carried, self.facts.provider)
+            self.add(code, _describe_part(self.evidence, []), self._channel_proof(), hosts=self._list_hosts_off())
             self.problems.pop("gdr_refused_by_plugin", None)
         refused = {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}
         if is_ib and refused and "gdr_disabled_by_env" not in self.problems:
@@ -453,7 +453,7 @@ class _Findings:
         env, transports = self.evidence.environment, self.evidence.transports
         shm = transports.get("SHM", 0)
         peer = sum(n for key, n in transports.items() if key.startswith("P2P/"))
-        if shm and self.variable_proof("NCCL_P2P_DISABLE=1"):
+        if shm and self.prove_variables("NCCL_P2P_DISABLE=1"):
             self.add("p2p_disabled_by_env")
         elif shm and "NCCL_P2P_LEVEL" in env:
             self.add("p2p_level_limited_by_env", env["NCCL_P2P_LEVEL"])
@@ -470,14 +470,14 @@ class _Findings:
         env = self.evidence.environment
         if "Socket" in self.inter.split():  # or mixed with another network
             for code in ("ib_disabled_by_env", "socket_forced_by_env"):
-                if self.variable_proof(*CODES[code].variables):
-                    self.add(code, severity=self._if_several()[1])
+                if self.prove_variables(*CODES[code].variables):
+                    self.add(code, severity=self._note_several()[1])
         set_by_plugin = WORDS_OF["set_by_ofi"] if "Libfabric" in self.inter else ()
         names = (name for name in env if name in WORDS_OF["tuning"] and name not in set_by_plugin)
-        tuned = [name for name in names if self.variable_proof(name)]
+        tuned = [name for name in names if self.prove_variables(name)]
         if tuned:
             detail = ", ".join(f"{name}={env[name]}" for name in tuned[:12])
-            self.add("hand_tuned_env", detail, self.variable_proof(*tuned), len(tuned))
+            self.add("hand_tuned_env", detail, self.prove_variables(*tuned), len(tuned))
             # If the transport is proven, tuning is a matter of advice and no fault of the run.
             if self.evidence.transports or self.evidence.gdrdma != "none" or self.has_failure():
                 self.demote("hand_tuned_env")
@@ -496,7 +496,7 @@ class _Findings:
             return
         missing = missing_ranks(self.ledger) if evidence.gdrdma == "none" and evidence.transports else ()
         if evidence.gdrdma == "on" and not self.problems:
-            missing = _silent_nodes(facts)
+            missing = _list_silent_ranks(facts)
         if missing:
             missing = facts.unread_ranks() or missing
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
@@ -506,7 +506,7 @@ class _Findings:
             self.add("no_inter_node_evidence")
 
 
-def _part(evidence: Evidence, lacking: list[str]) -> str:
+def _describe_part(evidence: Evidence, lacking: list[str]) -> str:
     """Return how many channels have GPUDirect RDMA, in words, and the devices of those without it."""
     send, receive = evidence.send, evidence.receive
     noun = "channel" if max(send.total, receive.total) == 1 else "channels"
@@ -514,7 +514,7 @@ def _part(evidence: Evidence, lacking: list[str]) -> str:
     return f"{', '.join(counts)} {noun}" + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
 
 
-def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:
+def _choose_off_code(inter: str, carried: list[str], provider: str | None) -> str:
     """Return the code whose advice fits: that of libfabric's provider if libfabric carries the channels."""
     if "FastSocket" in carried:
         return "socket_fallback"
@@ -523,7 +523,7 @@ def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -
     return next(code for start, code in PROVIDERS if provider.startswith(start))
 
 
-def _code_of_partial(evidence: Evidence, facts: Facts) -> str:
+def _choose_partial_code(evidence: Evidence, facts: Facts) -> str:
     """Return why a part of the channels has no GPUDirect RDMA: NCCL's rule for sends, or no reason that excuses it.
 
     The rule (ncclTopoCheckGdr): below compute capability 8.0 and without NVLink the NIC does not read GPU memory,

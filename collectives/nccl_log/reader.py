@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO, Final
 
 from collectives.nccl_log.channels import MOST_HEAD_BYTES, TAG, Channel, direction_of, parse_channels
-from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, codes_of
+from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, find_codes
 from collectives.nccl_log.ledger import Ledger, Runs, Writer, host_name
 from collectives.nccl_log.messages import END, STEP, Firsts, Lasts, Place
 from contracts.bounded import utf16
@@ -206,9 +206,9 @@ class Reader:
         for part in self.held.values():
             self._take_dirty(part, cut=True)
         end, (number, bare) = self.ledger.lines, self._bare
-        if bare and end <= number + BELOW_EXCEPTION and not codes_of(bare, foreign=True):
-            self.ledger.writer, self.ledger.lines = _writer_of(bare, self._pod), number
-            self.ledger.blame("python_traceback", bare)
+        if bare and end <= number + BELOW_EXCEPTION and not find_codes(bare, foreign=True):
+            self.ledger.writer, self.ledger.lines = _find_writer(bare, self._pod), number
+            self.ledger.count_code("python_traceback", bare)
             self.ledger.lines = end
         self.runs.lines += end
         self.runs.add(self.ledger)
@@ -238,7 +238,7 @@ class Reader:
         number, above, label = self._above
         is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
         above = above if is_below else b""
-        writer = Writer() if has_header else _writer_of(above + line, self._pod)
+        writer = Writer() if has_header else _find_writer(above + line, self._pod)
         if match := _TEXTS["raised"].search(line):
             self._raised.add(_label_of(line), match[1].decode())
         elif self._raised and _TEXTS["exception"].match(_TEXTS["launcher"].sub(b"", line)):
@@ -271,7 +271,7 @@ class Reader:
         """Set the writer of the line. A new process after channels were made starts a new part."""
         mark = _TEXTS["header"].search(line)
         prefix = line[: mark.start()] if mark else line
-        writer = self._writers.get(prefix) or _writer_in(prefix)
+        writer = self._writers.get(prefix) or _parse_writer(prefix)
         if not writer.process:
             return
         if writer.process not in self._processes and len(self._processes) < MAX_SEEN:
@@ -341,7 +341,7 @@ class Reader:
         if b"CCL version" in before or len(before) > MOST_PREFIX_BYTES:
             self._take_message(before, warn=False, line=line, foreign=b"NCCL" not in before)
         for index, mark in enumerate(marks):
-            host = self.ledger.writer.host if index == 0 else _writer_in(line[: mark.start()]).host
+            host = self.ledger.writer.host if index == 0 else _parse_writer(line[: mark.start()]).host
             message = line[mark.end() :]
             if index + 1 < len(marks):
                 message = _TEXTS["next_prefix"].sub(b"", line[mark.end() : marks[index + 1].start()])
@@ -373,8 +373,8 @@ class Reader:
             self._traceback = -1  # of the clean-up after the end of a program
         elif self._traceback and _TEXTS["exception"].match(body):
             is_near = 0 < self._traceback >= self.ledger.lines - TRACEBACK_LINES
-            if is_near and not any(CODES[code].ends for code in codes_of(body, foreign=True)):
-                self.ledger.blame("python_traceback", line)
+            if is_near and not any(CODES[code].ends for code in find_codes(body, foreign=True)):
+                self.ledger.count_code("python_traceback", line)
             self._traceback = 0
         elif _TEXTS["bare"].match(body) and not _TEXTS["mild"].search(line):
             self._bare = self.ledger.lines, line
@@ -395,17 +395,17 @@ class Reader:
             ledger.steps.add(self.file, (*ledger.steps.get(self.file, (0, 0, 0))[1:], ledger.lines))
         if ledger.facts.setting:
             ledger.record_variable(ledger.facts.setting, line)
-        codes = codes_of(message, foreign=foreign)
+        codes = find_codes(message, foreign=foreign)
         for code in codes:
-            ledger.blame(code, line)
+            ledger.count_code(code, line)
         if warn and not codes and not HARMLESS.search(message):
-            ledger.blame("other_warnings", line)
+            ledger.count_code("other_warnings", line)
         says = facts or codes or warn or ledger.facts.setting
         if not says and len(self._dull) < MAX_SEEN and len(message) < MAX_DULL_BYTES:
             self._dull.add(message)
 
 
-def _writer_in(prefix: bytes) -> Writer:
+def _parse_writer(prefix: bytes) -> Writer:
     """Return the process that a prefix of NCCL names: "2026-01-02T03:04:05Z host:pid:tid [0] "."""
     match = _TEXTS["process"].search(prefix[-MOST_PREFIX_BYTES:])
     if match is None:
@@ -420,7 +420,7 @@ def _label_of(line: bytes) -> bytes:
     return b" ".join(word for word in prefix[0].split() if word.count(b":") < 2) if prefix else b""
 
 
-def _writer_of(line: bytes, pod: str) -> Writer:
+def _find_writer(line: bytes, pod: str) -> Writer:
     """Return the rank and the host that a line without a header of NCCL names; its pod if it names no host."""
     matches = (_TEXTS[name].search(line[:600]) for name in ("rank", "host"))
     rank, host = (next(filter(None, match.groups()), b"") if match else b"" for match in matches)

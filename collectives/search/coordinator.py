@@ -150,7 +150,7 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
     search = Search(header["domains"], header["models"], header["rails"])
     for row in rounds:
         search.lost.update({int(node): reason for node, reason in row["lost"].items()})
-        if search.next_round() != tuple(cattrs.structure(row["tests"], list[Test])):
+        if search.plan_round() != tuple(cattrs.structure(row["tests"], list[Test])):
             return None
         search.report(cattrs.structure(row["outcomes"], list[Outcome]))
     return search
@@ -199,7 +199,7 @@ def coordinate(settings: Place, store: Any) -> None:
         if environment:
             fleet.restart(fleet.name_ranks([node for node in joined if node not in search.lost]), environment)
         minutes += sum(row["node_minutes"] for row in rounds)
-        while tests := search.next_round():
+        while tests := search.plan_round():
             lost, started = dict(search.lost), time.monotonic()
             outcomes = fleet.run(int(store.add("rounds", 0)) + 1, tests, run)
             spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60

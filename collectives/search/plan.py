@@ -165,7 +165,7 @@ class Search:
 
     # Planning
 
-    def next_round(self) -> tuple[Test, ...]:
+    def plan_round(self) -> tuple[Test, ...]:
         """Return the tests to run at the same time; empty if the search has ended."""
         while self.round < MOST_ROUNDS:
             self.phase = min(self.phase + 1, 4)

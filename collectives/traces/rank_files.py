@@ -182,22 +182,22 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     config = dump.get("pg_config")
     members = {
         str(name): ranks for name, row in (config.items() if isinstance(config, dict) else ())
-        if isinstance(row, dict) and (ranks := _ranks(row.get("ranks")))
+        if isinstance(row, dict) and (ranks := _read_ranks(row.get("ranks")))
     }  # fmt: skip
-    names = dict(entry["process_group"] for entry in entries if _pair(entry.get("process_group")))
-    calls = _settled(sorted(filter(None, map(_call, entries)), key=lambda call: call.record))
+    names = dict(entry["process_group"] for entry in entries if _is_pair(entry.get("process_group")))
+    calls = _settle(sorted(filter(None, map(_read_call, entries)), key=lambda call: call.record))
     newest: dict[str, int] = {}
     for call in calls:
         if not call.p2p:
             newest[call.group] = max(call.number, newest.get(call.group, 0))
     status = dump.get("pg_status")  # what the ring has lost by now counts, too
     for name, row in status.items() if isinstance(status, dict) else ():
-        if isinstance(row, dict) and _whole(row.get("last_enqueued_collective")):
+        if isinstance(row, dict) and _is_whole(row.get("last_enqueued_collective")):
             newest[str(name)] = max(row["last_enqueued_collective"], newest.get(str(name), 0))
     return RankTrace(rank=rank, calls=calls, groups=members, names=names, enqueued=newest)
 
 
-def _settled(calls: Sequence[Call]) -> tuple[Call, ...]:
+def _settle(calls: Sequence[Call]) -> tuple[Call, ...]:
     """Mark calls as done that a later call proves: the collectives of a group end in their order.
 
     The parts of a coalesced call end with the entry that closes it. In the recorder they stay "scheduled".
@@ -215,35 +215,35 @@ def _settled(calls: Sequence[Call]) -> tuple[Call, ...]:
     return tuple(reversed(settled))
 
 
-def _pair(value: Any) -> bool:
+def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(item, str) for item in value)
 
 
-def _ranks(value: Any) -> tuple[int, ...]:
+def _read_ranks(value: Any) -> tuple[int, ...]:
     """Return the ranks of a list, or of its text "[0, 1]"."""
     text = str(value)[:1_000_000] if isinstance(value, str | list | tuple) else ""
     return tuple(sorted({int(number) for number in re.findall(r"(?<![-\w])\d{1,6}\b", text)}))[:MOST_RANKS]
 
 
-def _call(entry: Mapping[str, Any]) -> Call | None:
+def _read_call(entry: Mapping[str, Any]) -> Call | None:
     name, group = entry.get("profiling_name"), entry.get("process_group")
     p2p, created = entry.get("is_p2p") is True, entry.get("time_created_ns")
     number = entry.get("p2p_seq_id" if p2p else "collective_seq_id")
-    if not isinstance(name, str) or not _pair(group) or not _whole(number):
+    if not isinstance(name, str) or not _is_pair(group) or not _is_whole(number):
         return None
     backend, _, op = name[:200].rpartition(":")
     peer = _PEER.match(op)
     over = entry.get("state") == "completed" or (entry.get("retired") is True and backend != "nccl")
     return Call(
         group=group[0][:200] if group else "", number=number or 0, op=peer[1] if peer else op,
-        record=entry["record_id"] if _whole(entry.get("record_id")) else 0, p2p=p2p,
+        record=entry["record_id"] if _is_whole(entry.get("record_id")) else 0, p2p=p2p,
         peer=int(peer[3][:9]) if peer else None,
-        sizes=tuple(tuple(n for n in row[:8] if _whole(n)) for row in _list(entry.get("input_sizes"))[:8]
+        sizes=tuple(tuple(n for n in row[:8] if _is_whole(n)) for row in _list(entry.get("input_sizes"))[:8]
                     if isinstance(row, list | tuple)),
         dtypes=tuple(str(dtype)[:20] for dtype in _list(entry.get("input_dtypes"))[:8] if isinstance(dtype, str)),
-        done=over, started=entry.get("state") == "started", is_ahead=backend == "nccl", seconds=_duration(entry),
-        created=created / 1e9 if _whole(created) and created else None,
-        frames=_frames(entry),
+        done=over, started=entry.get("state") == "started", is_ahead=backend == "nccl", seconds=_read_duration(entry),
+        created=created / 1e9 if _is_whole(created) and created else None,
+        frames=_read_frames(entry),
     )  # fmt: skip
 
 
@@ -251,27 +251,27 @@ def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _whole(value: Any) -> TypeGuard[int]:
+def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _duration(entry: Mapping[str, Any]) -> float | None:
+def _read_duration(entry: Mapping[str, Any]) -> float | None:
     """Return the seconds on the GPU, by its events (TORCH_NCCL_ENABLE_TIMING) or by polls of the watchdog (0.1 s)."""
     measured = entry.get("duration_ms")
     if isinstance(measured, int | float) and not isinstance(measured, bool) and 0 <= measured < 1e9:
         return measured / 1e3
     began, over = (entry.get(f"time_discovered_{event}_ns") for event in ("started", "completed"))
-    return (over - began) / 1e9 if _whole(began) and _whole(over) and over >= began > 0 else None
+    return (over - began) / 1e9 if _is_whole(began) and _is_whole(over) and over >= began > 0 else None
 
 
-def _frames(entry: Mapping[str, Any]) -> tuple[str, ...]:
+def _read_frames(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the frames of the caller, innermost first. Those of torch itself are used only if there is no other."""
     rows = [frame for frame in _list(entry.get("frames")) if isinstance(frame, dict)]
     user_frames = [frame for frame in rows if "-packages/torch/" not in str(frame.get("filename"))]
-    return tuple(map(_frame, (user_frames or rows)[:_FRAMES]))
+    return tuple(map(_format_frame, (user_frames or rows)[:_FRAMES]))
 
 
-def _frame(frame: Mapping[str, Any]) -> str:
+def _format_frame(frame: Mapping[str, Any]) -> str:
     parts = [str(frame.get(name, ""))[-120:] for name in ("filename", "line", "name")]
     return f"{parts[0].rpartition('/')[2]}:{parts[1]} {parts[2]}"
 

@@ -71,17 +71,17 @@ def read(raw: bytes) -> RasReport:
     text = raw.decode("utf-8", errors="replace")
     start = text.find("{")
     if start >= 0 and '"communicators"' in text[start : start + 4096]:
-        return _json(text[start:])
+        return _read_json(text[start:])
     if '"PEER_' in text:
         raise RasError("events of its monitor in JSON: give them as text")
     if "NCCL DIAG" in text or "=== RAS Diagnostics ===" in text:
         raise RasError("these are its diagnostics: give the file as LOG")
     if not _TEXTS["said"].search(text):
         raise RasError("no answer of NCCL's RAS: neither its JSON nor its text")
-    return _text(text)
+    return _read_text(text)
 
 
-def _json(text: str) -> RasReport:
+def _read_json(text: str) -> RasReport:
     try:
         report = plain.loads(_TEXTS["no_comma"].sub(r"\1,", text[: text.rindex("}") + 1]))
     except (plain.PlainError, ValueError) as error:
@@ -93,8 +93,8 @@ def _json(text: str) -> RasReport:
     for row in rows:
         if not isinstance(row, dict):
             continue
-        ranks = {rank.rank: rank for rank in (_rank(r, here=True) for r in _rows(row, "ranks")) if rank}
-        ranks |= {rank.rank: rank for rank in (_rank(r, here=False) for r in _rows(row, "missing_ranks")) if rank}
+        ranks = {rank.rank: rank for rank in (_rank(r, here=True) for r in _read_rows(row, "ranks")) if rank}
+        ranks |= {rank.rank: rank for rank in (_rank(r, here=False) for r in _read_rows(row, "missing_ranks")) if rank}
         identity = f"{row.get('hash')}/{row.get('secondary_hash')}"[:100]
         comms.append(RasComm(id=identity, size=_whole(row.get("size")) or len(ranks), ranks=ranks))
     ras = report.get("ras")
@@ -103,7 +103,7 @@ def _json(text: str) -> RasReport:
     return RasReport(comms=tuple(comms), timeouts=timeouts or 0, total=len(comms), most=largest)
 
 
-def _rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def _read_rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     rows = row.get(name)
     return [item for item in rows[:MOST_RANKS] if isinstance(item, dict)] if isinstance(rows, list) else []
 
@@ -189,17 +189,17 @@ class _Text:
         )  # fmt: skip
 
 
-def _text(text: str) -> RasReport:
+def _read_text(text: str) -> RasReport:
     reader = _Text()
     for line in text.splitlines():
         reader.line(line[:4096])
     timeouts = re.search(r"Encountered (\d{1,9}) communication timeout", text)
-    return RasReport(comms=_placed(tuple(reader.comms.values()), reader.dead), dead=tuple(reader.dead),
+    return RasReport(comms=_place(tuple(reader.comms.values()), reader.dead), dead=tuple(reader.dead),
                      timeouts=int(timeouts[1]) if timeouts else 0, total=max(reader.total, len(reader.comms)),
                      most=max(reader.sizes.values(), default=0))  # fmt: skip
 
 
-def _placed(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:
+def _place(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:
     """Add the process that RAS calls missing or dead to the missing rank, if there is exactly one of each."""
     unique = {(one.host, one.pid): one for one in sorted(processes, key=lambda one: one.missing == "dead")}
     missing = {rank for comm in comms for rank, member in comm.ranks.items() if member.missing}

@@ -19,7 +19,7 @@ from contracts.finding import Interval
 from contracts.layout import Layout
 from contracts.plain import PlainError
 from contracts.tables import read_table
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from planner.forecast.compute import Job
 from planner.forecast.memory import SAFE_SHARE
 from planner.forecast.models import model_from_config
@@ -93,7 +93,7 @@ def load_calibration(path: Path | str) -> Calibration:
 
 def check_device(calibration: Calibration, device: str, precision: str) -> None:
     """Raise CalibrationError if the calibration is for another device or precision."""
-    gpu = gpu_named(calibration.device)
+    gpu = find_gpu(calibration.device)
     name = gpu.name if gpu else calibration.device
     if name != device and not (device == "CPU" and name.startswith("CPU")):
         raise CalibrationError(f"calibration is of {calibration.device!r}, the job runs on {device!r}: calibrate there")

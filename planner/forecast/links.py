@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from contracts.tables import read_table
-from hardware.gpus import Gpu, gpu_named
+from hardware.gpus import Gpu, find_gpu
 from hardware.units import GIGA
 from planner.forecast.specs import PlanError
 from topology.graph import ClusterTopology, NodeTopology
@@ -182,7 +182,7 @@ def _find_island(node: NodeTopology) -> tuple[int, Speed]:
     sizes = [len(island.gpus) for island in node.islands if len(island.gpus) > 1]
     if not sizes:
         return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
-    usable, gpu = sum(gpu.usable for gpu in node.gpus), gpu_named(node.gpus[0].model)
+    usable, gpu = sum(gpu.usable for gpu in node.gpus), find_gpu(node.gpus[0].model)
     size = min(min(sizes), usable) if sum(sizes) >= usable > 0 else 1
     derived = _find_expected(node, "island")
     table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
@@ -204,7 +204,7 @@ def _choose_lower(derived: float | None, table: float | None, link: str, gpu: Gp
 def _find_node_speed(cluster: ClusterTopology, node: NodeTopology, island: Speed, island_size: int) -> Speed:
     if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
         return island
-    derived, gpu = _find_expected(node, "node"), gpu_named(node.gpus[0].model)
+    derived, gpu = _find_expected(node, "node"), find_gpu(node.gpus[0].model)
     table = gpu.busbw_of(len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
     speed = Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     if derived or table:
@@ -318,5 +318,5 @@ def links_of(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,
         alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
-        host=_find_host_speed(cluster, gpu_named(first.gpus[0].model if first.gpus else None)),
+        host=_find_host_speed(cluster, find_gpu(first.gpus[0].model if first.gpus else None)),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from planner.forecast.specs import PlanError
@@ -94,14 +94,14 @@ def _join_by_cpus(a: GpuNode, b: GpuNode | NicNode) -> Pair:
 
 
 def _is_nvidia(row: Known) -> bool:
-    gpu = gpu_named(row.gpu)
+    gpu = find_gpu(row.gpu)
     return gpu is None or gpu.maker == "NVIDIA"
 
 
 def get(name: str, hostname: str | None = None) -> NodeTopology:
     """Return one node of the catalogue as a topology. For planning, it is equivalent to a probed one."""
     row = machine(name)
-    gpu = gpu_named(row.gpu)
+    gpu = find_gpu(row.gpu)
     gpus = tuple(
         GpuNode(
             name=f"GPU{i}",

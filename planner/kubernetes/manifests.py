@@ -59,7 +59,7 @@ def quantity(text: str) -> Decimal | None:
     return number.scaleb(_DECIMAL.get(suffix, 0) if suffix in _DECIMAL else int(suffix[1:] or 0))
 
 
-def toleration(taint: str) -> dict[str, str]:
+def parse_toleration(taint: str) -> dict[str, str]:
     """Return the toleration for a taint KEY[=VALUE][:EFFECT]; default effect NoSchedule. Raises JobError."""
     pair, colon, effect = taint.partition(":")
     key, equals, value = pair.partition("=")
@@ -156,7 +156,7 @@ class JobSpec:
         for key, value in self.node_selector.items():
             check_form("label_value", f"label {key}=", value)
         for taint in self.tolerate:
-            toleration(taint)
+            parse_toleration(taint)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -183,10 +183,10 @@ class JobSpec:
     @property
     def tolerations(self) -> list[dict[str, str]]:
         """Tolerations of the pods, as in a pod spec."""
-        return [toleration(taint) for taint in self.tolerate]
+        return [parse_toleration(taint) for taint in self.tolerate]
 
 
-def from_advice(
+def make_job_spec(
     advice: Recommendation,
     *,
     name: str,
@@ -250,12 +250,12 @@ Document = dict[str, Any]
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
 
 
-def mappings(document: Any) -> Iterator[Document]:
+def list_mappings(document: Any) -> Iterator[Document]:
     """Yield every mapping in a document or a list of documents; outer mappings come before the inner ones."""
     if isinstance(document, dict):
         yield document
     for member in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
-        yield from mappings(member)
+        yield from list_mappings(member)
 
 
 # The label with the job's name that each API's controller sets on the pods.

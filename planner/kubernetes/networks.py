@@ -54,7 +54,7 @@ def in_use(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
     return some(attached)
 
 
-def attached(
+def attach(
     advice: Recommendation,
     snapshots: Sequence[Snapshot],
     *,
@@ -171,7 +171,7 @@ def from_snapshots(
     )  # fmt: skip
 
 
-def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
+def list_pod_netdevs(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     """Return the RoCE netdevs whose names exist only inside a pod, so a network for them is not valid on the node."""
     inside = {
         link.name for node in map(_make_view, snapshots) for link in node.links

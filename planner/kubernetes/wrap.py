@@ -16,7 +16,7 @@ from typing import Any
 
 from contracts.tables import read_texts
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
-from planner.kubernetes.yaml_edit import documents, extended
+from planner.kubernetes.yaml_edit import documents, extend
 from planner.nccl_env import RESERVED
 from planner.nccl_env.situation import Setting
 
@@ -141,10 +141,10 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
     jobs = [job for each in objects if (job := _parse_job(each, configs)) is not None]
     places = {(job.kind, job.name): at for at, job in enumerate(jobs)}
     for index, job in enumerate(jobs):
-        if job.kind == "TrainJob" and (of_runtime := places.get(_runtime_of(job))) is not None:
+        if job.kind == "TrainJob" and (of_runtime := places.get(_get_runtime(job))) is not None:
             runtime = jobs[of_runtime]  # its pods are those of the TrainJob
             nodes, ranks = job.nodes or runtime.nodes, job.ranks_per_node or runtime.ranks_per_node
-            is_shared = sum(_runtime_of(each) == _runtime_of(job) for each in jobs if each.kind == "TrainJob") > 1
+            is_shared = sum(_get_runtime(each) == _get_runtime(job) for each in jobs if each.kind == "TrainJob") > 1
             for place in (index,) if is_shared else (index, of_runtime):
                 jobs[place] = replace(jobs[place], nodes=nodes, ranks_per_node=ranks)
     if not jobs:
@@ -155,13 +155,13 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
     return tuple(jobs)
 
 
-def _runtime_of(job: Job) -> tuple[str, str]:
+def _get_runtime(job: Job) -> tuple[str, str]:
     """Return kind and name of the runtime that a TrainJob refers to."""
     reference = _get(job.document, "spec", "runtimeRef")
     return str(reference.get("kind", "ClusterTrainingRuntime")), str(reference.get("name"))
 
 
-def others_in(manifest: list[Any]) -> list[str]:
+def note_others(manifest: list[Any]) -> list[str]:
     """Return a note for each object that trains or requests GPUs, but whose kind is not supported."""
     asks = re.compile(r"'containers':.*'(nvidia|amd)\.com/(gpu|mig-[^']*)':")  # a GPU in the repr of a mapping
     kinds = (*_KINDS, "AppWrapper")
@@ -186,7 +186,7 @@ def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[st
         for name, value in added.annotations.items():
             annotations = _ensure(_ensure(job.document, "metadata", {}), "annotations", {})
             annotations.setdefault(f"{PREFIX}/{name}", value)
-    return extended(text + end, manifest).removesuffix(end), list(dict.fromkeys(notes))
+    return extend(text + end, manifest).removesuffix(end), list(dict.fromkeys(notes))
 
 
 class _Wrapper:
@@ -482,7 +482,7 @@ def _get_name(document: Document) -> str:
     return str(metadata.get("name") or str(metadata.get("generateName", "")).rstrip("-"))
 
 
-def _member(spec: Document, *path: str) -> Any:
+def _get_member(spec: Document, *path: str) -> Any:
     """Return a member of the spec that the API requires. Raises KeyError with its path if it is missing or empty."""
     if not (value := _get(spec, *path)):
         raise KeyError(".".join(("spec", *path)))
@@ -526,7 +526,7 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
 
 def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
-        _member(spec, "runtimeRef", "name")
+        _get_member(spec, "runtimeRef", "name")
         trainer = spec.setdefault("trainer", {})
         nodes = _parse_number(trainer.get("numNodes"))
         yield Part(f"{kind}/{name}", None, trainer, nodes, resources_key="resourcesPerNode")
@@ -539,17 +539,17 @@ def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
 def _list_templates(kind: str, spec: Document) -> Iterator[tuple[str, Document, int | None, str | None]]:
     """Yield name, pod template, number of pods and restart policy of each group of pods."""
     if kind == "PyTorchJob":
-        for role, each in _member(spec, "pytorchReplicaSpecs").items():
+        for role, each in _get_member(spec, "pytorchReplicaSpecs").items():
             restart = str(each.get("restartPolicy", "OnFailure"))
             yield f" {role}", each["template"], _parse_number(each.get("replicas", 1)), restart
     elif kind == "Job" and "tasks" in spec:  # a Job of Volcano
-        for each in _member(spec, "tasks"):
+        for each in _get_member(spec, "tasks"):
             yield f" {each.get('name')}", each["template"], _parse_number(each.get("replicas", 1)), None
     elif kind == "Job":
-        yield "", _member(spec, "template"), _parse_number(spec.get("parallelism", 1)), None
+        yield "", _get_member(spec, "template"), _parse_number(spec.get("parallelism", 1)), None
     else:
         of_jobs = ("template", "spec", "replicatedJobs") if kind.endswith("Runtime") else ("replicatedJobs",)
-        for each in _member(spec, *of_jobs):
+        for each in _get_member(spec, *of_jobs):
             labels = _get(each["template"], "metadata", "labels")
             if str(labels.get(_STEP, "trainer")) != "trainer":  # a step that downloads the dataset or the model
                 continue

@@ -36,7 +36,7 @@ def documents(text: str) -> list[Any]:
     return load_all(text, most_aliases=MOST_ALIASES)
 
 
-def extended(text: str, target: list[Any]) -> str:
+def extend(text: str, target: list[Any]) -> str:
     """Return the text with the additions in `target`: new keys of mappings, new items at the end of lists.
 
     The text must end with a newline. Raises EditError if a value in `target` is another one than in the text, or if an

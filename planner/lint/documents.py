@@ -105,7 +105,7 @@ def _parse(text: str, kind: str, first: int) -> list[Any]:
         raise EnvironmentTextError(str(error)) from None
 
 
-def _without_templates(text: str, first: int) -> tuple[list[str], list[Unread]]:
+def _remove_templates(text: str, first: int) -> tuple[list[str], list[Unread]]:
     """Remove Helm and Jinja templates: lines with only a template are dropped, values become unknown (OPEN).
 
     Returns a text with the first branch of each condition, and more until each branch is in one of them; and the
@@ -145,7 +145,7 @@ def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Scr
     Settings that only a later branch of a template has are conditional. Raises EnvironmentTextError.
     """
     is_template = kind == "yaml" and re.search(r"\{[{%]", text) is not None
-    texts, unread = _without_templates(text, first) if is_template else ([text], [])
+    texts, unread = _remove_templates(text, first) if is_template else ([text], [])
     branches = [_parse(each, kind, first) for each in texts]
     scripts: dict[str, Script] = {}
     for number, documents in enumerate(branches):
@@ -159,7 +159,7 @@ def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Scr
                     listed.extend(each for each in getattr(script, part) if each not in listed)
     if unread:
         scripts.setdefault("document", Script()).unread += unread
-    return _form(branches[0], kind), scripts
+    return _name_form(branches[0], kind), scripts
 
 
 def _compare_replicas(scripts: Mapping[str, Script]) -> None:
@@ -181,7 +181,7 @@ def _compare_replicas(scripts: Mapping[str, Script]) -> None:
                     script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=effect))
 
 
-def _form(documents: list[Any], kind: str) -> str:
+def _name_form(documents: list[Any], kind: str) -> str:
     """Return the name of the format, such as "Kubernetes manifest"."""
     tops = [each for each in documents if isinstance(each, dict)]
     if any("apiVersion" in each or ("kind" in each and "metadata" in each) for each in tops):
@@ -200,7 +200,7 @@ class _Walk:
         self._included: list[tuple[Script, str, str]] = []  # of each envFrom or `extends`: such a name, and its prefix
         self._references: list[tuple[Script, Assigned, dict[Any, Any]]] = []  # configMapKeyRef
         self._read_shell = cache(read_shell)  # a script with an anchor occurs several times
-        self._compose = _form(documents, "") == "Compose file"
+        self._compose = _name_form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
         for document in documents:
             self._visit(document, title(document), 0)
@@ -235,14 +235,14 @@ class _Walk:
         if isinstance(node, list):
             self._list(node, source, depth, key)
         elif isinstance(node, dict):
-            self._mapping(node, source, depth, key)
+            self._walk_mapping(node, source, depth, key)
 
     def _include(self, source: str, name: str, prefix: str = "") -> None:
         """Add the variables of another place later; it is a file that is not read if the text has no such place."""
         self._at(source).files.append(name)
         self._included.append((self._at(source), name, prefix))
 
-    def _mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
+    def _walk_mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
         if node.get("kind") == "ConfigMap" and isinstance(node.get("metadata"), dict):
             self._configs[source] = f"ConfigMap {node['metadata'].get('name')}"
         if key == "services" and self._compose:
@@ -258,7 +258,7 @@ class _Walk:
             self._container(node, source)
         is_item = pattern("own").match(str(node.get("name"))) is not None  # of `env`, which a patch adds
         if is_item and isinstance(node.get("value"), str | int | float):
-            self._entry(node, node["name"], source)
+            self._take_entry(node, node["name"], source)
             return
         here, is_data = bool(pattern("place").fullmatch(key)), key == "data" and source in self._configs
         for name, value in node.items():
@@ -292,7 +292,7 @@ class _Walk:
             name = item.get("name") if isinstance(item, dict) else None
             name = name if isinstance(name, str) else title(item) if key == "items" and self._kubernetes else ""
             if pattern("own").match(name) or (here and NAME.match(name)):
-                self._entry(item, name, source)
+                self._take_entry(item, name, source)
             elif not isinstance(item, str):
                 self._visit(item, f"{source} {name}" if name else source, depth + 1, key)
 
@@ -329,7 +329,7 @@ class _Walk:
             note = finding("env.value.kind/untyped", name, text, text=text, kind=kind, reader=reader)
             self._at(source).findings.append(note)
 
-    def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
+    def _take_entry(self, item: dict[Any, Any], name: str, source: str) -> None:
         """Take an entry of a container's `env`."""
         if "valueFrom" not in item:
             self._add(source, name, item.get("value", item.get("default", "")))
@@ -412,7 +412,7 @@ def read_dockerfile(text: str) -> Script:
     """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
     script, stage, stages = Script(), Settings(), dict[str, Settings]()  # ENV (exported) and ARG
     arguments = stage  # of ARG instructions before the first stage
-    for line, instruction, tail, document in _instructions(text, script):
+    for line, instruction, tail, document in _split_instructions(text, script):
         if instruction == "FROM":
             tail = re.sub(r"\$\{?(\w+)\}?", lambda m: arguments[m[1]].value if m[1] in arguments else m[0], tail)
             from_words = [word.lower() for word in tail.split() if not word.startswith("--")]
@@ -449,7 +449,7 @@ def _set_variables(instruction: str, text: str, line: int, stage: Settings) -> N
                 stage[one.name] = one._replace(exported=instruction == "ENV")
 
 
-def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, str]]:
+def _split_instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, str]]:
     """Yield line, name, arguments and here-documents of each instruction; report other lines as unread."""
     escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
     end_of_line = rf"{'`' if escape else chr(92) * 2}[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # and comments after it

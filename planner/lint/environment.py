@@ -24,8 +24,8 @@ from planner.lint.values import (
     check_quotes,
     check_value,
     default_of,
+    find_other_net,
     is_quoted,
-    other_net,
     strtoll,
 )
 from planner.nccl_env import (
@@ -85,8 +85,8 @@ def lint(
     if source == "env file" or source.endswith(".env"):  # most programs that read env files remove quotes
         quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
-    plugin = _plugin_in_use(environment, machine, source)
-    nodes = nodes if nodes is not None else nodes_of(environment)
+    plugin = _uses_plugin(environment, machine, source)
+    nodes = nodes if nodes is not None else count_nodes(environment)
     several_ranks = any((whole_number(environment.get(name, "")) or 0) > 1 for name in _ALL_RANKS)
     conditions = {
         "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu()),
@@ -96,12 +96,12 @@ def lint(
         "several_nodes": machine is None and (nodes or 0) > 1,
         "several_ranks": machine is None and nodes is None and several_ranks,
         "unknown_size": machine is None and nodes is None and not several_ranks,
-        "own_net": machine is None and nodes != 1 and not other_net(environment),
+        "own_net": machine is None and nodes != 1 and not find_other_net(environment),
     }
     case = _Case(
         version=nccl_version, machine=machine, named=read,
         plugin=plugin, vendor=platform_of_plugin(environment),
-        carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
+        carrier=find_other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
         places=tuple(name for name, holds in conditions.items() if holds),
     )  # fmt: skip
     for name, value in environment.items():
@@ -122,7 +122,7 @@ def lint(
     return tuple(sorted([*quoted, *findings], key=lambda finding: list(Status).index(finding.status)))
 
 
-def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
+def _uses_plugin(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
     """Whether aws-ofi-nccl is in use, which sets some variables itself."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
@@ -138,7 +138,7 @@ def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) ->
         yield finding("env.name.reserved", name, value)
     elif name.startswith("TORCH_NCCL_"):
         if name not in torch_names():
-            yield _unknown(name, value, "PyTorch", case)
+            yield _report_unknown(name, value, "PyTorch", case)
     elif resolved and name == "NCCL_IB_DISABLE" and case.carrier and strtoll(value) == (1, True):
         yield finding("env.debug.leftover/rdma", name, value, carrier=case.carrier)
     else:
@@ -147,7 +147,7 @@ def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) ->
         if plugin_of(name):
             return
         if entry is None:
-            yield from _unknown_nccl(name, value, case)
+            yield from _check_unknown_nccl(name, value, case)
         elif entry.status == "other":  # a deprecated name that PyTorch reads, not libnccl
             _, alias, right = entry.reader.partition("deprecated alias of ")
             if alias:
@@ -163,10 +163,10 @@ def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) ->
             yield finding("env.name.too_new", name, value, first=first, version=used)
         elif resolved:
             yield from check_value(name, value, entry, version, only_all_reduce=case.named.only_all_reduce)
-            yield from _leftover(name, value, entry, case)
+            yield from _check_leftover(name, value, entry, case)
 
 
-def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
+def _check_leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
     """Report a variable of the documentation's section Debugging that is still set."""
     by_plugin = value in SETTINGS["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
     if case.plugin and by_plugin:
@@ -174,7 +174,7 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
     if name == "NCCL_IB_GID_INDEX" and case.version is not None and case.version >= (2, 21, 0):
         if strtoll(value)[0] >= 0:
             yield finding("env.gid.needless", name, value, version=version_text(case.version))
-    elif entry.doc_class != "debugging" or not _acts(name, value, entry):
+    elif entry.doc_class != "debugging" or not _has_effect(name, value, entry):
         return
     elif "one_gpu" in case.places and name in SETTINGS["one_gpu"]["names"]:
         yield finding("env.debug.leftover/one_gpu", name, value)
@@ -201,7 +201,7 @@ def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Fi
     yield finding("env.debug.leftover/vendor", name, value, platform=vendor.name, recipe=recipe, advice=advice)
 
 
-def _acts(name: str, value: str, entry: NcclName) -> bool:
+def _has_effect(name: str, value: str, entry: NcclName) -> bool:
     """Whether a setting has an effect: its value is neither the default nor ignored."""
     number, is_integer = strtoll(value)
     if name == "NCCL_P2P_DISABLE" or not value:
@@ -214,7 +214,7 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
     return is_integer or not entry.default.lstrip("-").isdigit()
 
 
-def _unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
+def _check_unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
     """Check an unknown name that starts with NCCL_, or that differs from an NCCL name in case or blanks."""
     right = name.strip().removeprefix("export ").strip().upper()
     if right != name and right in names():
@@ -223,10 +223,10 @@ def _unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
         newest = version_text(newest_read())
         yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(case.version))
     elif name.startswith("NCCL_") or with_right_prefix(name):
-        yield _unknown(name, value, "NCCL", case)
+        yield _report_unknown(name, value, "NCCL", case)
 
 
-def _unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
+def _report_unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
     if close := nearest(name):
         right = names().get(close[0])
         stays = f" {close[0]} stays at {default_of(close[0], right)}." if right is not None and right.default else ""
@@ -272,7 +272,7 @@ def _apply_rules(environment: Mapping[str, str], names: Set[str], places: Sequen
                 yield finding(row["finding"], name, value, status=row.get("status") and Status(row["status"]), **fields)
 
 
-def nodes_of(environment: Mapping[str, str]) -> int | None:
+def count_nodes(environment: Mapping[str, str]) -> int | None:
     """Return the number of nodes in the job's variables; None if they do not contain it."""
     for name in NODES:
         if match := re.fullmatch(r"(?:\d+:)?(\d{1,9})", environment.get(name, "")):

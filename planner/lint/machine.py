@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.findings import finding
-from planner.lint.values import NameList, other_net, strtoll
+from planner.lint.values import NameList, find_other_net, strtoll
 from planner.nccl_env import Version, version_text
 from planner.nccl_env.devices import (
     UNFIT_ROLES,
@@ -51,9 +51,9 @@ class ProbedMachine(NodeView):
 
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
         """Yield every contradiction between the environment and this machine."""
-        for rule in (_interfaces, _gloo, _hcas, _fabric, _peers, _class):
+        for rule in (_check_interfaces, _check_gloo, _check_hcas, _check_fabric, _check_peers, _check_traffic_class):
             yield from rule(environment, self)
-        yield from _gids(environment, self, version)
+        yield from _check_gid_index(environment, self, version)
 
 
 def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> ProbedMachine:
@@ -61,7 +61,7 @@ def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> Prob
     return ProbedMachine(hostname=snapshot.hostname, snapshot=snapshot, topology=topology or build(snapshot))
 
 
-def _gids(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
+def _check_gid_index(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
     name = "NCCL_IB_GID_INDEX"
     value = environment.get(name, "")
     index, is_integer = strtoll(value)
@@ -83,7 +83,7 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
         )  # fmt: skip
 
 
-def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_traffic_class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     """Report a traffic class without flow control, if another class of the port has flow control."""
     variables = {name: environment[name] for name in ("NCCL_IB_TC", "NCCL_IB_SL") if name in environment}
     numbers = {name: strtoll(value) for name, value in variables.items()}
@@ -113,7 +113,7 @@ def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
             yield view
 
 
-def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "NCCL_SOCKET_IFNAME"
     value = environment.get(name, "")
     facts = node.facts(InterfacesFacts)
@@ -145,7 +145,7 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
         )  # fmt: skip
 
 
-def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "GLOO_SOCKET_IFNAME"
     value = environment.get(name)
     facts = node.facts(InterfacesFacts)
@@ -158,13 +158,13 @@ def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         yield finding("env.gloo.interface", name, value, listed, absent=", ".join(absent), signs=signs)
 
 
-def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "NCCL_IB_HCA"
     value = environment.get(name)
     if not value:
         return
     ports = node.verbs_ports()
-    if not ports and (fabric := _libfabric(node)):
+    if not ports and (fabric := _describe_libfabric(node)):
         yield finding("env.hca.efa", name, value, f"{fabric}, no HCA")
         return
     name_list = NameList.parse(value)
@@ -192,14 +192,14 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         yield finding("env.hca.down/some", name, value, *states, ports=", ".join(view.name for view in down))
 
 
-def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     ports = node.default_ports()
     names = [view.name for view in ports]
     value = environment.get("NCCL_IB_DISABLE", "")
-    if strtoll(value)[0] != 0 and ports and not other_net(environment):
+    if strtoll(value)[0] != 0 and ports and not find_other_net(environment):
         yield finding("env.rdma.disabled", "NCCL_IB_DISABLE", value, *names, count=len(ports))
     net = environment.get("NCCL_NET", "")
-    fabric = _libfabric(node)
+    fabric = _describe_libfabric(node)
     if net.lower() == "socket" and (ports or fabric):
         yield finding("env.rdma.tcp", "NCCL_NET", net, *(names or [fabric]))
     if net.lower() == "ib" and not ports:
@@ -210,14 +210,14 @@ def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]
         yield finding("env.rdma.tcp/provider", "FI_PROVIDER", provider, fabric, provider=expected)
 
 
-def _libfabric(node: NodeView) -> str:
+def _describe_libfabric(node: NodeView) -> str:
     """Describe the NICs that NCCL can only use through libfabric; empty if there are none."""
     if efa := node.efa_count():
         return f"{efa} EFA devices"
     return f"{len(node.cxi())} Slingshot NICs" if node.cxi() else ""
 
 
-def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     facts = node.facts(GpuFacts)
     gpus = facts.gpus if facts else ()
     linked = [gpu.index for gpu in gpus if any(link.active for link in gpu.nvlinks)]

@@ -23,7 +23,7 @@ def name_of(word: Word) -> str:
     return re.sub(r"\Apython[\d.]+\Z", "python", name) if name.startswith("python") else name
 
 
-def program_behind(command: Sequence[Word]) -> int:
+def find_program(command: Sequence[Word]) -> int:
     """Return the index of the program after wrappers such as sudo: the first word that is no option or number."""
     names = [name_of(each) for each in command]
     if names[0] not in _NAMES["wrappers"] or (names[0] == "command" and "-v" in names[1:2]):
@@ -49,14 +49,14 @@ def is_idle(command: Sequence[Word]) -> bool:
     return program in _NAMES["utilities"] and not starts
 
 
-def removed_names(command: str, names: Iterable[str]) -> list[str]:
+def list_removed(command: str, names: Iterable[str]) -> list[str]:
     """Return the variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
     removed = read_table(__file__, "data/forms.toml")["removed"]
     removed_here, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
     return [n for n in names if n in removed_here or (everything and n not in command and not IN_CONTAINER.match(n))]
 
 
-def parts_of(command: Sequence[Word]) -> Iterator[Assigned | Inner]:
+def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner]:
     """Yield the settings that the words of a command give to its program, and the texts that it runs or reads.
 
     A text without a reader is the name of a file with settings.
@@ -88,20 +88,20 @@ def parts_of(command: Sequence[Word]) -> Iterator[Assigned | Inner]:
                     raw = word.raw.partition(f"{name}=")[2]
                     yield Assigned(name, value, raw.partition(",")[0] if takes_list else raw, word.line)
         elif index and (not is_argument or pattern("dotted").match(text)):
-            yield from _text_of_word(command, index)
+            yield from _read_word(command, index)
         is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting
         may_set = name_of(word) in {"env", *_NAMES["wrappers"]} or (may_set and is_value)
 
 
-def _text_of_word(command: Sequence[Word], index: int) -> Iterator[Assigned | Inner]:
+def _read_word(command: Sequence[Word], index: int) -> Iterator[Assigned | Inner]:
     """Yield what a word is that sets no variable by an option: a script, JSON, a key path of Hydra or Helm."""
     (text, raw, line), before = command[index], command[index - 1].text
     if before in ("-S", "--split-string"):
         yield Inner(f"env {text}", "bash", line)
-    elif runs := _runner_of(command, index):
+    elif runs := _find_runner(command, index):
         yield Inner(text, runs, line)
     elif pattern("dotted").match(text) or pattern("item_value").search(text):
-        yield from _key_paths(command, index)
+        yield from _read_key_paths(command, index)
     elif before[:1] == "-" and "=" in text and NAMED.fullmatch(text.partition("=")[0]):
         name, _, value = text.partition("=")
         yield Assigned(name, value, raw.partition("=")[2], line)
@@ -115,7 +115,7 @@ def _text_of_word(command: Sequence[Word], index: int) -> Iterator[Assigned | In
             yield Inner(text, "bash", line)
 
 
-def _key_paths(command: Sequence[Word], index: int) -> Iterator[Assigned]:
+def _read_key_paths(command: Sequence[Word], index: int) -> Iterator[Assigned]:
     """Yield the variables of `env.NAME=VALUE,env.NAME=VALUE` and of `env[0].name=NAME,env[0].value=VALUE`."""
     near = ",".join(each.text for each in command[max(0, index - 20) : index + 20])[:MOST_OPTIONS]
     for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", command[index].text):
@@ -127,7 +127,7 @@ def _key_paths(command: Sequence[Word], index: int) -> Iterator[Assigned]:
             yield Assigned(name, value, command[index].raw, command[index].line)
 
 
-def _runner_of(words: Sequence[Word], index: int) -> str:
+def _find_runner(words: Sequence[Word], index: int) -> str:
     """Return the kind of program that runs this word as a command (option -c), python or bash; empty: none."""
     if not re.fullmatch(r"-\w*c", words[index - 1].text):
         return ""

@@ -22,12 +22,12 @@ from planner.lint.findings import finding
 from planner.lint.programs import (
     IN_CONTAINER,
     MOST_OPTIONS,
+    find_program,
     is_idle,
     is_launcher,
+    list_removed,
     name_of,
-    parts_of,
-    program_behind,
-    removed_names,
+    split_command,
 )
 from planner.lint.script import (
     JOB_SIZE,
@@ -180,7 +180,7 @@ class _Reader(Expander):
         for each in launches:
             settings = {name: variable for name, variable in each.settings.items() if each.sure or name not in launched}
             if each.label or not has_launcher:
-                by_settings.setdefault(_content(settings), each._replace(settings=settings))
+                by_settings.setdefault(_get_content(settings), each._replace(settings=settings))
         for content, each in list(by_settings.items()):
             if any(content < other and each.way == launch.way for other, launch in by_settings.items()):
                 del by_settings[content]
@@ -302,7 +302,7 @@ class _Reader(Expander):
             node = each
         self._known = {} if is_followed else {list_id: success}
 
-    def _block(self, node: Node) -> None:
+    def _follow_block(self, node: Node) -> None:
         """Follow a block of statements. The grammar parses an arithmetic command `((...))` as a block, too."""
         if node.children and node.children[0].type == "((":
             self._forget(self.text(node), node)
@@ -324,7 +324,7 @@ class _Reader(Expander):
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
         return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
 
-    def _if(self, node: Node) -> None:
+    def _follow_if(self, node: Node) -> None:
         """Follow the conditions of `if` up to the branch that is taken."""
         clauses = [node, *(each for each in node.children if each.type in ("elif_clause", "else_clause"))]
         for clause in clauses:
@@ -337,7 +337,7 @@ class _Reader(Expander):
                 self._follow(branch)
                 break
 
-    def _case(self, node: Node) -> None:
+    def _follow_case(self, node: Node) -> None:
         """Follow each item of `case` on a way of its own. The value is not compared with the patterns."""
         of, items = node.named_children[0], [each for each in node.children if each.type == "case_item"]
         self.value(of)
@@ -374,10 +374,10 @@ class _Reader(Expander):
 
     # -- texts that commands write and read
 
-    def _pipeline(self, node: Node) -> None:
+    def _follow_pipeline(self, node: Node) -> None:
         """Follow the commands of a pipeline, each in a subshell. What they write is for the last one."""
         parts = node.named_children
-        reader = self._reader_of(parts[-1])
+        reader = self._find_reader(parts[-1])
         with self.during(_target=reader):
             for part in parts[:-1]:
                 self._follow_apart([part])
@@ -385,16 +385,16 @@ class _Reader(Expander):
             self._pass_on(self._written.pop(reader))
         self._follow_apart(parts[-1:])
 
-    def _reader_of(self, node: Node) -> str:
+    def _find_reader(self, node: Node) -> str:
         """Return the program that reads the input of a command, or the file into which tee writes it."""
         command = [Word(each, each) for each in _SET_BEFORE.sub("", self.text(node)[:1000]).split()]
-        program = program_behind(command) if command else 0
+        program = find_program(command) if command else 0
         if program >= len(command):
             return ""
         files = [each.text for each in command[program + 1 :] if each.text[:1] not in ("-", ">", "<")]
         return files[0] if files and name_of(command[program]) == "tee" else name_of(command[program])
 
-    def _redirected(self, node: Node) -> None:
+    def _follow_redirection(self, node: Node) -> None:
         """Follow a statement with its output file and its here-document."""
         body, target = node.child_by_field_name("body"), ""
         behind: list[Node] = []  # `| b` and `&& b` behind `a <<E`, which the grammar puts inside the redirection
@@ -407,7 +407,7 @@ class _Reader(Expander):
                 target = targets[0].text if writes and targets and not targets[0].text.isdigit() else target
             elif each in inside and each.type in _PARTS:
                 behind += each.named_children or [each]
-                target = target or (self._reader_of(behind[-1]) if each.type == "pipeline" else "")
+                target = target or (self._find_reader(behind[-1]) if each.type == "pipeline" else "")
             elif each.type == "ERROR":
                 self._report_syntax(each)
         with self.during(_target=target or self._target):
@@ -418,7 +418,7 @@ class _Reader(Expander):
 
     def _read_document(self, node: Node, command: Node | None) -> None:
         """Follow the here-document or here-string of a command. Variables in a here-document are unknown."""
-        reader = self._reader_of(command) if command is not None else ""
+        reader = self._find_reader(command) if command is not None else ""
         target = self._target if reader in ("", "cat") else reader
         for redirect in node.children:
             if redirect.type == "herestring_redirect":
@@ -483,7 +483,7 @@ class _Reader(Expander):
         """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
         self.set(self.scope.variables.get(name, Assigned(name, OPEN, f"${name}", line)), exported=True)
 
-    def _declaration(self, node: Node) -> None:
+    def _follow_declaration(self, node: Node) -> None:
         """Follow export, declare, typeset, local, readonly or unset. bash expands all words before it assigns."""
         keyword, line = self.text(node.children[0]), self.line(node)
         assigned, options = list[Assigned](), ""
@@ -559,7 +559,7 @@ class _Reader(Expander):
 
     def _run(self, words: list[Word], line: int) -> None:
         """Follow a simple command with its expanded words."""
-        index = program_behind(words)
+        index = find_program(words)
         wrappers, program = [name_of(each) for each in words[:index]], words[index].text if index < len(words) else ""
         of_shell = _NAMES["of_shell"].issuperset(wrappers)
         if of_shell and program in _BUILTINS:
@@ -599,9 +599,9 @@ class _Reader(Expander):
             if each.exported and not each.unset and pattern("own").match(name) and name not in command:
                 note = finding("env.name.unexported/mpirun", name, each.value.replace(OPEN, "..."))
                 self.script.findings += [] if note in self.script.findings else [note]
-        for name in removed_names(command, self.scope.variables):
+        for name in list_removed(command, self.scope.variables):
             del self.scope.variables[name]
-        for part in parts_of(words):
+        for part in split_command(words):
             if isinstance(part, Assigned):
                 sets = sets or is_judged(part.name)
                 self.set(part._replace(line=part.line or line), exported=True)
@@ -631,7 +631,7 @@ class _Reader(Expander):
         self.spend(WORK_OF_WORD * len(settings))
         if len(self._launches) < _MOST_LAUNCHES:
             launch = _Launch(label, sure, tuple(name for _, name in self._way.values()), settings)
-            self._launches.setdefault((label, sure, _content(settings)), launch)
+            self._launches.setdefault((label, sure, _get_content(settings)), launch)
         else:
             self._report(0, "too many commands that start programs")
 
@@ -675,7 +675,7 @@ class _Reader(Expander):
             self.scope.exports_all = match[1] == "-"
 
 
-def _content(settings: Settings) -> frozenset[tuple[str, str]]:
+def _get_content(settings: Settings) -> frozenset[tuple[str, str]]:
     """Return the pairs of name and value."""
     return frozenset((name, each.value) for name, each in settings.items())
 
@@ -684,16 +684,16 @@ def _content(settings: Settings) -> frozenset[tuple[str, str]]:
 _CERTAIN = ("variable_assignment", "variable_assignments", "declaration_command")
 
 _FOLLOW: Mapping[str, Callable[[_Reader, Node], object]] = {
-    **dict.fromkeys(("compound_statement", "do_group", "else_clause"), _Reader._block),
-    "list": _Reader._list, "if_statement": _Reader._if, "case_statement": _Reader._case,
+    **dict.fromkeys(("compound_statement", "do_group", "else_clause"), _Reader._follow_block),
+    "list": _Reader._list, "if_statement": _Reader._follow_if, "case_statement": _Reader._follow_case,
     "negated_command": lambda reader, node: reader._follow(node.children[-1:]),
-    "redirected_statement": _Reader._redirected, "pipeline": _Reader._pipeline,
+    "redirected_statement": _Reader._follow_redirection, "pipeline": _Reader._follow_pipeline,
     "test_command": lambda reader, node: list(map(reader.value, node.named_children)),
     **dict.fromkeys(("for_statement", "while_statement", "c_style_for_statement"), _Reader._loop),
     "subshell": lambda reader, node: reader._follow_apart(node.children), "function_definition": _Reader._define,
     "variable_assignment": lambda reader, node: reader.set(reader.evaluate(node)),
     "variable_assignments": lambda reader, node: reader._follow(node.children),
-    **dict.fromkeys(("declaration_command", "unset_command"), _Reader._declaration), "command": _Reader._command,
+    **dict.fromkeys(("declaration_command", "unset_command"), _Reader._follow_declaration), "command": _Reader._command,
 }  # fmt: skip
 
 _BUILTINS: Mapping[str, Callable[[_Reader, str, Sequence[Word], int], None]] = {

@@ -69,12 +69,12 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
     named_kind, other = (kind, kind) if kind else (guess_kind(text, name), guess_kind(text))
     for each in (named_kind, other) if named_kind != other else ():  # a name may mislead
         with contextlib.suppress(EnvironmentTextError):
-            if (reading := _reading(text, each)).names():
+            if (reading := _read_as(text, each)).names():
                 return reading
-    return _reading(text, named_kind)
+    return _read_as(text, named_kind)
 
 
-def _reading(text: str, kind: str) -> Reading:
+def _read_as(text: str, kind: str) -> Reading:
     if len(text) > (limit := _LIMITS.get(kind, _LIMIT_SCRIPT)):
         raise EnvironmentTextError(f"{len(text)} characters are more than the {limit} that are read of a {kind}")
     if kind not in _LIMITS or pattern("exports").search(text):
@@ -94,8 +94,8 @@ def _reading(text: str, kind: str) -> Reading:
         unread = [*lost, *unread]
     return Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
-        unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
-        gpus=_gpus(text) if kind not in _LIMITS else None,
+        unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_count_nodes(text),
+        gpus=_count_gpus(text) if kind not in _LIMITS else None,
         unreached=tuple({each.name: each for each in unreached if each.line not in {e.line for e in unread}}.values()),
     )  # fmt: skip
 
@@ -109,14 +109,14 @@ def _unfound(text: str, names: set[str], pattern: re.Pattern[str], reason: str, 
                 yield Unread(line=first and first + number, why=reason.replace("{name}", name[0]), name=name[0])
 
 
-def _nodes(text: str) -> int | None:
+def _count_nodes(text: str) -> int | None:
     """Return the largest number of nodes that the text requests; None if it contains none."""
     matches, master = pattern("nodes").finditer(text), "Master:" in text
     found = [int(each[each.lastgroup]) + (each.lastgroup == "workers" and master) for each in matches if each.lastgroup]
     return max(found) if found else None
 
 
-def _gpus(text: str) -> int | None:
+def _count_gpus(text: str) -> int | None:
     """Return the largest number of GPUs that a pod or node gets; None if it is unknown, or reaches those of others."""
     counts = [number for match in pattern("gpus").findall(text) for number in match if number]
     if not counts or not all(map(str.isdecimal, counts)) or pattern("reaches_gpus").search(text):
@@ -124,24 +124,24 @@ def _gpus(text: str) -> int | None:
     return max(map(int, counts))
 
 
-def why_nothing(text: str, reading: Reading) -> str:
+def explain_nothing(text: str, reading: Reading) -> str:
     """Return the error message for a text in which no variable was found."""
     lines = {number: row for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)}
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
     if reading.form != FORMS["other"] and all(row.lstrip().startswith("#") for row in lines.values()):
-        return f"NCCL's variables are named only in comments ({listed_lines(lines)}); it was read as: {reading.form}"
+        return f"NCCL's variables are named only in comments ({list_lines(lines)}); it was read as: {reading.form}"
     looks = _first(_PATTERNS["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks and (looks != "Markdown" or not text.startswith("#!")) else ""
     like += f" Not read: {', '.join(reading.files[:3])}." if reading.files else ""
     return (
-        f"{count} NCCL's variables ({listed_lines(lines)}), and none sets one in a form that is read. It was read as: "
+        f"{count} NCCL's variables ({list_lines(lines)}), and none sets one in a form that is read. It was read as: "
         f"{reading.form}.{like} Forms that are read: {', '.join(KINDS)} (--kind)"
     )
 
 
-def listed_lines(lines: Iterable[int]) -> str:
+def list_lines(lines: Iterable[int]) -> str:
     """Format line numbers: "line 3", "lines 3, 7, 9"; at most ten numbers."""
     numbers = sorted(set(lines))
     listed = ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
@@ -159,7 +159,7 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
         title, scripts = read_documents(text, kind, max(first, 1))
         parts: _Parts = []
         for place, script in scripts.items():
-            parts += [(place, script), *_inner(script, place, depth)]
+            parts += [(place, script), *_read_inner(script, place, depth)]
         return title, parts
     title, script = FORMS[kind], Script()
     if kind == "dockerfile":
@@ -172,16 +172,16 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
         script = read_shell(f"set -a; {text}" if kind == "env" else text, line=first)  # for dotenv, or `set -a`
         title = "Slurm batch script" if re.search(r"^#SBATCH\s", text, re.MULTILINE) else title
     elif kind in ("env", "conf"):
-        script = _lines(text, kind, first)
+        script = _read_lines(text, kind, first)
     elif kind != "other":
         entries = re.findall(r"(?:^|\0)([^=\0]+)=([^\0]*)", text)[::-1]  # getenv(3) uses the first duplicate
         pairs = entries if kind == "process" else pattern("logged").findall(text)
         script.always = {name: Assigned(name, value, value) for name, value in pairs}
     source = {"log": "log"}.get(kind, title)
-    return title, [(source, script), *_inner(script, title, depth)]
+    return title, [(source, script), *_read_inner(script, title, depth)]
 
 
-def _lines(text: str, kind: str, first: int) -> Script:
+def _read_lines(text: str, kind: str, first: int) -> Script:
     """Read an env file or nccl.conf: the value is everything after the first `=`, quotes included.
 
     docker uses the last of duplicate entries. NCCL keeps all blanks, accepts `#` only in the first column, and uses the
@@ -202,7 +202,7 @@ def _lines(text: str, kind: str, first: int) -> Script:
     return script
 
 
-def _inner(script: Script, source: str, depth: int) -> _Parts:
+def _read_inner(script: Script, source: str, depth: int) -> _Parts:
     """Return the results of nested texts: files that a script writes, JSON in an option."""
     parts: _Parts = []
     texts: set[str] = set()

@@ -68,7 +68,7 @@ class NameList(NamedTuple):
         return any(names for _, names in self.matches([(name, port)])) != self.negated
 
 
-def other_net(environment: Mapping[str, str]) -> str:
+def find_other_net(environment: Mapping[str, str]) -> str:
     """Return the setting that selects a network plugin instead of NCCL's own RDMA or sockets; "" if there is none."""
     net, plugin = environment.get("NCCL_NET", ""), environment.get("NCCL_NET_PLUGIN", "")
     if net:
@@ -89,7 +89,7 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
     """Warn about quotes in an env file: some programs that read env files keep them."""
     entry = names().get(name)
     if entry is not None and is_quoted(value):
-        effect = _effect_of_garbage(name, entry)
+        effect = _describe_garbage(name, entry)
         yield finding("env.value.quotes/env_file", name, value, effect=effect, right=value.strip(value[0]))
 
 
@@ -109,21 +109,21 @@ def check_value(
     if is_quoted(value):
         off = name in VALUES["names"]["carries_data"] and strtoll(value.strip(value[0]))[0] != 0
         ends = off or name in (*VALUES["zero"], *VALUES["names"]["bytes"], "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
-        effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
+        effect, status = _describe_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
     if name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
         yield finding("env.value.kind/tilde", name, value)
     elif name in VALUES["level"]["names"]:
-        yield from _level(name, value, version)
+        yield from _check_level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
-        yield from _algorithms(name, value, version, only_all_reduce)
+        yield from _check_algorithms(name, value, version, only_all_reduce)
     elif name in VALUES["text"]:
-        yield from _text(name, value, version)
+        yield from _check_text(name, value, version)
     elif name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME"):
         yield from _list(name, value)
     elif entry.kind == "integer":
-        yield from _integer(name, value, entry)
+        yield from _check_integer(name, value, entry)
 
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
@@ -140,7 +140,7 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
         yield finding("env.value.kind/names", name, value, wanted=expected, wrong=", ".join(wrong), command=command)
 
 
-def _effect_of_garbage(name: str, entry: NcclName) -> str:
+def _describe_garbage(name: str, entry: NcclName) -> str:
     """Describe what NCCL does with a value in quotes."""
     effects = VALUES["quoted"]
     of_text = VALUES["text"].get(name, {}).get("effect", effects["text"])
@@ -154,7 +154,7 @@ def default_of(name: str, entry: NcclName) -> str:
     return "its default 4194304 (4 MiB)" if name == "NCCL_BUFFSIZE" else default  # src/init.cc DEFAULT_BUFFSIZE
 
 
-def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
+def _check_integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     number, is_integer = strtoll(value)
     default = default_of(name, entry)
     if not value:
@@ -163,7 +163,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         number_meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
         yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=number_meant)
     elif not is_integer:
-        yield from _not_a_number(name, value, number, entry)
+        yield from _report_no_number(name, value, number, entry)
     elif abs(number) > _LARGEST:
         yield finding("env.value.ignored/large", name, value, default=default)
     else:
@@ -179,7 +179,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
             yield finding("env.value.range", name, value, low=low, high=high, effect=effect, default=default)
 
 
-def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
+def _report_no_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
     """Report a text that is not only a number. NCCL uses the number at its start, or 0; the status depends on it."""
     word = value.strip().lower()
     wish = " Write 1 if you mean yes." if word in VALUES["words"]["yes"] else ""
@@ -207,7 +207,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
     yield finding("env.value.ignored/word", name, value, status=status, number=number, effect=effect, wish=wish)
 
 
-def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
+def _check_text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     """Check a keyword, a list of keywords, or a text with a pattern. NCCL takes a blank as part of a keyword."""
     row = VALUES["text"][name]
     releases = row.get("since", {})
@@ -231,7 +231,7 @@ def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         yield finding("env.value.token", name, value, words=listed, case=case, effect=effect, choices=choices)
 
 
-def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
+def _check_level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     levels, old = VALUES["level"]["known"], VALUES["level"]["old"]
     if value in levels:
         since = tuple(VALUES["level"]["since"].get(value, ()))
@@ -245,7 +245,7 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         yield finding("env.value.level", name, value, known=", ".join(levels))
 
 
-def _algorithms(name: str, value: str, version: Version | None, only_all_reduce: bool) -> Iterator[Finding]:
+def _check_algorithms(name: str, value: str, version: Version | None, only_all_reduce: bool) -> Iterator[Finding]:
     """Check NCCL_ALGO and NCCL_PROTO, which apply to all collectives or to the named ones.
 
     All-gather and reduce-scatter work only with Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc).

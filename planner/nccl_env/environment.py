@@ -13,7 +13,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.machines import catalogue, machines
 from planner.advice import Recommendation
 from planner.nccl_env import devices, rdma
@@ -199,9 +199,9 @@ def topo_file(case: Situation) -> Setting | Note | None:
 
 def _find_azure_file(node: NodeView, files: Sequence[str]) -> str | None:
     """Return the existing file of this VM series; Azure's HPC images name it in /etc/nccl.conf."""
-    models = [gpu_named(name) for name in node.gpu_names()]
+    models = [find_gpu(name) for name in node.gpu_names()]
     with_file = (row for row in machines() if row.topology_file)
-    series = next((row.topology_file for row in with_file if gpu_named(row.gpu) in models), None)
+    series = next((row.topology_file for row in with_file if find_gpu(row.gpu) in models), None)
     paths = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
     return next((path for path in paths if path in files), None)
 

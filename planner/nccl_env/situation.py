@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.tables import read_table
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.machines import catalogue
 from planner.nccl_env import Platform, Version, platforms
 from probes.api import F, Failed, Snapshot
@@ -90,7 +90,7 @@ class NodeView:
 
     def amd_of_catalogue(self) -> tuple[str, ...]:
         """Return the names of AMD GPUs in the topology; they can only come from the catalogue."""
-        gpus = [(gpu.name, gpu_named(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
+        gpus = [(gpu.name, find_gpu(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
         return tuple(name for name, gpu in gpus if gpu is not None and gpu.maker == "AMD")
 
     def cxi(self) -> tuple[str, ...]:

@@ -250,7 +250,7 @@ def _read_accelerate_deepspeed(config: dict[str, Any], parsed: CommandSettings) 
         parsed.settings["gradient_accumulation_steps"] = config["gradient_accumulation_steps"]
 
 
-def as_run(parsed: CommandSettings) -> dict[str, Any]:
+def add_defaults(parsed: CommandSettings) -> dict[str, Any]:
     """Return the settings that the trainer uses, with its defaults for missing ones, and a note about them."""
     elsewhere = ("report_to", "output_dir", "push_to_hub")
     settings = {name: value for name, value in parsed.settings.items() if name not in elsewhere}

@@ -25,8 +25,8 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
-    cause_named,
-    not_yet,
+    make_cause,
+    make_open_verdict,
     ranks_of,
 )
 
@@ -93,10 +93,10 @@ class BlockedCalls:
             if len(ranks) >= len(self.waits) / 2:  # a majority does not block itself
                 ranks.clear()
         self.roots = behind | self.unbegun | self.still_inside  # ranks that others wait for and that wait for no rank
-        self.what = {rank: self._activity(rank) for rank in self.roots}
+        self.what = {rank: self._find_activity(rank) for rank in self.roots}
         self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED and self.age >= one.grace}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
-        self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
+        self.first = facts.find_first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
         if self.first is not None and not (self.decisive or self.first in self.waits):
             self.first = None
         if self.first is not None:  # the others ended after it, or were terminated
@@ -128,7 +128,7 @@ class BlockedCalls:
             (wait.here if came else wait.unseen if came is None else wait.missing).add(other)
             match = self._find_other_end(rank, call, other) if call.p2p and call.op == "send" and came else None
             if match and call.sizes and match.sizes and _lengths(call) != _lengths(match):  # which is wrong is unknown
-                self.mismatches.append(cause_named("unequal", sender=rank, sent=call.words, receiver=other,
+                self.mismatches.append(make_cause("unequal", sender=rank, sent=call.words, receiver=other,
                                                    received=match.words))  # fmt: skip
         return wait
 
@@ -224,7 +224,7 @@ class BlockedCalls:
         """
 
         def is_earlier(rank: int) -> bool:
-            call, others = self.waits[rank].call, (wait.call for wait in self._waits_for(rank).values())
+            call, others = self.waits[rank].call, (wait.call for wait in self._find_waiters(rank).values())
             return all(other.group == call.group and other.number > call.number for other in others)
 
         missing = {rank for wait in self.waits.values() for rank in wait.missing}
@@ -234,7 +234,7 @@ class BlockedCalls:
 
     def _is_late_by_most(self, rank: int) -> bool:
         """Whether a rank still runs, or any failed; else whether most of a group wait for it in one call."""
-        states, waits = self.facts.states, self._waits_for(rank).values()
+        states, waits = self.facts.states, self._find_waiters(rank).values()
         failed = rank == self.facts.first or any(state.error for state in states.values())
         if rank not in states or not states[rank].ended or failed:
             return True
@@ -242,7 +242,7 @@ class BlockedCalls:
         return any(wait.call.p2p or not wait.size or waiting[wait.call.group, wait.call.number] > wait.size / 2
                    for wait in waits)  # fmt: skip
 
-    def _waits_for(self, rank: int) -> dict[int, Wait]:
+    def _find_waiters(self, rank: int) -> dict[int, Wait]:
         """Return the waits for a rank, by waiting rank."""
         return {waiter: wait for waiter, wait in self.waits.items() if rank in wait.missing}
 
@@ -260,7 +260,7 @@ class BlockedCalls:
         its = self.waits[other].call
         return its.group == call.group and its.number != call.number
 
-    def _activity(self, rank: int) -> Activity:
+    def _find_activity(self, rank: int) -> Activity:
         """What a rank does that others wait for: by its calls if it waits itself, else by its own file or its calls."""
         facts = self.facts
         if rank in self.waits:
@@ -269,11 +269,11 @@ class BlockedCalls:
                 return Activity("gpu", f"has called {text}, and its GPU has not begun it: work before it still runs")
             kind = "gpu" if rank in self.still_inside else "unknown"
             return Activity(kind, f"is still in {text}, which the others have finished")
-        waits = self._waits_for(rank)
+        waits = self._find_waiters(rank)
         if rank in facts.states or rank in facts.processes or rank in facts.stacks:
             longest = max((wait.ago for wait in waits.values() if wait.call.created), default=None)
             begun = self._last_written(rank) + facts.ages.get(rank, 0.0) - longest if longest is not None else 0.0
-            return facts.since_wait_began(rank, begun)
+            return facts.find_activity_since(rank, begun)
         call, trace = waits[min(waits)].call, self.traces[rank]
         last = next((made for made in reversed(trace.calls) if made.group == call.group), None)
         newest = trace.enqueued.get(call.group) or (last.number if last else 0)
@@ -285,7 +285,7 @@ class BlockedCalls:
         rows: dict[str, list[int]] = {}
         for rank in waiting:
             wait = self.waits[rank]
-            of_whom = f" for {ranks_of(sorted(wait.missing))}{self._line_of(rank, wait.call)}" if all_rows else ""
+            of_whom = f" for {ranks_of(sorted(wait.missing))}{self._find_line(rank, wait.call)}" if all_rows else ""
             rows.setdefault(describe(wait.call) + of_whom, []).append(rank)
         largest = sorted(rows.items(), key=lambda row: -len(row[1]))[: 8 if all_rows else 4]
         return [f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} in {place}" for place, ranks in largest]
@@ -304,10 +304,10 @@ class BlockedCalls:
         if self.first is None and (len(gone) > 1 or gone & facts.lost_a_peer):
             return None  # the errors of these ranks decide which of them was first
         if not self.roots:
-            return self._without_root()
-        if (early := self._too_early()) is not None:
+            return self._judge_without_root()
+        if (early := self._judge_patience()) is not None:
             return early
-        if not self.decisive and self.roots <= set(self.waits) - self.unbegun and self._resends():
+        if not self.decisive and self.roots <= set(self.waits) - self.unbegun and self._is_resending():
             behind = self.waits[min(self.roots)]  # all have come to the call that these are still in: not late
             message = f"{ranks_of(sorted(self.roots))}: still in {describe(behind.call)}"
             cause = network(facts, "transfers no data", self.wait, message, between=sorted(behind.here))
@@ -336,18 +336,18 @@ class BlockedCalls:
         failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in accused)
         return facts.verdict("failed" if failed else "stuck", *causes, waiting=self.waiting)
 
-    def _too_early(self) -> Verdict | None:
+    def _judge_patience(self) -> Verdict | None:
         """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
         patient = {rank: one for rank, one in self.what.items() if self.age < one.grace and rank not in self.decisive}
         if not patient or len(patient) < len(self.what):
             return None
         if self.facts.gave_up:
             is_long = all(one.grace >= self.facts.limit for one in patient.values())
-            return self.facts.timeout_too_short(patient, self.wait, self.waiting) if is_long else None
+            return self.facts.blame_timeout(patient, self.wait, self.waiting) if is_long else None
         rows = [f"rank {rank} {one.words}; {self.wait}" for rank, one in sorted(patient.items())]
-        return not_yet(rows, max(one.grace for one in patient.values()), self.waiting)
+        return make_open_verdict(rows, max(one.grace for one in patient.values()), self.waiting)
 
-    def _resends(self) -> bool:
+    def _is_resending(self) -> bool:
         """Whether, since the calls stand still, a rank's bytes to another host wait, and some had to be sent again.
 
         Nothing answers there. For a rank that only does not read, its kernel still answers.
@@ -359,7 +359,7 @@ class BlockedCalls:
             for state in states for address in state.held
         )  # fmt: skip
 
-    def _without_root(self) -> Verdict:
+    def _judge_without_root(self) -> Verdict:
         """All of a group are in a call that does not move; groups wait for each other; or who is missing is unknown."""
         facts, waits = self.facts, self.waits
         self.what = {rank: facts.activity(rank) for rank in facts.states}
@@ -369,7 +369,7 @@ class BlockedCalls:
         counted = sorted({member for wait in waits.values() for member in wait.here if facts.has_moved_on(member)})
         elsewhere = [member for member in counted if self.what[member].kind != "collective"]
         if elsewhere or (counted and self.age < 2 * STALL_SECONDS):
-            return not_yet([f"{ranks_of(counted)} made calls that their dumps do not show yet; {self.wait}"],
+            return make_open_verdict([f"{ranks_of(counted)} made calls that their dumps do not show yet; {self.wait}"],
                            facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
         if circle := self._find_circle():
             return self._judge_circle(circle)
@@ -385,7 +385,7 @@ class BlockedCalls:
             return self._named(mute)
         unknown_part = f"whether {ranks_of(unseen)} entered is unknown"
         if unseen and len(what) == len(unseen) and self.age < facts.limit and not facts.gave_up:
-            return not_yet([f"{unknown_part}; {self.wait}"], facts.limit, self.waiting)
+            return make_open_verdict([f"{unknown_part}; {self.wait}"], facts.limit, self.waiting)
         numbers: dict[str, set[int]] = {}
         for wait in waits.values():
             if wait.call.group and not wait.call.p2p:
@@ -417,7 +417,7 @@ class BlockedCalls:
         busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in BUSY_KINDS]
         if busy and self.age < facts.limit:  # it has called ahead, and may yet come
             rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
-            return not_yet(rows, facts.limit, self.waiting)
+            return make_open_verdict(rows, facts.limit, self.waiting)
         unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
         odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
         for rank in circle if not busy and all(map(self._is_in_one_group, circle)) else ():
@@ -431,7 +431,7 @@ class BlockedCalls:
                     odd[rank] = others
         if unseen and not odd and self.age < 2 * STALL_SECONDS:  # the dumps of these ranks are about to come
             rows = [f"whether {ranks_of(unseen)} entered is unknown; {self.wait}"]
-            return not_yet(rows, 2 * STALL_SECONDS, self.waiting)
+            return make_open_verdict(rows, 2 * STALL_SECONDS, self.waiting)
         rank, others = min(odd.items(), default=(circle[0], [circle[0]]))
         call = waits[others[0]].call
         is_reordered = any((entry.group, entry.number, entry.p2p) == (call.group, call.number, False)
@@ -451,7 +451,7 @@ class BlockedCalls:
         calls = self.traces[rank].calls
         return len({call.group for call in calls if not call.done and (call.started or not call.is_ahead)}) < 2
 
-    def _line_of(self, rank: int, call: Call) -> str:
+    def _find_line(self, rank: int, call: Call) -> str:
         """The line of the user's code from which a rank has made a call, if a source shows it.
 
         The rank's file does if the rank waits in this call and was sampled since then, or ended there.
@@ -483,7 +483,7 @@ class BlockedCalls:
                 continue
             sizes = [size for rank in rows if rank in self.waits and (size := self.waits[rank].size)]
             known = max(sizes, default=len(members) or self.facts.world or len(rows))
-            lines = {rank: self._line_of(rank, call) for rank, call in rows.items()}
+            lines = {rank: self._find_line(rank, call) for rank, call in rows.items()}
             yield mismatch(rows, size=known if group else None, lines=lines)
 
 
@@ -511,7 +511,7 @@ def network(facts: RunFacts, symptom: str, *evidence: str, between: Sequence[int
     inside = set(between or range(facts.world or 0))
     here = {facts.host(rank) or "?" for rank in inside}
     if inside == set(facts.states) and len(here) == 1 and here != {"?"} and not pairs:
-        return cause_named("one_host", what=symptom, host=min(here), nodes=tuple(here), evidence=evidence)
+        return make_cause("one_host", what=symptom, host=min(here), nodes=tuple(here), evidence=evidence)
     hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
     if len(hosts) == 2:  # only these two are in the call that does not move
         pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})
@@ -523,9 +523,9 @@ def network(facts: RunFacts, symptom: str, *evidence: str, between: Sequence[int
         return _link(hosts, 1.0, symptom, rows)
     total, looks = links.total(), max(pairs.values(), default=0)
     if not total or len(facts.states) < 2:
-        return cause_named("network", what=symptom, evidence=rows)
+        return make_cause("network", what=symptom, evidence=rows)
     (link, highest), *further = links.most_common(2)
-    odds = _odds(highest, further[0][1] if further else 0) if highest / total >= EXPLAINS else 0.0
+    odds = _compare_counts(highest, further[0][1] if further else 0) if highest / total >= EXPLAINS else 0.0
     if odds >= 1:
         return _link(sorted(link), highest / total, symptom, rows)
     by_host = Counter({host: sum(n for link, n in links.items() if host in link) for host in frozenset().union(*links)})
@@ -533,18 +533,18 @@ def network(facts: RunFacts, symptom: str, *evidence: str, between: Sequence[int
     others = sorted(frozenset().union(*(link for link in links if host in link)) - {host})
     elsewhere = sum(n for link, n in links.items() if second in link and host not in link)
     of_node = touched - links[frozenset((host, second))]
-    odds_of_node = _odds(of_node, elsewhere) if touched / total >= EXPLAINS else 0.0
+    odds_of_node = _compare_counts(of_node, elsewhere) if touched / total >= EXPLAINS else 0.0
     if len(others) > 1 and odds_of_node >= 1:
-        return cause_named("node", host=host, what=symptom, others=", ".join(others), nodes=(host,),
+        return make_cause("node", host=host, what=symptom, others=", ".join(others), nodes=(host,),
                            share=touched / total, evidence=rows)  # fmt: skip
     if 0 < (best := max(odds, odds_of_node)) < 1:
         rows = (*rows, "which link it is cannot be distinguished yet; if this continues, it can be in about "
                        f"{max(1.0, looks * LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
-    return cause_named("network", what=symptom, evidence=rows)
+    return make_cause("network", what=symptom, evidence=rows)
 
 
 def _link(hosts: Sequence[str], share: float, what: str, rows: tuple[str, ...]) -> Cause:
-    return cause_named("link", one=hosts[0], other=hosts[1], what=what, nodes=tuple(hosts), share=share, evidence=rows)
+    return make_cause("link", one=hosts[0], other=hosts[1], what=what, nodes=tuple(hosts), share=share, evidence=rows)
 
 
 def _count_backlog(facts: RunFacts, between: Sequence[int], since: float) -> Counter[tuple[str, str]]:
@@ -560,7 +560,7 @@ def _count_backlog(facts: RunFacts, between: Sequence[int], since: float) -> Cou
     return pairs
 
 
-def _odds(looks: int, others: int) -> float:
+def _compare_counts(looks: int, others: int) -> float:
     """How far two counts of looks differ, as the square of the share of the margin: 1 is distinguishable.
 
     Counts of rare looks scatter by their square root (Poisson); the margin holds for a run with CONFIDENCE.
@@ -585,7 +585,7 @@ def signature(call: Call) -> tuple[object, ...]:
     return (call.op, *(_lengths(call) if call.op.lower() in _ALIKE else ()))
 
 
-def odd_of_all(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
+def find_odd_rank(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
     """The one rank that gloo ended by the sizes of its call, if all others of the job were alike in their last call."""
     last = {rank: trace.calls[-1] for rank, trace in facts.traces.items() if trace.calls and rank not in ranks}
     alike = {(call.group, call.number, signature(call)) for call in last.values()}

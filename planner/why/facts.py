@@ -62,7 +62,7 @@ class Cause:
     action: str = ""
 
 
-def cause_named(
+def make_cause(
     key: str, *, ranks: tuple[int, ...] = (), nodes: tuple[str, ...] = (), share: float | None = None,
     evidence: tuple[str, ...] = (), **fields: object,
 ) -> Cause:  # fmt: skip
@@ -103,7 +103,7 @@ class Verdict:
         """Return whether the verdict says that ranks wait, but not for which rank."""
         return bool(self.causes) and self.causes[0].code == "call.timeout"
 
-    def left_open(self, key: str, **fields: object) -> Verdict:
+    def with_question(self, key: str, **fields: object) -> Verdict:
         """Return it with a question of why.toml that stays open; where no fault was found, it may be unknown for it."""
         line, missing, how = (_WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
         verdict = replace(self, unknown=(*self.unknown, Unknown(what=missing, command=how)))
@@ -204,14 +204,14 @@ class RunFacts:
             return self.ages.get(rank, 0.0) <= max(self.ages.get(other, 0.0) for other in given_up) + STALE_SECONDS
         return state.written >= min(given_up.values()) - STALE_SECONDS
 
-    def first_to_end(self, ranks: Sequence[int]) -> int | None:
+    def find_first_to_end(self, ranks: Sequence[int]) -> int | None:
         """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
         said = {rank: self.states[rank].error or self.log.errors.get(rank, "") for rank in ranks}
         errors = {rank: error for rank, error in said.items() if error}
         if self.first is not None and self.first in ranks and is_own(errors.get(self.first, "")):
             clean = [rank for rank in ranks if self.states[rank].ended and not self.states[rank].error]
             left = [rank for rank in clean if self.first not in errors
-                    and 0 < self.calls_of(rank) < self.calls_of(self.first)]  # fmt: skip
+                    and 0 < self.count_calls(rank) < self.count_calls(self.first)]  # fmt: skip
             return left[0] if len(left) == 1 else self.first
         own = sorted((rank for rank in errors if is_own(errors[rank])), key=lambda rank: -self.ages.get(rank, 0.0))
         if own:
@@ -239,7 +239,7 @@ class RunFacts:
         """Return whether the dumps show calls of one group only, so that their numbers can be compared."""
         return len({group for trace in self.traces.values() for group in trace.enqueued}) < 2
 
-    def calls_of(self, rank: int) -> int:
+    def count_calls(self, rank: int) -> int:
         """Return how many collectives a rank has called, by a dump as new as its state; 0: unknown."""
         state, trace = self.states[rank], self.traces.get(rank)
         if trace is None or not self.has_one_group:
@@ -291,7 +291,7 @@ class RunFacts:
         if is_mute and process != "runs":  # its host may be down, or one call holds the GIL
             text = f"has written no heartbeat for {age:.0f} s, while other ranks have"
             return Activity("silent", text, 0.0 if self._is_unreachable(state) else self.limit)
-        kind, frames = kind_of(state) or "unknown", state.own or state.where or stack or ()
+        kind, frames = find_main_phase(state) or "unknown", state.own or state.where or stack or ()
         place = f", in {frames[0]}" if frames else ""
         if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{place}", self.limit)
@@ -299,7 +299,7 @@ class RunFacts:
         effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
         if state.cpu_share is not None and state.cpu_share < IDLE_SHARE:
             effort = f" (no CPU time; its process moves {'' if state.is_active else 'hardly any '}data)"
-        return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{place}{effort}", self._grace(state))
+        return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{place}{effort}", self._get_grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
         """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
@@ -308,7 +308,7 @@ class RunFacts:
             peer.held.get(address) and peer.resent.get(address) for peer in others for address in state.addresses
         )
 
-    def _grace(self, state: RankState) -> float:
+    def _get_grace(self, state: RankState) -> float:
         """Seconds for which others may wait for a rank at work, by the evidence on what it does.
 
         Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint)
@@ -320,10 +320,10 @@ class RunFacts:
             return self.limit
         if state.own and set(state.own) <= set(state.usual):
             return min(STALL_SECONDS, self.limit)
-        is_idle = state.cpu_share is None or kind_of(state, "compute") == "idle"
+        is_idle = state.cpu_share is None or find_main_phase(state, "compute") == "idle"
         return min(IDLE_SECONDS, self.limit) if is_idle else self.limit
 
-    def since_wait_began(self, rank: int, begun: float) -> Activity:
+    def find_activity_since(self, rank: int, begun: float) -> Activity:
         """activity(), but what a rank did since the others' wait began counts, where it does something else only now.
 
         A rank that has just come back from a checkpoint computes by now; the wait is the checkpoint's.
@@ -366,7 +366,7 @@ class RunFacts:
     def named(self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), **fields: Any) -> Verdict:
         """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
         row = _WORDS["cause"][key]
-        verdict = self.verdict(state or row.get("state", "failed"), cause_named(key, **fields), waiting=waiting)
+        verdict = self.verdict(state or row.get("state", "failed"), make_cause(key, **fields), waiting=waiting)
         return replace(verdict, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else verdict
 
     def cause_of(self, rank: int, activity: Activity, *evidence: str, share: float | None = None) -> Cause:
@@ -391,7 +391,7 @@ class RunFacts:
             nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
         )  # fmt: skip
 
-    def timeout_too_short(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
+    def blame_timeout(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
         """The others gave up waiting for ranks at work that may take long: the timeout is at fault, no rank is."""
         errors = [state.error or "" for state in self.states.values()]
         limit = next((int(match[1]) / 1000 for error in errors if (match := _LIMIT.search(error))), None)
@@ -403,7 +403,7 @@ class RunFacts:
         return replace(verdict, not_at_fault=texts)
 
 
-def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
+def make_open_verdict(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
     """No fault so far: what others wait for, as sentences, and the wait from which on it is one."""
     line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s"
     return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
@@ -431,7 +431,7 @@ def are_alike(errors: Sequence[str]) -> bool:
     return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1
 
 
-def kind_of(state: RankState, phase: str | None = None) -> str | None:
+def find_main_phase(state: RankState, phase: str | None = None) -> str | None:
     """The phase of a rank, or another one that it was mostly in: what is not on a CPU does not compute."""
     phase = phase or state.phase
     if phase != "compute" or state.cpu_share is None or state.cpu_share >= IDLE_SHARE:

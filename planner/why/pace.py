@@ -32,7 +32,7 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
-    kind_of,
+    find_main_phase,
 )
 
 # NCCL diagnostics report a rank more than 30 % away from the median (docs/userguide, troubleshooting/diagnostics)
@@ -82,13 +82,13 @@ class Lateness:
 def find_late_rank(facts: RunFacts) -> Verdict | None:
     """Return the verdict if the others always wait for one rank, or if a rank looks late and is not at fault."""
     windows = WINDOWS[:1] if facts.is_over else WINDOWS  # nothing is recent in a run that has ended
-    by_looks = [row for since in windows for row in _by_samples(facts, since)]
+    by_looks = [row for since in windows for row in _compare_samples(facts, since)]
     has_joined = any("join" in state.samples for state in facts.states.values())  # such a rank makes calls at once
-    rows = [] if has_joined else _by_calls(facts, windows)
+    rows = [] if has_joined else _compare_calls(facts, windows)
     refuted = {row.rank for row in by_looks if row.usual < 1 - MATTERS and row.work <= row.usual}
     rows = [row for row in rows if row.rank not in refuted] + by_looks
     late_rows = sorted((row for row in rows if row.excess > 0), key=lambda row: -row.excess)
-    habits = {row.rank: _habit(row.rank, facts) for row in late_rows}
+    habits = {row.rank: _find_habit(row.rank, facts) for row in late_rows}
     lacking = {row: MIN_SECONDS - row.seconds if habits[row.rank] == AS_OTHERS else 0.0 for row in late_rows}
     proven = {row.rank: row for row in reversed(late_rows) if row.excess > row.margin and lacking[row] <= 0}
     causes, not_at_fault = [], []
@@ -97,7 +97,7 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
         if habit.kind in (*LONG_PHASES, "turns"):
             not_at_fault.append(f"rank {one.rank} {habit.words}; {one.wait}")
         else:
-            causes.append(facts.cause_of(one.rank, habit, one.wait, _since_when(one.rank, facts), share=one.share))
+            causes.append(facts.cause_of(one.rank, habit, one.wait, _describe_change(one.rank, facts), share=one.share))
     if causes:
         alone = (causes[0].share or 0.0) >= EXPLAINS
         ranks = tuple(cause.ranks[0] for cause in causes[: 1 if alone else None])
@@ -115,9 +115,9 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
     return Verdict(state="fine", line=line)
 
 
-def _since_when(rank: int, facts: RunFacts) -> str:
+def _describe_change(rank: int, facts: RunFacts) -> str:
     """Return since when a rank has been late, if its pace has changed in this run; else an empty text."""
-    growth = _growth(facts.states[rank]) if rank in facts.states else None
+    growth = _find_growth(facts.states[rank]) if rank in facts.states else None
     if growth is None or growth.since <= OUTLIER * growth.before:
         return ""
     time = strftime("%H:%M:%S", gmtime(growth.began))
@@ -125,7 +125,7 @@ def _since_when(rank: int, facts: RunFacts) -> str:
             f"call, {growth.before:.3g} s before")  # fmt: skip
 
 
-def _quantile(ranks: int) -> float:
+def _get_quantile(ranks: int) -> float:
     """Return how many standard errors a difference must exceed for this number of compared ranks (Bonferroni)."""
     return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (max(1, ranks) * len(WINDOWS)))
 
@@ -138,26 +138,26 @@ class Waits(NamedTuple):
     errors: Mapping[int, float]  # error of each rank's clock in seconds; 0 if no clocks are compared
 
 
-def _by_calls(facts: RunFacts, windows: tuple[float, ...]) -> list[Lateness]:
+def _compare_calls(facts: RunFacts, windows: tuple[float, ...]) -> list[Lateness]:
     """Compare how long the ranks waited in their calls; empty if that cannot be compared.
 
     A window is the fraction of the calls to skip, from the first on.
     """
-    calls = _shared_calls(facts)
+    calls = _find_shared_calls(facts)
     rows = []
     for since in windows:
-        waits = _waits_on_gpus(calls, since) or _waits_by_arrival(calls, facts, since)
+        waits = _measure_on_gpus(calls, since) or _measure_by_arrival(calls, facts, since)
         if waits is None or len(waits.rows) < MIN_CALLS or waits.elapsed <= 0:
             continue
         total = {rank: sum(row[rank] for row in waits.rows) for rank in waits.rows[0]}
         caused = dict.fromkeys(total, 0.0)
         for row in waits.rows:
             caused[min(row, key=lambda rank: row[rank])] += sum(row.values())
-        rows += [_lateness(rank, waits, total, caused) for rank in total]
+        rows += [_measure_lateness(rank, waits, total, caused) for rank in total]
     return rows
 
 
-def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mapping[int, float]) -> Lateness:
+def _measure_lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mapping[int, float]) -> Lateness:
     """Return how late a rank is, from its waiting time and that of the median of the other ranks."""
     others = [other for other in total if other != rank]
     middle = median_low(total[other] for other in others)
@@ -168,7 +168,7 @@ def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mappi
     blocks = [mean(differences[n * size : (n + 1) * size]) for n in range(BLOCKS)]
     # A few long pauses are no habit: the sum of waits that come at random times scatters by the root of their squares.
     error = max(stdev(blocks) / sqrt(BLOCKS), sqrt(sum(difference * difference for difference in differences)) / count)
-    margin, all_waiting = _quantile(len(total)) * error * count / elapsed, sum(caused.values())
+    margin, all_waiting = _get_quantile(len(total)) * error * count / elapsed, sum(caused.values())
     share = caused[rank] / all_waiting if all_waiting > 0 else 0.0
     wait = (f"flight recorder: the others waited {caused[rank] / len(others):.1f} s of {elapsed:.1f} s for it, "
             f"{share:.0%} of all waiting, over {count} collectives (margin {margin * elapsed:.1f} s"
@@ -178,7 +178,7 @@ def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mappi
                     wait=wait)  # fmt: skip
 
 
-def _waits_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
+def _measure_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
     """Use the duration of each call on each GPU: all GPUs leave it together, so the last to enter has the shortest.
 
     Returns None if the recorder has not measured these durations.
@@ -194,7 +194,7 @@ def _waits_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
     return Waits(waits, elapsed, dict.fromkeys(first, 0.0))
 
 
-def _waits_by_arrival(calls: list[dict[int, Call]], facts: RunFacts, since: float) -> Waits | None:
+def _measure_by_arrival(calls: list[dict[int, Call]], facts: RunFacts, since: float) -> Waits | None:
     """Use the time at which each rank made its calls, on aligned clocks; None if that is impossible or useless.
 
     Calls enqueued ahead of the GPU, such as NCCL's, do not show when a rank reached them.
@@ -240,7 +240,7 @@ def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str]) -> dict
     return offsets
 
 
-def _shared_calls(facts: RunFacts) -> list[dict[int, Call]]:
+def _find_shared_calls(facts: RunFacts) -> list[dict[int, Call]]:
     """Each rank's call, for the collectives that all ranks made of the one group that most calls are of."""
     rows: dict[tuple[str, int], dict[int, Call]] = {}
     for rank, trace in facts.traces.items():
@@ -253,7 +253,7 @@ def _shared_calls(facts: RunFacts) -> list[dict[int, Call]]:
     return [row for (group, _), row in sorted(full.items(), key=lambda item: item[0][1]) if group == busiest]
 
 
-def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
+def _compare_samples(facts: RunFacts, since: float) -> list[Lateness]:
     """By how often a look at each rank found it in a collective: no clocks are compared.
 
     Only looks count between which a collective began: a long pause for other work is one event, however often it is
@@ -275,7 +275,7 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
     for rank, (work, count) in works.items():
         others = [works[other] for other in works if other != rank]
         usual, fewest = median(share for share, _ in others), min(n for _, n in others)
-        margin = _quantile(len(works)) * sqrt(_variance(work, count) + OUTLIER**2 * _variance(usual, fewest))
+        margin = _get_quantile(len(works)) * sqrt(_variance(work, count) + OUTLIER**2 * _variance(usual, fewest))
         wait = (f"rank states: it is outside collectives in {work:.0%} of {count} samples, the others in {usual:.0%} "
                 f"(margin {margin:.0%})")  # fmt: skip
         rows.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, seconds=spans[rank], wait=wait))
@@ -288,7 +288,7 @@ def _variance(share: float, looks: int) -> float:
     return smoothed * (1 - smoothed) / looks
 
 
-def _habit(rank: int, facts: RunFacts) -> Activity:
+def _find_habit(rank: int, facts: RunFacts) -> Activity:
     """Return what a rank that is always late does more often than the others."""
     state = facts.states.get(rank)
     if facts.processes.get(rank) == "stopped" or state is None or not state.samples:
@@ -309,7 +309,7 @@ def _habit(rank: int, facts: RunFacts) -> Activity:
     # a difference within the sampling error is not a difference
     if excess[kind] <= 2 * sqrt(0.25 / looks + 0.25 / of_rest):
         return AS_OTHERS
-    now = kind_of(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
+    now = find_main_phase(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
     return Activity(now, f"{DOING[now]} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others")
 
 
@@ -326,7 +326,7 @@ class Growth(NamedTuple):
     more: dict[str, float]  # by phase: additional seconds per call
 
 
-def _growth(state: RankState) -> Growth | None:
+def _find_growth(state: RankState) -> Growth | None:
     """The one change of a rank's pace that fits best, by least absolute deviations from the medians before and since.
 
     None with fewer than MIN_PIECES on a side. A pause in one piece moves no median, and so is no change. The first
@@ -358,7 +358,7 @@ def find_lower_pace(facts: RunFacts) -> Verdict | None:
 
     None where a few ranks do: whether they are late is for find_late_rank to say, with its margin.
     """
-    rows = [growth for state in facts.states.values() if (growth := _growth(state)) is not None]
+    rows = [growth for state in facts.states.values() if (growth := _find_growth(state)) is not None]
     if not rows or len(rows) < len(facts.states):
         return None
     before, since = (median(getattr(growth, name) for growth in rows) for name in ("before", "since"))

@@ -27,7 +27,7 @@ from planner.why.facts import (
     are_alike,
     headline,
     is_own,
-    not_yet,
+    make_open_verdict,
     ranks_of,
 )
 
@@ -38,7 +38,7 @@ _ANSWERS = {"": "and has no connection", "connected": "and is connected", "close
 _MESH = re.compile(r"connectFullMesh failed.*remote=\[([^\]]+)\]:(\d+)")
 
 
-def by_clash(facts: RunFacts) -> Verdict | None:
+def judge_clash(facts: RunFacts) -> Verdict | None:
     """Use calls that torch itself compared before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     rows = facts.log.clash
     if len({signature(call) for call in rows.values()}) >= 2:
@@ -52,7 +52,7 @@ def by_clash(facts: RunFacts) -> Verdict | None:
     return facts.named("clash_numbers", who=who, each="; ".join(each[:4]), evidence=each[:8])
 
 
-def by_models(facts: RunFacts) -> Verdict | None:
+def judge_models(facts: RunFacts) -> Verdict | None:
     """Use DDP's own check for parameters without a gradient, and for ranks whose model differs.
 
     Only a majority of the ranks whose models are known makes another rank the odd one. Shapes are compared with those
@@ -79,7 +79,7 @@ def by_models(facts: RunFacts) -> Verdict | None:
     return facts.named("models", who=who, each=each, ranks=odd)
 
 
-def by_meeting(facts: RunFacts) -> Verdict | None:
+def judge_meeting(facts: RunFacts) -> Verdict | None:
     """Find why ranks, or torchrun on several nodes, have not met, by the files of those that wait at the rendezvous.
 
     Those that wait are never named. A file that is older than the wait is of an earlier start.
@@ -98,7 +98,7 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
         if match := _MESH.search(error):
             who = ranks_of([rank for rank, state in here.items() if state.error == error], kind)
             return facts.named("mesh", who=who, peer=f"{match[1]}:{match[2]}", evidence=(error,))
-    by_log = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
+    by_log = judge_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
     if by_log and by_log.causes[0].code == "port_in_use":
         return by_log
     world = max(state.world_size or 0 for state in here.values())
@@ -128,10 +128,10 @@ def by_meeting(facts: RunFacts) -> Verdict | None:
         late=ranks_of(behind, kind), evidence=(*rows[:8], *errors[:1]),
         waiting=tuple(here) if kind == "rank" else (), ranks=accused,
     )  # fmt: skip
-    return verdict if over or age >= limit else not_yet([verdict.causes[0].message, *rows], limit)
+    return verdict if over or age >= limit else make_open_verdict([verdict.causes[0].message, *rows], limit)
 
 
-def by_rendezvous(facts: RunFacts) -> Verdict | None:
+def judge_rendezvous(facts: RunFacts) -> Verdict | None:
     """Find ranks that did not meet. The rank that wrote the line was waiting, and is never named."""
     met, evidence = facts.log.rendezvous, tuple(facts.log.attempts)
     joined, world = map(int, met.get("clients", (0, 0)))
@@ -151,7 +151,7 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
     return None
 
 
-def by_joins(facts: RunFacts) -> Verdict | None:
+def judge_joins(facts: RunFacts) -> Verdict | None:
     """Find ranks that have not joined a process group during its creation."""
     overfull = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
     if overfull is not None:
@@ -171,7 +171,7 @@ def by_joins(facts: RunFacts) -> Verdict | None:
     return facts.named("not_joined", state=state, waiting=waiting, count=count)
 
 
-def by_errors(facts: RunFacts) -> Verdict | None:
+def judge_errors(facts: RunFacts) -> Verdict | None:
     """Use errors in the log: a barrier that names the missing ranks, else exceptions of the ranks themselves."""
     if facts.log.late:
         ranks = tuple(sorted(facts.log.late))
@@ -186,14 +186,14 @@ def by_errors(facts: RunFacts) -> Verdict | None:
     waiting = tuple(sorted(reported - set(raised)))
     wait = (f"watchdog: {ranks_of(waiting)} timed out waiting",) if waiting else ()
     if len(raised) > 1 and facts.first not in raised and (not facts.in_order or are_alike(list(raised.values()))):
-        return _several(raised, facts, *wait, waiting=waiting)
+        return _judge_several(raised, facts, *wait, waiting=waiting)
     first = facts.first if facts.first in raised and facts.first is not None else next(iter(raised))
     which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
     cause = facts.cause_of(first, Activity("gone", f"ended with {headline(raised[first])}"), which, *wait)
     return facts.verdict("failed", cause, waiting=waiting)
 
 
-def _several(raised: Mapping[int, str], facts: RunFacts, *wait: str, waiting: tuple[int, ...] = ()) -> Verdict:
+def _judge_several(raised: Mapping[int, str], facts: RunFacts, *wait: str, waiting: tuple[int, ...] = ()) -> Verdict:
     """Return the verdict if several ranks ended with their own errors: which was first is unknown."""
     each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(raised.items())]
     key = "several_alike" if are_alike(list(raised.values())) else "several"
@@ -201,12 +201,12 @@ def _several(raised: Mapping[int, str], facts: RunFacts, *wait: str, waiting: tu
                        error=headline(raised[min(raised)]), evidence=(*wait, *each[:4]))  # fmt: skip
 
 
-def by_cut_message(facts: RunFacts) -> Verdict | None:
+def judge_cut_message(facts: RunFacts) -> Verdict | None:
     """Find calls of different sizes by gloo's check: a rank received more than its call expects."""
     return facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
 
 
-def by_other_lines(facts: RunFacts) -> Verdict | None:
+def judge_other_lines(facts: RunFacts) -> Verdict | None:
     """Use lines that do not show which rank is missing, if no source says more.
 
     A rank whose own watchdog hung is named if no collective was outstanding, so it waited for nobody. A peer that
@@ -227,14 +227,14 @@ def by_other_lines(facts: RunFacts) -> Verdict | None:
     return facts.named("in_vain", waiting=tuple(rows), who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
 
 
-def by_torchrun(facts: RunFacts) -> Verdict | None:
+def judge_torchrun(facts: RunFacts) -> Verdict | None:
     """Use the rank that torchrun saw fail first, if no other source says more."""
     if facts.first is None or not is_own(facts.log.errors.get(facts.first, "")):
         return None  # it had waited for another rank
     return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, according to torchrun")))
 
 
-def by_uneven_ends(facts: RunFacts) -> Verdict | None:
+def judge_uneven_ends(facts: RunFacts) -> Verdict | None:
     """Half of the ranks or more ended without an error, and all others wait for them or lost them.
 
     The ranks that ended are not named, because they are the majority. The others are named if they made more calls,
@@ -245,9 +245,9 @@ def by_uneven_ends(facts: RunFacts) -> Verdict | None:
     ended = sorted(rank for rank, state in facts.states.items() if state.ended and not state.error)
     rest = sorted(set(facts.states) - set(ended))
     if not rest or facts.first in ended or 2 * len(ended) < max(len(facts.states), facts.world or 0) or not all(
-            _waits(rank, facts) or rank in facts.lost_a_peer for rank in rest):  # fmt: skip
+            _is_waiting(rank, facts) or rank in facts.lost_a_peer for rank in rest):  # fmt: skip
         return None
-    calls_of = {rank: facts.calls_of(rank) for rank in facts.states}
+    calls_of = {rank: facts.count_calls(rank) for rank in facts.states}
     few, highest = ([calls for rank in ranks if (calls := calls_of[rank])] for ranks in (ended, rest))
     if len(set(few)) > 1 or (few and highest and min(highest) <= few[0]):
         return None  # one of them left before the others, or a call that all have come to failed
@@ -260,7 +260,7 @@ def by_uneven_ends(facts: RunFacts) -> Verdict | None:
                        ranks=tuple(rest) if is_certain else (), waiting=() if is_certain else tuple(rest))  # fmt: skip
 
 
-def by_states(facts: RunFacts) -> Verdict | None:
+def judge_states(facts: RunFacts) -> Verdict | None:
     """Use rank states without calls: ranks that have ended, are stopped, or are silent while others still write."""
     what = {rank: facts.activity(rank) for rank in facts.states}
     waited = tuple(sorted(facts.gave_up))
@@ -268,7 +268,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
     if busy:
         wait = f"rank states: {ranks_of(waited)} timed out waiting"
         if all(activity.kind in LONG_PHASES for activity in busy.values()):
-            return facts.timeout_too_short(busy, wait, waited)
+            return facts.blame_timeout(busy, wait, waited)
         causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
         return facts.verdict("failed", *causes, waiting=waited)
     bad = [rank for rank, activity in what.items() if (activity.kind in ENDED and not activity.grace) or (
@@ -276,10 +276,10 @@ def by_states(facts: RunFacts) -> Verdict | None:
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
     raised = {rank: error for rank in bad if (error := facts.states[rank].error) and is_own(error)}
-    if (errors or facts.first in bad) and (first := facts.first_to_end(bad)) is not None:
+    if (errors or facts.first in bad) and (first := facts.find_first_to_end(bad)) is not None:
         bad, what[first] = [first], facts.end_of(first)
     elif len(raised) > 1:
-        return _several(raised, facts)
+        return _judge_several(raised, facts)
     elif len(bad) == len(what) > len(clean) and not any(activity.kind == "stopped" for activity in what.values()):
         return _all_ended(bad, facts)
     elif len(clean) == len(what):
@@ -289,11 +289,11 @@ def by_states(facts: RunFacts) -> Verdict | None:
         bad = [rank for rank in bad if rank not in clean and rank not in losers]
         if not bad and losers:
             return _all_ended(sorted(losers), facts)
-        if not bad and facts.has_one_group and all(_waits(rank, facts) for rank in set(what) - set(clean)):
+        if not bad and facts.has_one_group and all(_is_waiting(rank, facts) for rank in set(what) - set(clean)):
             bad = clean  # the others are about to end, or the last rank works alone, as in an upload
     if not bad:
         rows = [f"rank {rank} {activity.words}" for rank, activity in what.items() if activity.kind == "stopped"]
-        return not_yet(rows, STALL_SECONDS) if rows else None
+        return make_open_verdict(rows, STALL_SECONDS) if rows else None
     lost = sorted(facts.lost_a_peer - set(bad))
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
     causes = [facts.cause_of(rank, what[rank], wait) for rank in sorted(bad)]
@@ -301,7 +301,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
     return facts.verdict(state, *causes, waiting=tuple(sorted(set(facts.states) - set(bad))))
 
 
-def _waits(rank: int, facts: RunFacts) -> bool:
+def _is_waiting(rank: int, facts: RunFacts) -> bool:
     """Whether a rank has been in a collective for as long as a stall, by its own file."""
     state = facts.states[rank]
     return state.phase == "collective" and state.written - (state.since or state.written) >= STALL_SECONDS
@@ -309,7 +309,7 @@ def _waits(rank: int, facts: RunFacts) -> bool:
 
 def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     """Return the verdict if all ranks have ended, none by an error in its own code: which was first is unknown."""
-    if facts.first is not None and facts.first not in facts.states and (first := by_torchrun(facts)):
+    if facts.first is not None and facts.first not in facts.states and (first := judge_torchrun(facts)):
         return replace(first, waiting=tuple(ranks))  # it ended before its monitor wrote
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
@@ -321,7 +321,7 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     return facts.named(key, who=ranks_of(ranks), todo=todo, age=age, evidence=errors[:4])
 
 
-def by_stacks(facts: RunFacts) -> Verdict | None:
+def judge_stacks(facts: RunFacts) -> Verdict | None:
     """Use one stack per rank: it shows who is in a collective, but not whether it moves, so no rank is named."""
     if not (facts.stacks or facts.unranked) or facts.states or facts.traces:
         return None
@@ -330,10 +330,10 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
     who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
     stacks = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
     listed = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in stacks)])
-    return Verdict(state="unknown", line="").left_open("stacks", seen=listed)
+    return Verdict(state="unknown", line="").with_question("stacks", seen=listed)
 
 
-def by_end(facts: RunFacts) -> Verdict | None:
+def judge_end(facts: RunFacts) -> Verdict | None:
     """Return the verdict on a run whose ranks have ended by themselves, or were ended together from outside.
 
     If no rank has written for a while, and none is known to run, it ended without a message.

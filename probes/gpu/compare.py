@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.finding import Finding, Status, by_loss
-from hardware.gpus import compute_clock_share, gpu_named, is_card, refuses_peers, soldered
+from hardware.gpus import compute_clock_share, find_gpu, is_card, refuses_peers, soldered
 from hardware.units import some
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
 from probes.gpu.health import WORDS, finding, name_subject
@@ -169,7 +169,7 @@ def _count_fitted_links(gpu: Gpu) -> int:
 
     The driver may omit links that failed in training. For soldered boards the number on the data sheet is the minimum.
     """
-    entry = gpu_named(gpu.name) if soldered(gpu.name) else None
+    entry = find_gpu(gpu.name) if soldered(gpu.name) else None
     of_board = entry.links if entry and entry.interconnect == "NVSwitch" else 0  # a mesh may use fewer links
     return max(len(gpu.nvlinks), of_board) if count_active_links(gpu) else 0
 

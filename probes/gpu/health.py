@@ -15,7 +15,7 @@ from typing import Literal
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
-from hardware.gpus import compute_clock_share, gpu_named
+from hardware.gpus import compute_clock_share, find_gpu
 from probes import api
 from probes.gpu.facts import Gpu, GpuFacts
 
@@ -115,7 +115,7 @@ def _check_nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
 
 
 def _check_c2c(gpu: Gpu) -> Iterator[Finding]:
-    model = gpu_named(gpu.name)
+    model = find_gpu(gpu.name)
     if gpu.c2c_enabled is False and model and model.grace:
         yield finding("gpu.c2c.off", gpu)
 

@@ -53,7 +53,7 @@ def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
         sigterm_once(ready)
     began = time.time() - 1
     made = launch.run([sys.executable, "-c", text], dict(os.environ), folder, timeout_seconds, lambda _line: None)
-    own = launch.run_record.own_exit_code(record, made.exit_code, began, cut_short=bool(made.cut_short))
+    own = launch.run_record.read_exit_code(record, made.exit_code, began, cut_short=bool(made.cut_short))
     return replace(made, exit_code=own)
 
 
@@ -108,7 +108,7 @@ def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
     began = time.time() - 1
     words = [sys.executable, "-c", LAUNCHER.format(job=job)]
     made = launch.run(words, dict(os.environ), tmp_path, 30.0, lambda _line: None, grace_seconds=grace_seconds)
-    own = launch.run_record.own_exit_code(record, made.exit_code, began, cut_short=True)
+    own = launch.run_record.read_exit_code(record, made.exit_code, began, cut_short=True)
     assert made.killed is (grace_seconds == 1) and record.exists() is not made.killed
     if made.killed:
         assert "did not end within 1 s of SIGTERM and was killed" in made.ending

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from contracts.tables import read_texts
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.units import some
 from topology.derive import complete, rails
 from topology.formats import TopologyFileError
@@ -313,7 +313,7 @@ def _guess_kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
 
 def _build_gpu(name: str, row: _Row | None, matrix: _Matrix, model: str | None) -> GpuNode:
     """Build a GPU; `model` is its name in lines as those of `nvidia-smi -L` next to the matrix."""
-    affinity, gpu = _assign_affinity(row, matrix.columns) if row else {}, gpu_named(model)
+    affinity, gpu = _assign_affinity(row, matrix.columns) if row else {}, find_gpu(model)
     numa = affinity.get("numa")
     return GpuNode(
         name=name,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from contracts.tables import read_texts
-from hardware.gpus import model_of
+from hardware.gpus import find_model
 from hardware.nics import AMAZON, MELLANOX
 from probes.pci.facts import PciDevice
 from topology.derive import complete
@@ -217,7 +217,7 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, parts: Found) -
 def _build_gpu(element: Element, node: PciDevice, parts: Found) -> GpuNode:
     sm = _parse_number(element.attributes.get("sm"))
     reported = divmod(sm, 10) if sm is not None and sm >= 10 else None
-    model, capability = model_of(node.vendor_id, node.device_id, reported)
+    model, capability = find_model(node.vendor_id, node.device_id, reported)
     links = tuple(_parse_link(link, parts) for link in element.named("nvlink"))
     above = parts.pci.get(node.parent or "")
     return GpuNode(
