@@ -92,7 +92,7 @@ def print_evidence(out: Console, found: Evidence, *, verbose: bool = False) -> N
     for host, networks in found.by_host.items():
         for network, way in networks.items():
             rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"
-            hosts.setdefault(f"{way.total} via NET/{network}{rdma}", []).append(host)
+            hosts.setdefault(f"{way.total} via {'COLL' * (network == 'SHARP')}NET/{network}{rdma}", []).append(host)
     rows += [("", f"{list_names(mine)}: {words}{' each' * (len(mine) > 1)}") for words, mine in hosts.items()]
     rows.append(("NVLS", _NVLINK_WORDS[found.nvls_use]))
     if found.mnnvl_use not in ("unknown", "off"):
