@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from agent.checks.host_checks import EXPECT_CODES, add_rising_counters, check_node, without_secrets
+from agent.checks.codes import EXPECT_CODES
+from agent.checks.host_checks import add_rising_counters, check_node
 from agent.checks.verdict import Verdict, judge
 from contracts.finding import Finding, Status
+from contracts.redaction import without_secrets
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import FREE_MEMORY, is_full, name_subject
@@ -84,7 +86,8 @@ def build_view(
             from agent.checks.expect import check_expectations
 
             found = check_expectations(expected, found, snapshot.hostname, (snapshot, node))
-        checks += without_secrets(found)
+        # messages and evidence quote environments, files and the kernel log
+        checks += [check if check.status == "pass" else without_secrets(check) for check in found]
     return View(
         snapshots=tuple(snapshots), topologies=topologies, checks=tuple(checks), verdict=judge(checks),
         made_at_seconds=time.time(), runs=runs, search=search,

@@ -27,7 +27,8 @@ from agent import metrics
 from agent.advice.advise import Request, advise_view
 from agent.base.options import _rows
 from agent.base.output import to_document
-from agent.checks.measured import ALL_CODES, with_bench
+from agent.checks.codes import ALL_CODES
+from agent.checks.measured import with_bench
 from agent.checks.view import Event, View, build_view
 from agent.cli.main import VERBS, cli
 from agent.cluster.client import Tally, reason_of
