@@ -19,7 +19,7 @@ from agent.base import version
 from agent.checks.history import PARTS
 from agent.checks.host_checks import is_gdrdma_possible
 from agent.checks.measured import find_least_bandwidth, is_judged_result
-from agent.checks.verdict import View
+from agent.checks.view import View
 from agent.cluster.nodes import parse_time
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence

@@ -25,8 +25,10 @@ from agent import metrics
 from agent.advice.advise import Request, RequestError, advise, parse_histogram
 from agent.base.options import parse_version
 from agent.base.output import to_document
-from agent.checks.measured import compare_with_baseline, read_baseline, with_bench
-from agent.checks.verdict import GateError, build_view
+from agent.checks.baseline import compare_with_baseline, read_baseline
+from agent.checks.measured import with_bench
+from agent.checks.verdict import GateError
+from agent.checks.view import build_view
 from agent.cluster.nodes import Fleet, make_row, pack_facts
 from agent.http import pages
 from agent.http.access import read_tokens

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.base import units
-from agent.checks.host_checks import EXPECT_CODES, is_gdrdma_possible, why_no_gpu_read, why_no_hca_read
+from agent.checks.codes import EXPECT_CODES, make_finding
+from agent.checks.host_checks import is_gdrdma_possible, why_no_gpu_read, why_no_hca_read
 from agent.checks.verdict import GateError
 from contracts import bounded
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from contracts.yaml_text import load_all
-from probes.api import Absent, Snapshot, finding
+from probes.api import Absent, Snapshot
 from probes.gpu.compare import count_visible_gpus
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -35,7 +36,6 @@ from topology.graph import NodeTopology, nvlinks
 MOST_BYTES = 1 << 16  # a file of a dozen lines
 MOST_NAMES = 64
 _FORMS = read_table(__file__, "expect.toml")
-_TEXTS = read_table(__file__, "findings.toml")
 
 Judgement = tuple[bool | None, str]  # whether an expectation is met (None: unknown), and what the node has
 
@@ -132,9 +132,9 @@ def check_expectations(
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Add one check per expectation of a node, and decide checks that a scan alone cannot decide.
 
-    If nothing was `seen` of the node, every expectation is unknown. If a node has exactly the expected number of GPUs
-    or ACTIVE ports, none is missing: other devices on the bus are not assigned to it or not cabled. A larger number can
-    include ports of another network, so an expected port may be down.
+    If `host` is None, every expectation is unknown. If a node has exactly the expected number of GPUs or ACTIVE ports,
+    none is missing: other devices on the bus are not assigned to it or not cabled. A larger number can include ports of
+    another network, so an expected port may be down.
     """
     results, mild = [], set()
     for expectation in expected:
@@ -157,10 +157,11 @@ _SETTLES = {"gpus": "gpu.device.not_given", "hcas": "rdma.port.down"}
 def _check(node: str, one: NodeExpectation, met: bool | None, have: str, outcomes: Mapping[str, object]) -> Finding:
     of_any = " rate" if one.key == "rate" and not one.pattern else ""
     case = " pass" if met else " unknown" if met is None else of_any
-    outcomes_read = [outcomes.get(name) for name in KEYS[one.key].probes]
-    why = next(filter(None, (getattr(each, "error", "") or getattr(each, "why", "") for each in outcomes_read)), have)
-    check = finding(_TEXTS, EXPECT_CODES[0] + case, subject=f"{one.key}={one.text}", have=have, why=why, value=one.text)
-    return replace(check, node=node, required=met is None)
+    results = [outcomes.get(name) for name in KEYS[one.key].probes]
+    reason = next(filter(None, (getattr(each, "error", "") or getattr(each, "why", "") for each in results)), have)
+    subject = f"{one.key}={one.text}"
+    check = make_finding(EXPECT_CODES[0] + case, node, subject=subject, have=have, why=reason, value=one.text)
+    return replace(check, required=met is None)
 
 
 def _absent(snapshot: Snapshot, name: str) -> bool:

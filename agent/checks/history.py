@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from agent.base.units import clock
-from agent.checks.verdict import View, judge
+from agent.checks.verdict import judge
+from agent.checks.view import Event, View
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.api import Ok, Snapshot
@@ -39,22 +40,6 @@ PARTS = ("driver", "firmware", "kernel", "hardware")
 """What a change is of; `memlock`, a link that comes up and the like are of none."""
 
 Key = tuple[str, str]  # code and subject
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """A device, link or trait that appeared, disappeared or changed, or a finding that was raised or cleared."""
-
-    at_seconds: float
-    kind: Literal["raised", "cleared", "changed", "version", "boot"]
-    text: str
-    code: str = ""  # of the finding; for a change one of PARTS, or empty
-    subject: str = ""
-
-    @property
-    def is_finding(self) -> bool:
-        """Return whether it reports a finding."""
-        return self.kind in ("raised", "cleared")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from agent.base import units
 from contracts.finding import Finding, Status
-from contracts.redaction import redact
 from contracts.tables import read_table
 from hardware.nics import fastest
 from planner.lint.findings import CODES as ENVIRONMENT_CODES
@@ -29,13 +27,8 @@ from probes.pci.facts import PciFacts, list_amd_gpus
 from probes.rdma.facts import OTHER, RAIL, RdmaDevice, RdmaFacts
 from probes.registry import ALL, SCAN_CODES, check_facts, report_failures
 from topology import check as topology_check
-from topology.build import build
 from topology.graph import NodeTopology, Pairs, rank
 
-if TYPE_CHECKING:
-    from agent.checks.expect import NodeExpectation
-
-EXPECT_CODES = ("expect.node.unmet",)
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes that apply to every host
 NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"]
 """Codes that may be unknown although their probe answered, with the reason, which is not a fault of the device."""
@@ -130,46 +123,6 @@ def is_gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
 
 
 # All checks that need only one scan.
-
-
-def check_hosts(
-    snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
-    expected: Sequence[NodeExpectation] | str = (),
-) -> tuple[Finding, ...]:  # fmt: skip
-    """Run all checks of these hosts, without secrets; `earlier` scans of the same hosts show which counters rise.
-
-    `expected` contains the expectations for each host, or the reason why they could not be read.
-    """
-    checks: list[Finding] = []
-    for snapshot, node in zip(snapshots, topologies, strict=True):
-        past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
-        findings = add_rising_counters(check_node(snapshot, node), past, snapshot)
-        if isinstance(expected, str):
-            unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
-                             required=True)  # fmt: skip
-            findings = (*findings, unread)
-        elif expected:
-            from agent.checks.expect import check_expectations
-
-            findings = check_expectations(expected, findings, snapshot.hostname, (snapshot, node))
-        checks.extend(findings)
-    return without_secrets(checks)
-
-
-def check_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
-    """Run all checks of these hosts."""
-    return check_hosts(snapshots, [build(snapshot) for snapshot in snapshots])
-
-
-def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Remove secrets from checks, because messages and evidence quote environments, files and the kernel log."""
-    return tuple(
-        check if check.status == "pass" else replace(
-            check, message=redact(check.message), evidence=tuple(map(redact, check.evidence)),
-            remedy=redact(check.remedy),
-        )
-        for check in checks
-    )  # fmt: skip
 
 
 def check_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
@@ -305,9 +258,10 @@ def _add_gpu_name(check: Finding, names: Mapping[str, str]) -> Finding:
     return check if name is None or sentence == check.message else replace(check, message=f"{name} {sentence}")
 
 
-def add_rising_counters(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
+def add_rising_counters(checks: Sequence[Finding], earlier: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """Add checks of counters that rose since earlier scans; without an earlier scan these checks are unknown."""
-    past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
+    of_host = (old for old in earlier if old.hostname == now.hostname)
+    past = [old for old in of_host if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
     if not past:
         reason = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(

@@ -31,7 +31,8 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
-    from agent.checks.measured import add_baseline_bars, check_bars, read_baseline
+    from agent.checks.baseline import add_baseline_bars, read_baseline
+    from agent.checks.measured import check_bars
     from agent.jobs.benchmark import build_spec, make_event_printer
     from agent.terminal import measured
     from collectives.bench.run import run
@@ -70,7 +71,7 @@ def _stop_on_signals() -> tuple[threading.Event, list[str]]:
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Measure RDMA writes to the other host, or serve as their target; return the exit code."""
-    from agent.checks.measured import read_baseline
+    from agent.checks.baseline import read_baseline
     from agent.jobs.benchmark import check_writes, select_ports, with_bars
     from agent.terminal import measured
     from collectives.bench import perftest, processes

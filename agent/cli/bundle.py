@@ -24,7 +24,7 @@ from agent.base import units, version
 from agent.base.options import command
 from agent.base.output import Progress, print_text, to_document, write_result
 from agent.checks.findings import sort_worst_first
-from agent.checks.host_checks import check_scans
+from agent.checks.view import build_view
 from contracts import bounded
 from contracts.plain import loads
 from contracts.redaction import redact, without_secrets
@@ -74,7 +74,7 @@ def bundle(
 
 def collect_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) -> Files:
     """Return the files of this host, by name in its folder."""
-    checks = sort_worst_first(check_scans((snapshot,)))
+    checks = sort_worst_first(build_view((snapshot,)).checks)
     files: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),
         "findings.json": _json(to_document([check for check in checks if check.status != "pass"])),

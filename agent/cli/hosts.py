@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @command("scan")
 def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool) -> None:
     """Inspect this host and print its devices and findings. Reads only."""
-    from agent.checks.verdict import build_view
+    from agent.checks.view import build_view
     from agent.terminal.hosts import print_scan
     from probes.registry import ALL
 
@@ -33,7 +33,7 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 @command("demo")
 def demo(verbose: bool) -> None:
     """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
-    from agent.checks.verdict import build_view
+    from agent.checks.view import build_view
     from agent.terminal.hosts import print_scan
     from probes.registry import ALL
 

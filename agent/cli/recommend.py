@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from agent.base import units
 from agent.base.options import NothingFitsError, RequestError, command, read_snapshots
-from agent.base.output import emit, print_text
+from agent.base.output import emit, print_notes, print_text
 from agent.base.question import most
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def recommend(**options: object) -> None:
     advice = advise(request, snapshots) if config is None else _of_file(request, Path(str(config)), snapshots)
     if form == "k8s":
         advice, left_out = adapt_to_pods(advice, snapshots, here=not request.hosts)
-        for line in left_out:
-            print_text(f"note: {line}", err=True)
+        print_notes(left_out)
     if form in ("table", "json", "yaml"):
         explain = bool(options["explain"])
         from agent.terminal.advice import print_recommendation
@@ -79,7 +78,7 @@ def _of_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> R
     from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
-    advice, _, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
+    advice, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
     if reason:
         print_text(reason, err=True)
     return advice

@@ -25,11 +25,12 @@ from functools import lru_cache
 from typing import Any
 
 from agent.base import units, version
+from agent.checks.codes import CLUSTER_CODES, make_finding
 from agent.checks.expect import NodeExpectation, check_expectations
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import why_no_gpu_read, why_no_hca_read
-from agent.checks.measured import CLUSTER_CODES, make_finding
-from agent.checks.verdict import GateError, View, judge
+from agent.checks.verdict import GateError, judge
+from agent.checks.view import View
 from agent.cluster.client import Client, path_of
 from contracts import bounded, plain
 from contracts.finding import Finding, Status

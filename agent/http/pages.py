@@ -14,9 +14,10 @@ from markupsafe import Markup
 from agent.advice.advise import EXPORTS, WHAT_IF_FIELDS
 from agent.base import question, units, version
 from agent.checks import history
+from agent.checks.codes import CLUSTER_CODES
 from agent.checks.findings import FindingGroup, find_point, group_findings, is_problem
-from agent.checks.measured import CLUSTER_CODES
-from agent.checks.verdict import View, judge
+from agent.checks.verdict import judge
+from agent.checks.view import View
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, parse_time
 from agent.jobs import search
 from agent.pages import digest, environment, group_rows, make_rows, render

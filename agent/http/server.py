@@ -31,9 +31,10 @@ from agent import base, metrics
 from agent.advice import advise
 from agent.base import question
 from agent.base.options import RequestError
+from agent.checks.codes import ALL_CODES
 from agent.checks.findings import sort_worst_first
-from agent.checks.measured import ALL_CODES
-from agent.checks.verdict import FailOn, GateError, Verdict, View, judge, select
+from agent.checks.verdict import FailOn, GateError, Verdict, judge, select
+from agent.checks.view import View
 from agent.http.access import PROBLEM_TYPE, TokenChecker, TokenMiddleware, make_problem
 from agent.http.state import Publisher, State
 from agent.http.worker import Answer, ProblemError, Worker, make_document, make_page

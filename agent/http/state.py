@@ -17,7 +17,8 @@ from agent.base import result_store
 from agent.checks.expect import NodeExpectation
 from agent.checks.history import History
 from agent.checks.measured import with_bench
-from agent.checks.verdict import GateError, View, build_view
+from agent.checks.verdict import GateError
+from agent.checks.view import View, build_view
 from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
 from agent.http.worker import ProblemError

@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from agent.advice import advise
 from agent.base import log_to_stderr, output, question
 from agent.base.options import RequestError
-from agent.checks.verdict import View
+from agent.checks.view import View
 from agent.cluster.client import AccessError, ApiError, Client, connect
 from agent.cluster.nodes import Fleet, make_record, make_row
 from collectives.bench import processes

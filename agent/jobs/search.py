@@ -14,7 +14,7 @@ from typing import Any
 
 from agent.base import units
 from agent.base.output import render_template
-from agent.checks.measured import make_finding
+from agent.checks.codes import make_finding
 from agent.jobs.benchmark import advise_network_environment, describe_links, has_gpu, list_gpu_processes
 from collectives.bench.plan import SpecError
 from collectives.bench.run import detect_backend

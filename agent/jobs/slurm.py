@@ -19,7 +19,7 @@ from agent.advice.job_settings import build_job_plan, describe_grace, estimate_g
 from agent.base import units
 from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic
-from agent.checks.measured import ALL_CODES
+from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
 from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_config import RunForecast, dump_plan

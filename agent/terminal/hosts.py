@@ -13,7 +13,8 @@ from rich.markup import escape
 from agent.base import units
 from agent.base.lines import mark, print_bullet, print_headline, print_properties, table
 from agent.checks.findings import ORDER, FindingGroup, group_findings, is_problem, list_codes
-from agent.checks.verdict import Verdict, View
+from agent.checks.verdict import Verdict
+from agent.checks.view import View
 from agent.terminal.findings import print_findings, print_group
 from agent.terminal.topology import list_link_properties
 from contracts.finding import Finding
@@ -152,7 +153,7 @@ def _where(group: FindingGroup, host: str) -> str:
 
 
 def print_healthy_nodes(out: Console, hosts: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
-    """Print the nodes without problems by hardware; `found` are pairs of name and hardware.
+    """Print the nodes without problems by hardware; `hosts` are pairs of name and hardware.
 
     A node with a failure, a warning or a required check that could not run is not among them.
     """
@@ -174,7 +175,7 @@ def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
     several = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if is_problem(group):
-            print_group(out, group, nodes_named=several, brief=True, names=list_names)
+            print_group(out, group, nodes_named=several, brief=True)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
     if unknown := list_codes(groups, "unknown"):

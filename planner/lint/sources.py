@@ -87,13 +87,13 @@ def _read_as(text: str, kind: str) -> Reading:
     environments = tuple(each for source, script in parts for each in _environments(source, script, used, all_reduce))
     unread = [each for _, script in parts for each in script.unread]
     names = {name for _, script in parts for settings in script.settings() for name in settings}
-    why = "no program that is started gets it"
+    reason = "no program that is started gets it"
     if pattern("exports_none").search(text):
-        why = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"
-    lost = _find_unread(text, names, pattern("setting"), why) if kind in _PROGRAMS else ()
+        reason = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"
+    lost = _unfound(text, names, pattern("setting"), reason) if kind in _PROGRAMS else ()
     unreached = [each for each in lost if is_read(each.name)]
     if kind in _DOCUMENTS:
-        lost = _find_unread(text, names, SETS, "{name} is in a place where no variable is read")
+        lost = _unfound(text, names, SETS, "{name} is in a place where no variable is read")
         unread = [*lost, *unread]
     return Reading(
         form=title, environments=environments,
@@ -104,14 +104,14 @@ def _read_as(text: str, kind: str) -> Reading:
     )  # fmt: skip
 
 
-def _find_unread(text: str, names: set[str], pattern: re.Pattern[str], why: str, first: int = 1) -> Iterator[Unread]:
+def _unfound(text: str, names: set[str], pattern: re.Pattern[str], reason: str, first: int = 1) -> Iterator[Unread]:
     """Yield the lines that look like an assignment of a variable that no reader found."""
     for number, row in enumerate(text.splitlines()):
         for match in pattern.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
             if name and name[0] not in names:
-                reason = "--container-env takes names only" if "--container-env" in row else why
-                yield Unread(line=first and first + number, why=reason.replace("{name}", name[0]), name=name[0])
+                why = "--container-env takes names only" if "--container-env" in row else reason
+                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
 
 
 def _count_nodes(text: str) -> int | None:
@@ -226,7 +226,7 @@ def _read_inner(script: Script, source: str, depth: int) -> _Parts:
                   for place, each in parts_of_inner]  # fmt: skip
         is_read = any(settings for _, each in parts_of_inner for settings in each.settings())
         if not is_read and not inner.target.endswith((".txt", ".log", ".out", ".err")):  # those are for a reader
-            script.unread += _find_unread(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
+            script.unread += _unfound(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
     return parts
 
 

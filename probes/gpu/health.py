@@ -185,7 +185,7 @@ def count_held_bytes(gpu: Gpu) -> int | None:
 def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
     """Report memory in use. If the GPU is busy, a job is running: INFO. Memory held on an idle GPU blocks the next job.
 
-    In the gate before a job, full memory fails even on a busy GPU: `agent.checks.verdict.fail_full_gpus`.
+    In the gate before a job, full memory fails even on a busy GPU: `agent.checks.view.fail_full_gpus`.
     """
     held, size = count_held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:
@@ -222,7 +222,7 @@ FULL_CLOCK_RATIO = 0.9
 
 
 def _get_clock_loss(gpu: Gpu, minimum: float) -> float:
-    """Return the lost fraction of the maximum clock; `least` if the clock does not show it, e.g. on an idle GPU."""
+    """Return the lost fraction of the maximum clock; `minimum` if the clock does not show it, e.g. on an idle GPU."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
         return minimum
     return max(minimum, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)

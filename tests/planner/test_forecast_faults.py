@@ -10,7 +10,7 @@ from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice import advise
 from agent.advice.advise import Request
-from agent.checks.verdict import build_view
+from agent.checks.view import build_view
 from contracts.finding import Finding, Status
 from contracts.layout import Layout
 from hardware.gpus import find_gpu
