@@ -370,7 +370,7 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, by_snapshot, strict=True))
     kinds = [_get_kind(aliases) for _, aliases in nodes]
-    sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
+    sizes = Counter(kind for (aliases, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in aliases)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
     families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)
     for node, kind in zip(nodes, kinds, strict=True):

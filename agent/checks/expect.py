@@ -290,7 +290,7 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpectation)
         return (None, "the path to the nearest NIC is unknown") if near else (False, "no GPU answers")
     host = snapshot.facts(HostinfoFacts)
     level = farthest_gdr(host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None)
-    far = [f"{one.gpu} ({one.label})" for one in near if not by_gdr(one, level)]
+    far = [f"{pair.gpu} ({pair.label})" for pair in near if not by_gdr(pair, level)]
     able = units.some(far, "not possible from ") or "possible from every GPU"
     return not far, f"GPUDirect RDMA is {able} to the nearest NIC"
 

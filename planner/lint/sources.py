@@ -90,10 +90,10 @@ def _read_as(text: str, kind: str) -> Reading:
     reason = "no program that is started gets it"
     if pattern("exports_none").search(text):
         reason = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"
-    lost = _unfound(text, names, pattern("setting"), reason) if kind in _PROGRAMS else ()
+    lost = _find_unread(text, names, pattern("setting"), reason) if kind in _PROGRAMS else ()
     unreached = [each for each in lost if is_read(each.name)]
     if kind in _DOCUMENTS:
-        lost = _unfound(text, names, SETS, "{name} is in a place where no variable is read")
+        lost = _find_unread(text, names, SETS, "{name} is in a place where no variable is read")
         unread = [*lost, *unread]
     return Reading(
         form=title, environments=environments,
@@ -104,7 +104,7 @@ def _read_as(text: str, kind: str) -> Reading:
     )  # fmt: skip
 
 
-def _unfound(text: str, names: set[str], pattern: re.Pattern[str], reason: str, first: int = 1) -> Iterator[Unread]:
+def _find_unread(text: str, names: set[str], pattern: re.Pattern[str], reason: str, first: int = 1) -> Iterator[Unread]:
     """Yield the lines that look like an assignment of a variable that no reader found."""
     for number, row in enumerate(text.splitlines()):
         for match in pattern.finditer(row) if not row.lstrip().startswith("#") else ():
@@ -226,7 +226,7 @@ def _read_inner(script: Script, source: str, depth: int) -> _Parts:
                   for place, each in parts_of_inner]  # fmt: skip
         is_read = any(settings for _, each in parts_of_inner for settings in each.settings())
         if not is_read and not inner.target.endswith((".txt", ".log", ".out", ".err")):  # those are for a reader
-            script.unread += _unfound(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
+            script.unread += _find_unread(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
     return parts
 
 

@@ -103,7 +103,7 @@ class BlockedCalls:
             self.decisive, self.what[self.first] = {self.first}, facts.end_of(self.first)
             self.roots.add(self.first)
         self.waiting = tuple(sorted(rank for rank in self.waits if rank not in self.roots))
-        by_file = not facts.states and any(one.written and not one.taken for one in traces.values())
+        by_file = not facts.states and any(activity.written and not activity.taken for activity in traces.values())
         age = f", for {self.age:.0f} s" + by_file * " by the dumps' file times" if self.age > 0 else ""
         self.wait = f"{source}: {'; '.join(self._describe(self.waiting))}{age}"
 
