@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -28,6 +29,10 @@ from planner.why import Cause, RunFacts, Unknown, Verdict
 from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, cause_named
 
 _MOST_LOG_LINES = 20_000_000
+_MOST_END, _MOST_END_LINES = 1 << 16, 2000
+_OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
+# torchrun ends the other ranks of its node, and its table of newer releases (2.13) lists them, too.
+_SENT = re.compile(r"Sending process (\d{1,9}) closing signal")
 # Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
 _REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
 
@@ -53,7 +58,7 @@ def answer(sources: WhySources) -> Verdict:
     saved = tuple(filter(_is_saved_ras, sources.logs))
     logs = tuple(log for log in sources.logs if log not in saved)
     sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
-    seen, found, wrong = _facts(sources)
+    seen, found, ends, wrong = _facts(sources)
     verdict = why.judge(seen)
     reports = [_ras(source) for source in sources.ras]
     for report in reports[-1:]:
@@ -72,18 +77,18 @@ def answer(sources: WhySources) -> Verdict:
         if sources.run is not None:
             verdict = replace(verdict, unknown=()).left_open("unwritten", folder=sources.run)
     again = sources.again
-    if again is None and (requeued := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
+    if again is None and (requeued := next(filter(None, map(_REQUEUED.search, ends.values())), None)):
         again = f"it {requeued[1]}"
     verdict = with_end_of_job(verdict, seen.ages)
-    verdict = with_gate(with_restart(verdict, record, again), _last_log(sources))
-    folder = sources.run or "DIR"
-    questions = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
+    verdict = with_gate(with_restart(verdict, record, again), _last_log(sources, ends))
+    run = f"--run {sources.run or 'DIR'}"
+    questions = (replace(one, command=one.command.replace("--run DIR", run)) for one in verdict.unknown)
     whole: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
     return whole
 
 
-def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
-    """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
+def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[str, str], list[str]]:
+    """Read the run's folder, dumps and logs; return facts, evidence of the logs, their ends, and what is unreadable."""
     seen, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
         own = rank_files.NAME.format(rank="*")  # of the ranks' monitors
@@ -94,29 +99,27 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
         seen = replace(seen, now=find_newest_call(seen.traces))
     try:
         found = evidence.read_files(sources.logs) if sources.logs else None
-        lines = chain.from_iterable(map(_lines_of, evidence.files_of(sources.logs)))
-        log = watchdog.read(islice(lines, _MOST_LOG_LINES))
-        stacks, unranked = _stacks(sources.logs, seen)
+        logs = _Logs(sources.logs, {state.pid: rank for rank, state in seen.states.items() if state.pid})
     except OSError as error:
         raise WhyError(f"{error.filename}: {error.strerror}") from None
     except LogFileError as error:
         raise WhyError(str(error)) from None
+    log, texts = logs.report, [*logs.ends.values()]
     outlived = {"rendezvous_timeout", "python_traceback"} & {note.code for note in found.notes} if found else set()
     if found and (found.outcome == "finished" or (outlived and found.outcome == "unknown")):  # it did not end the job
-        log = replace(log, errors={}, rendezvous={})
-    tails = list(_tails(sources.logs))
-    hosts = {one.rank: one.host for text in tails for one in run_record.failed_ranks(text) if one.host}
+        log, texts = replace(log, errors={}, rendezvous={}), []
+    failed = {one.rank: one for text in texts for one in run_record.failed_ranks(text)}
     # torchrun lists every rank of its node that it ended; a table with only its root cause is not such a list
-    listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
+    listed = len(failed) if len(failed) > 1 and set(failed) == set(range(len(failed))) else 0
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
     worlds = [*filter(None, (seen.world, listed, found.ranks if found else None)), *members]
     reached = [max(rows) + 1 for rows in (seen.traces, seen.states, log.traces) if rows]
     seen = replace(
-        seen, log=log, first=_first_ended(tails, seen.first), hosts=hosts, limit=sources.limit, stacks=stacks,
-        unranked=unranked, in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
+        seen, log=log, first=_first_ended(texts, seen.first), failed=failed, limit=sources.limit, stacks=logs.stacks,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
         world=max([*worlds, *reached]) if worlds else None,
     )  # fmt: skip
-    return seen, found, wrong
+    return seen, found, logs.ends, wrong
 
 
 # Other sources --------------------------------------------------------------------------------------------------------
@@ -145,53 +148,52 @@ def _is_saved_ras(log: str) -> bool:
     return False
 
 
-def _tails(logs: Sequence[str]) -> Iterator[str]:
-    """Return the ends of logs, where torchrun writes its table."""
-    for log in logs:
-        with suppress(OSError), bounded.open_regular(log) as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
-            yield "\n".join(chain.from_iterable(map(_split, stream.read().split(b"\n"))))
+class _Logs:
+    """What one pass over the logs leaves: facts about the ranks, Python stacks, and the end of each file."""
+
+    def __init__(self, logs: Iterable[str], by_pid: Mapping[int | None, int]) -> None:
+        self.by_pid = by_pid
+        self.ends: dict[str, str] = {}  # by file: its last lines, where torchrun and batch scripts write how it ended
+        self.stacks: dict[int | str, tuple[str, ...]] = {}  # by rank; if it is unknown, by process or file
+        lines = chain.from_iterable(map(self._read, map(str, evidence.files_of(logs))))
+        self.report = watchdog.read(islice(lines, _MOST_LOG_LINES))
+        deque(lines, maxlen=0)  # the rest, for its end
+
+    def _read(self, log: str) -> Iterator[str]:
+        """Return the lines of a file, and store its stacks and its end."""
+        name = Path(log).name
+        named, end = _OF_RANK.search(name), deque[str](maxlen=_MOST_END_LINES)
+        stacks = watchdog.StackReader(int(named[1]) if named else None)
+        for line in _lines_of(log):
+            stacks.line(line)
+            end.append(line)
+            yield line
+        stacks.end_process()
+        for (rank, pid), frames in stacks.found.items():
+            unranked = f"process {pid}" if pid else f"the process of {name}"
+            self.stacks[self.by_pid.get(pid, unranked) if rank is None else rank] = frames
+        self.ends[log] = "\n".join(end)[-_MOST_END:]
 
 
-def _last_log(sources: WhySources) -> str:
+def _last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
     """Return the end of the newest log; without logs, of the batch scripts' logs in the run's folder."""
-    logs = [Path(path) for path in evidence.files_of(sources.logs) if isinstance(path, str | Path)]
+    logs = [*map(Path, ends)]
     if not logs and sources.run is not None:
         logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
-    written = {path: path.stat().st_mtime for path in logs if os.path.isfile(path)}
-    return next(_tails([str(max(written, key=written.__getitem__))]), "") if written else ""
+    written = {str(path): path.stat().st_mtime for path in logs if path.is_file()}
+    newest = max(written, key=written.__getitem__, default="")
+    return (ends or _Logs([newest], {}).ends)[newest] if newest else ""
 
 
-_OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
-
-
-def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """Return Python stacks in the logs by rank, which the text, the file name or the process number identifies.
-
-    Stacks of unknown ranks are returned second, by process or file.
-    """
-    by_pid: dict[int | None, int] = {state.pid: rank for rank, state in seen.states.items() if state.pid}
-    found: dict[int, tuple[str, ...]] = {}
-    unranked: dict[str, tuple[str, ...]] = {}
-    for log in map(str, evidence.files_of(logs)):
-        name = Path(log).name
-        named = _OF_RANK.search(name)
-        for stack in watchdog.read_stacks(_lines_of(log), rank=int(named[1]) if named else None):
-            rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
-            if rank is not None:
-                found[rank] = stack.frames
-            else:
-                unranked[f"process {stack.pid}" if stack.pid else f"the process of {name}"] = stack.frames
-    return found, unranked
-
-
-def _first_ended(tails: Sequence[str], by_file: int | None) -> int | None:
+def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
     """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
-    for text in tails:
+    for text in texts:
         first = run_record.first_failed_rank(text)
         if first is None or not first.is_own:
             continue
-        codes = [one.exit_code for one in set(run_record.failed_ranks(text)) if one.at == first.at]
+        sent = set(map(int, _SENT.findall(text)))  # of this host, since process numbers of pods are alike
+        codes = [one.exit_code for one in set(run_record.failed_ranks(text))
+                 if one.at == first.at and (one.host != first.host or one.pid not in sent or one == first)]  # fmt: skip
         # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted;
         # the order of ranks that fail alike within one second is torchrun's, not theirs
         alike = first.at and codes.count(first.exit_code) > 1
@@ -317,8 +319,7 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
     after a signal have not failed. The codes of `_ENDS` say that the job ended, not why, or that no channel is shown.
     """
-    shown = (p for p in found.problems if p.code != "job_failed" or p.ranks == verdict.ranks)
-    lines = {p.code: _cause_of(p).evidence for p in shown}
+    lines = {p.code: _cause_of(p).evidence for p in found.problems if p.code != "job_failed"}
     verdict = replace(verdict, causes=tuple(
         replace(one, evidence=one.evidence or lines.get(_MORE_EXACT.get(one.code, one.code), ()))
         for one in verdict.causes))  # fmt: skip
@@ -327,7 +328,6 @@ def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
         known = (*known, "job_stopped")
     rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]
-    rows.sort(key=lambda p: p.severity != "fail")
     causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     diagnosed = any(p.code.startswith("diag_") for p in rows)  # these do not need a channel
     if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end

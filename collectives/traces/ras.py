@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from collectives.traces.rank_files import whole
 from contracts import plain
 from contracts.tables import read_patterns
 
@@ -96,9 +97,9 @@ def _json(text: str) -> RasReport:
         ranks = {one.rank: one for one in (_rank(r, here=True) for r in _rows(row, "ranks")) if one}
         ranks |= {one.rank: one for one in (_rank(r, here=False) for r in _rows(row, "missing_ranks")) if one}
         identity = f"{row.get('hash')}/{row.get('secondary_hash')}"[:100]
-        comms.append(RasComm(id=identity, size=_whole(row.get("size")) or len(ranks), ranks=ranks))
+        comms.append(RasComm(id=identity, size=whole(row.get("size")) or len(ranks), ranks=ranks))
     ras = found.get("ras")
-    late = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
+    late = whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
     most = max((one.size for one in comms), default=0)
     return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms), most=most)
 
@@ -108,12 +109,8 @@ def _rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [one for one in found[:MOST_RANKS] if isinstance(one, dict)] if isinstance(found, list) else []
 
 
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
 def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
-    number, status = _whole(row.get("rank")), row.get("status")
+    number, status = whole(row.get("rank")), row.get("status")
     if number is None:
         return None
     state = status if isinstance(status, dict) else {}
@@ -124,8 +121,8 @@ def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
     counts = row.get("collective_counts")
     return RasRank(
         rank=number, host=str(row["host"])[:253] if isinstance(row.get("host"), str) else None,
-        pid=_whole(row.get("pid")), gpu=_whole(row.get("nvml_dev")), missing=missing,
-        counts={str(k)[:40]: n for k, v in counts.items() if (n := _whole(v)) is not None}
+        pid=whole(row.get("pid")), gpu=whole(row.get("nvml_dev")), missing=missing,
+        counts={str(k)[:40]: n for k, v in counts.items() if (n := whole(v)) is not None}
         if isinstance(counts, dict) else {},
     )  # fmt: skip
 

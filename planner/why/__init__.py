@@ -30,8 +30,7 @@ def judge(facts: RunFacts) -> Verdict:
         verdict = before if before.state in ("stuck", "failed") else reports.by_end(facts)
         return replace(verdict or before, sources=_sources(facts))
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
-    found = [BlockedCalls(facts, traces, name).verdict() for name, traces in by_source.items() if traces]
-    calls = [verdict for verdict in found if verdict is not None]
+    calls = [found for name, traces in by_source.items() if (found := BlockedCalls(facts, traces, name).verdict())]
     verdict = (
         reports.by_meeting(facts)
         or reports.by_clash(facts)
@@ -82,7 +81,7 @@ def _nothing(facts: RunFacts) -> Verdict:
 def _sources(facts: RunFacts) -> tuple[str, ...]:
     counts: dict[str, tuple[str, Sized]] = {
         "flight recorder": ("rank", facts.traces), "rank states": ("rank", facts.states),
-        "processes": ("rank", facts.processes), "stacks": ("rank", (*facts.stacks, *facts.unranked)),
+        "processes": ("rank", facts.processes), "stacks": ("rank", facts.stacks),
         "watchdog": ("rank", facts.log.traces), "torchrun": ("node", facts.nodes),
     }  # fmt: skip
     return tuple(f"{name}: {len(rows)} {kind}{'s' * (len(rows) > 1)}" for name, (kind, rows) in counts.items() if rows)

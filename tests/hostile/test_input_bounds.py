@@ -117,7 +117,7 @@ def test_a_pickle_costs_bounded_time_and_memory() -> None:
     python("""
 import re, resource, time
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
-from collectives.traces.rank_files import PickleError, unpickle
+from collectives.traces.rank_files import RankFileError, unpickle
 def peak():  # MiB of this program; ru_maxrss would begin at the peak of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10
 before = peak()
@@ -125,7 +125,7 @@ for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_0
     began = time.process_time()
     try:
         unpickle(raw)
-    except PickleError as error:
+    except RankFileError as error:
         grown = peak() - before
         print(raw[:2], round(time.process_time() - began, 1), grown, error)
         assert grown < 300, grown
