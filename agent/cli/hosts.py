@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @command("scan")
 def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool) -> None:
     """Inspect this host and print its devices and findings. Reads only."""
-    from agent.checks.verdict import build_view
+    from agent.checks.view import build_view
     from agent.terminal.hosts import print_scan
     from probes.registry import ALL
 
@@ -33,7 +33,7 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 @command("demo")
 def demo(verbose: bool) -> None:
     """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
-    from agent.checks.verdict import build_view
+    from agent.checks.view import build_view
     from agent.terminal.hosts import print_scan
     from probes.registry import ALL
 
@@ -84,7 +84,7 @@ def _only(path: Path) -> Snapshot:
     """Return the host of a recording, by its own name. Raises UsageError if the file contains several hosts."""
     from probes.registry import ALL
 
-    found = read_snapshots((path,), ALL)
-    if len(found) != 1:
-        raise click.UsageError(f"{path}: holds {len(found)} hosts; diff compares two, and --fleet a folder of many")
-    return found[0]
+    snapshots = read_snapshots((path,), ALL)
+    if len(snapshots) != 1:
+        raise click.UsageError(f"{path}: holds {len(snapshots)} hosts; diff compares two, and --fleet a folder of many")
+    return snapshots[0]

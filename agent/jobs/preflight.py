@@ -19,14 +19,16 @@ from agent.advice.job_settings import build_job_plan, build_job_request, build_r
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic
-from agent.checks import measured, verdict as gate
+from agent.checks import baseline, measured
+from agent.checks.codes import ALL_CODES, BENCH_CODES, RUN_CODES
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import make_unmeasured
-from agent.checks.verdict import GateError, Verdict, View, build_view, judge, select
+from agent.checks.verdict import GateError, Verdict, describe_unchecked_gpus, judge, select
+from agent.checks.view import View, build_view, fail_full_gpus, with_environment
 from agent.jobs import benchmark, launch
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
-from contracts.host_list import compress_host_list, expand_host_list, slurm_name
+from contracts.host_list import compress_host_list, expand_host_list, name_in_slurm
 from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
@@ -60,7 +62,7 @@ class Report:
     run: RunRecord | None = None
     notes: tuple[str, ...] = ()  # stages that did not run, and why
     nodes: tuple[NodeRecord, ...] = ()  # checked from records published by their agents, without graphs
-    schema_version: int = measured.REPORT_VERSION
+    schema_version: int = baseline.REPORT_VERSION
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -83,13 +85,13 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     # first, so that a wrong word or file is rejected before the run
     expected = require_expectations(options["expect"], options["expect_file"])
     needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
-    before = measured.read_baseline(options["baseline"], needs)
+    before = baseline.read_baseline(options["baseline"], needs)
     read_settings(options["config"], options["overrides"])
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
     seconds = min(PROBE_SECONDS, options["timeout"])
-    found = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
+    snapshots = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
     with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
-        report = _Stages(options, progress, found, before, expected, stop).report()
+        report = _Stages(options, progress, snapshots, before, expected, stop).report()
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
@@ -100,36 +102,36 @@ class _Stages:
     options: Mapping[str, Any]
     progress: Progress
     found: tuple[Snapshot, ...]
-    before: measured.Baseline
+    before: baseline.Baseline
     expected: Sequence[NodeExpectation]
     stop: threading.Event
     notes: list[str] = field(default_factory=list)
 
     def report(self) -> Report:
         """Run all stages."""
-        options, found, request = self.options, self.found, self._request()
+        options, snapshots, request = self.options, self.found, self._request()
         result = self._measure()
         calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
         if result is not None:
-            result = measured.add_baseline_bars(result, self.before.busbw)
-        view = measured.with_bench(build_view(found, expected=self.expected), result)
-        view = replace(view, checks=gate.fail_full_gpus(view.checks, found))
+            result = baseline.add_baseline_bars(result, self.before.busbw)
+        view = measured.with_bench(build_view(snapshots, expected=self.expected), result)
+        view = replace(view, checks=fail_full_gpus(view.checks, snapshots))
         extra: list[Finding] = []
         if result is None:
-            why = self.notes[-1] if self.notes else "not requested; add --measure"
-            extra += make_unmeasured(measured.BENCH_CODES, why)
+            reason = self.notes[-1] if self.notes else "not requested; add --measure"
+            extra += make_unmeasured(BENCH_CODES, reason)
         self.progress.step("recommend: environment and layout")
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        advice = with_fsdp(advise(request, found, measured=verified, calibrated=calibration))
+        advice = with_fsdp(advise(request, snapshots, measured=verified, calibrated=calibration))
         record, of_run = self._run(view, advice, result)
         stopped = "" if record is not None else self._stopped_by(result)
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
         scanned = view.checks if stopped else measured.require_measured(view.checks)
-        found_checks = [*scanned, *extra, *of_run, *measured.find_missing_devices(self.before, found)]
+        found_checks = [*scanned, *extra, *of_run, *baseline.find_missing_devices(self.before, snapshots)]
         checks = self._against(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
         return Report(
-            snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
+            snapshots=snapshots, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
             verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), run=record,
             notes=tuple(self.notes),
         )  # fmt: skip
@@ -140,10 +142,10 @@ class _Stages:
 
     def _against(self, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
         """Compare the checks with the baseline; checks that a stopped run did not measure are not regressions."""
-        cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
+        cut = {*BENCH_CODES, *RUN_CODES} if stopped else set()
         not_measured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
         checks = [check for check in checks if check not in not_measured]
-        return (*measured.compare_with_baseline(checks, self.before.statuses), *not_measured)
+        return (*baseline.compare_with_baseline(checks, self.before.statuses), *not_measured)
 
     def _blocking_failures(self, view: View, advice: Recommendation) -> str:
         """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it.
@@ -151,9 +153,9 @@ class _Stages:
         The checks are those of the host with the settings of the run, because a problem that they correct is none.
         """
         settings = {setting.name: setting.value for setting in advice.settings}
-        hosts = [gate.with_environment(one, settings) for one in view.snapshots]
+        hosts = [with_environment(snapshot, settings) for snapshot in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return name_blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
+        return name_blocking_failures(fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
@@ -163,11 +165,12 @@ class _Stages:
         if options["hosts"]:
             self.notes.append("not measured: recorded hosts cannot be measured")
             return None
+        spec = benchmark.build_preflight_spec(
+            self.found, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
+            due=make_due(self.expected),
+        )  # fmt: skip
         try:
-            return benchmark.measure(
-                self.found[0], self._ranks(), self.progress, self.stop, budget_seconds=options["bench_seconds"],
-                quick=options["quick"], force=options["force"], due=make_due(self.expected),
-            )  # fmt: skip
+            return benchmark.measure(spec, self.progress, self.stop)
         except benchmark.BenchmarkError as error:
             self.notes.append(f"not measured: {error}")
             return None
@@ -197,16 +200,16 @@ class _Stages:
         """Train, unless something prevents it; return the record, and the checks of the run."""
         stopped = self._stopped_by(result)
         if not self.options["train"] or (self.options["hosts"] and not stopped):
-            return None, make_unmeasured(measured.RUN_CODES, "not requested; add --train")
+            return None, make_unmeasured(RUN_CODES, "not requested; add --train")
         if stopped:
-            return None, make_unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
+            return None, make_unmeasured(RUN_CODES, f"not trained: stopped by {stopped} before that")
         if failed := self._blocking_failures(view, advice):
             self.notes.append(f"not trained: {failed}")
-            return None, make_unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
-        record, why = self._train(advice)
+            return None, make_unmeasured(RUN_CODES, f"not trained: {failed}; --force trains anyway")
+        record, reason = self._train(advice)
         if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
-            return None, make_unmeasured(measured.RUN_CODES, why)
-        return record, measured.check_run(record, self.found[0].hostname, why)
+            return None, make_unmeasured(RUN_CODES, reason)
+        return record, measured.check_run(record, self.found[0].hostname, reason)
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
         """Launch the job with exactly the recommended environment and layout."""
@@ -229,10 +232,10 @@ class _Stages:
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def name_blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
+def name_blocking_failures(findings: Sequence[Finding], options: Mapping[str, Any], before: baseline.Baseline) -> str:
     """Return the failures that prevent a training run; empty without one, or with --force."""
-    checks = select(measured.require_measured(found), skip=options["skip"], known=measured.ALL_CODES)
-    checks = measured.compare_with_baseline(checks, before.statuses)
+    checks = select(measured.require_measured(findings), skip=options["skip"], codes=ALL_CODES)
+    checks = baseline.compare_with_baseline(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
 
@@ -248,9 +251,9 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     names = select_nodes(client, expand_host_list(options["nodes"] or ""), options["selector"])
     fleet = Fleet()
     fleet.read(client)
-    found = check_nodes(names, fleet, expected=expected)
-    checks = select(found, require=options["require"], skip=options["skip"], known=measured.ALL_CODES)
-    checks = measured.compare_with_baseline(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
+    findings = check_nodes(names, fleet, expected=expected)
+    checks = select(findings, require=options["require"], skip=options["skip"], codes=ALL_CODES)
+    checks = baseline.compare_with_baseline(checks, baseline.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(
         started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
         verdict=judge(checks, fail_on=options["fail_on"]),
@@ -259,21 +262,21 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     )  # fmt: skip
 
 
-def require_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
+def require_expectations(arguments: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
     """Return the expectations. Raises GateError if options are given that contain none."""
-    if not words and path is None:
+    if not arguments and path is None:
         return ()
     from agent.checks.expect import read_expectations
 
-    found = read_expectations(words, path)
-    if not found:  # an agent's ConfigMap may be empty, a gate may not
+    expectations = read_expectations(arguments, path)
+    if not expectations:  # an agent's ConfigMap may be empty, a gate may not
         raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: contains no expectation")
-    return found
+    return expectations
 
 
 def make_due(expected: Sequence[NodeExpectation]) -> Due | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
-    first = {one.key: one.value for one in reversed(expected)}
+    first = {expectation.key: expectation.value for expectation in reversed(expected)}
     wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
     return Due(nvlinks=first.get("nvlink"), wire=wire) if first else None
 
@@ -293,13 +296,13 @@ def _blocking(report: Report) -> list[Finding]:
     """Return the checks that prevent a pass; empty if the verdict is a pass."""
     if report.verdict.exit_code == EXIT_PASS:
         return []
-    found = [check for check in sort_worst_first(report.checks) if check.status == report.verdict.word]
-    return [check for check in found if check.required or check.status != "unknown"] or found
+    blocking = [check for check in sort_worst_first(report.checks) if check.status == report.verdict.word]
+    return [check for check in blocking if check.required or check.status != "unknown"] or blocking
 
 
 def _slurm_node(check: Finding) -> str:
     """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
-    return slurm_name(check.node or read_host_name())
+    return name_in_slurm(check.node or read_host_name())
 
 
 def format_slurm_hosts(report: Report) -> str:
@@ -329,7 +332,7 @@ def render_junit(report: Report) -> str:
     for check in sort_worst_first(report.checks):
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
-    aside = gate.describe_unchecked_gpus(report.checks)
+    aside = describe_unchecked_gpus(report.checks)
     return printable(
         render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
     )

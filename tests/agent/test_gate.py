@@ -21,11 +21,12 @@ from rigs.fleet import fleet_of, record_of
 from rigs.recorded import H100, changed, facts, of_code, path_of, snapshot, statuses, with_outcomes, with_ports
 from rigs.tables import ROOT, each_row, rows_of
 
+from agent.checks.baseline import compare_with_baseline
+from agent.checks.codes import EXPECT_CODES
 from agent.checks.expect import KEYS, parse, read_expectations, read_file
 from agent.checks.findings import sort_worst_first
-from agent.checks.host_checks import EXPECT_CODES
-from agent.checks.measured import compare_with_baseline
-from agent.checks.verdict import GateError, build_view, judge, select
+from agent.checks.verdict import GateError, judge, select
+from agent.checks.view import build_view
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, check_nodes as gate_of_nodes, make_record, to_resource
 from agent.http.serve import _expected
 from agent.http.server import create
@@ -62,7 +63,7 @@ def test_a_stopped_run_is_no_pass_and_what_had_failed_stays_a_failure(status, st
 def test_require_marks_what_it_matches_and_adds_what_was_never_judged() -> None:
     """A required check that no probe judged is unknown, not forgotten."""
     chosen = select(
-        [check("pass", "rdma.port.down")], require=("rdma.*",), known=("rdma.port.down", "rdma.memlock.low")
+        [check("pass", "rdma.port.down")], require=("rdma.*",), codes=("rdma.port.down", "rdma.memlock.low")
     )
     assert {(c.code, c.status, c.required) for c in chosen} == {
         ("rdma.port.down", "pass", True),

@@ -18,9 +18,10 @@ from rigs.recorded import H100, NAMES, changed, each, facts, of_code, snapshot, 
 from rigs.tables import ROOT, each_row, rows_of
 from scanned import scan
 
+from agent.checks.codes import ALL_CODES, PROBE_CODES
 from agent.checks.findings import read_entries
-from agent.checks.measured import ALL_CODES, PROBE_CODES
-from agent.checks.verdict import View, build_view, judge, with_environment
+from agent.checks.verdict import judge
+from agent.checks.view import View, build_view, with_environment
 from agent.cluster.nodes import check_nodes, make_record
 from agent.http.server import create
 from agent.http.state import State

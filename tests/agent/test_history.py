@@ -19,10 +19,10 @@ from rigs.recorded import NAMES, changed, each, facts, raised, snapshot, with_ou
 from rigs.tables import each_row, rows_of
 
 from agent.checks import history
+from agent.checks.codes import ALL_CODES
 from agent.checks.expect import NodeExpectation, parse
-from agent.checks.history import Event, History
-from agent.checks.measured import ALL_CODES
-from agent.checks.verdict import View, build_view
+from agent.checks.history import History
+from agent.checks.view import Event, View, build_view
 from agent.cluster.client import LONGEST_WAIT_SECONDS, backoff_seconds
 from agent.cluster.nodes import MOST_CHANGES, MOST_FACTS_BYTES, NodeRecord, make_record, pack_facts, to_resource
 from agent.http import pages

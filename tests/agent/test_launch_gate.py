@@ -16,8 +16,8 @@ from rigs.tables import each_row, rows_of
 from agent.advice.advise import EMBEDDED_MODEL, Request, advise
 from agent.advice.job_settings import build_job_plan, build_job_request, why_gdrdma, why_untrainable
 from agent.base.options import RequestError
-from agent.checks.measured import Baseline
-from agent.checks.verdict import build_view
+from agent.checks.baseline import Baseline
+from agent.checks.view import build_view
 from agent.cli.launch import _require_pass
 from agent.http.server import read_record
 from agent.jobs.launch import FinishedJob, finish_record
@@ -259,7 +259,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     """With the evidence; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
-    written = build_job_plan(advice, overrides=DATA, found=found)
+    written = build_job_plan(advice, overrides=DATA, hosts=found)
     (tmp_path / "plan.json").write_text(dump_plan(written))
     plan = read_plan(tmp_path / "plan.json")
     assert plan == written

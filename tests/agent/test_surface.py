@@ -27,9 +27,9 @@ from agent import metrics
 from agent.advice.advise import Request, advise_view
 from agent.base.options import _rows
 from agent.base.output import to_document
-from agent.checks.history import Event
-from agent.checks.measured import ALL_CODES, with_bench
-from agent.checks.verdict import View, build_view
+from agent.checks.codes import ALL_CODES
+from agent.checks.measured import with_bench
+from agent.checks.view import Event, View, build_view
 from agent.cli.main import VERBS, cli
 from agent.cluster.client import Tally, reason_of
 from agent.http.server import create

@@ -24,7 +24,7 @@ from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice.advise import Request
 from agent.base.options import InputError, RequestError, read_input
-from agent.checks.measured import read_baseline
+from agent.checks.baseline import read_baseline
 from agent.checks.verdict import GateError
 from agent.cli.bundle import BundleError, unpack_bundle
 from agent.cli.main import cli

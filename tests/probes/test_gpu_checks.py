@@ -14,7 +14,7 @@ from rigs.recorded import findings, snapshot, with_facts
 from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
-from agent.checks.verdict import build_view, fail_full_gpus
+from agent.checks.view import build_view, fail_full_gpus
 from agent.metrics import _link_values as link_values
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
