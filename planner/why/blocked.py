@@ -259,7 +259,7 @@ class BlockedCalls:
         """Whether a rank has left a rank's call, or waits in another call of the group by a log."""
         mine, wait = self.waits[rank].call, self.waits.get(other)
         if wait is None or not self.traces[other].partial:
-            return self._has_left(other, rank)
+            return not mine.p2p and self._has_left(other, rank)
         return wait.call.group == mine.group and wait.call.number != mine.number
 
     def _find_activity(self, rank: int) -> Activity:
