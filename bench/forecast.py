@@ -156,11 +156,14 @@ def _needed(row: Row, layout: Layout) -> float:
 
 def _ways(row: Row, layout: Layout) -> list[float]:
     """Return the memory in bytes for each setting that the row leaves open: recomputation; whether frozen weights are
-    stored in FP8 (Transformer Engine's fp8_model_init); for an unknown stack, whether the loss is fused and whether
-    each rank holds the whole model while it loads its shard."""
+    stored in FP8 (Transformer Engine's fp8_model_init); whether each rank holds all 4-bit weights until they are
+    sharded; for an unknown stack, whether the loss is fused and whether each rank holds the whole model while it loads
+    its shard."""
     layouts = _heavier(row, layout)
     if row.stack.known:
-        sizes = [_needed(row, each) for each in layouts]
+        engine = row.stack.engine
+        whole = replace(row, stack=replace(row.stack, engine=replace(engine, quantises_whole=engine.loads_quantised)))
+        sizes = [_needed(each, option) for each in (row, whole) for option in layouts]
         return sizes + [needed - _saved_by_few_bits(row, layout) for needed in sizes]
     fused = [_needed(row, replace(each, fused_cross_entropy=True)) for each in layouts]
     return fused + [

@@ -209,8 +209,7 @@ def plan(
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
         unknowns.append(_text("unknown_memory"))
-    lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
-    if lost:
+    if lost := [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]:
         unknowns.append(_text("lost_gpus", names=", ".join(lost[:8])))
     capability = _get_capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
@@ -224,8 +223,7 @@ def plan(
     most_gpus = max(sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes)
     if has_gpu and links.ranks_per_node < most_gpus:
         unknowns.append(_text("fewer_ranks", ranks=links.ranks_per_node, most=most_gpus))
-    longer = sum(rows for length, rows in train.length_histogram if length > train.sequence_length)
-    if longer:
+    if longer := sum(rows for length, rows in train.length_histogram if length > train.sequence_length):
         rows = sum(rows for _, rows in train.length_histogram)
         unknowns.append(_text("cut_rows", longer=longer, rows=rows, tokens=train.sequence_length))
     job = Job(
@@ -323,12 +321,6 @@ def forecast_named(planned: Planned, members: Mapping[str, Any]) -> RankedLayout
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
 
 
-def _list_settings_of_experts(job: Job, layout: Layout) -> list[str]:
-    """Return the settings that the forecast of experts assumes, in words."""
-    captured = job.engine.uses_cuda_graph(job.model, layout)
-    return [_text("cuda_graph", settings=" ".join(job.engine.cuda_graph_arguments))] if captured else []
-
-
 def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
     """Report that the upper end of a layout's memory interval exceeds the device."""
     needs = ranked.forecast.memory_bytes
@@ -417,7 +409,8 @@ def recommend(
     winner = rank(planned, best[0]) if best else None
     if winner is not None:
         helps = helps_most(planned.job, best[0], planned.capacity)
-        unknowns += _list_settings_of_experts(planned.job, winner.layout)
+        captured = planned.job.engine.uses_cuda_graph(planned.job.model, winner.layout)
+        unknowns += [_text("cuda_graph", settings=" ".join(planned.job.engine.cuda_graph_arguments))] * captured
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, winner))
             helps = (*nearest(planned), *helps) if planned.requested else helps
@@ -451,7 +444,7 @@ def _choose_for_shorter_rows(planned: Planned, result: Found) -> tuple[Found, st
     Rows are assumed to have `sequence_length` tokens, which real rows may never reach, so this length alone is no
     reason to reject a layout. The layout is the one that fits the longest rows among halvings of that length. Its
     forecast is still for the assumed length. If even rows of one token do not fit, weights and states are too large and
-    `found` is returned unchanged. The second value explains the assumption to the user.
+    `result` is returned unchanged. The second value explains the assumption to the user.
     """
     train, budget = planned.job.train, planned.budget or 0.0
     tokens = train.sequence_length

@@ -199,7 +199,9 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
 
     If the host memory is unknown, offloading is rejected.
     """
-    load = job.engine.host_load(2.0 * weights(job.model).total, at, min(at.world_size, job.links.ranks_per_node))
+    load, in_4_bits = 0.0, job.train.method == "qlora"
+    if not (in_4_bits and job.engine.quantises_whole):  # else each weight goes to the GPU as it is read
+        load = job.engine.host_load(2.0 * weights(job.model).total, at, min(at.world_size, job.links.ranks_per_node))
     usable = None if job.host_memory_bytes is None else 0.8 * job.host_memory_bytes
     if job.has_gpu and usable is not None and load > usable:
         return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
@@ -209,7 +211,7 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
         return f"offloading frees nothing: {gpu.name} and its host share one memory"
     if usable is None:
         return "offloading needs host memory, and the memory of the nodes is unknown"
-    frozen = NF4_BYTES if job.train.method == "qlora" else 2.0
+    frozen = NF4_BYTES if in_4_bits else 2.0
     each = (12.0 if at.offload == "optimizer" else 16.0) if job.train.method == "full" else frozen
     needed = each * weights(job.model).total * at.dp_replicate / max(1, job.links.nodes)
     if needed > usable:

@@ -78,7 +78,7 @@ def svg(node: NodeTopology) -> str:
 def picture(node: NodeTopology, *, status: Status | None = None, suffix: str = "") -> str:
     """Return the node as an inline `<svg>`, coloured by the page; empty if there is nothing to connect.
 
-    `more` is added to the summary for screen readers.
+    `suffix` is added to the summary for screen readers.
     """
     devices = _list_devices(node, status)
     return _draw(node, devices, summary(node) + suffix) if devices else ""

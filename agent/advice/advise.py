@@ -273,13 +273,13 @@ def _count_steps(request: Request, ranked: RankedLayout) -> int | None:
 
 
 def advise(
-    request: Request, snapshots: Sequence[Snapshot], *, measured: Sequence[Measurement] | None = None,
-    calibrated: Calibration | None = None, checks: Sequence[Finding] | None = None,
+    request: Request, snapshots: Sequence[Snapshot], *, measurements: Sequence[Measurement] | None = None,
+    calibration: Calibration | None = None, checks: Sequence[Finding] | None = None,
 ) -> Recommendation:  # fmt: skip
     """Answer a request about the hosts in `snapshots`, or about the machine of the catalogue that it names.
 
-    `measured` and `calibrated` override the values of the request. `checks` are the known findings of the hosts; if
-    None, the hosts are checked here.
+    `measurements` and `calibration` override the values of the request. `checks` are the known findings of the hosts;
+    if None, the hosts are checked here.
     """
     snapshots = () if request.machine else snapshots
     if request.machine or request.model is None:
@@ -288,12 +288,13 @@ def advise(
         from agent.checks.view import build_view
 
         checks = build_view(snapshots).checks
-    measured = request.measurements() if measured is None else measured
+    measurements = request.measurements() if measurements is None else measurements
     try:
-        stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None
+        if request.calibration and calibration is None:
+            calibration = load_calibration(request.calibration)
         return advise_cluster(
-            request, request.cluster(snapshots), snapshots, measured=measured,
-            calibration=calibrated or stored, checks=checks,
+            request, request.cluster(snapshots), snapshots, measurements=measurements, calibration=calibration,
+            checks=checks,
         )  # fmt: skip
     except PLAN_ERRORS as error:
         raise RequestError(str(error)) from None
@@ -301,8 +302,8 @@ def advise(
 
 def advise_view(view: View, request: Request) -> Recommendation:
     """Answer a request from the agent's current view."""
-    measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
-    return advise(request, view.snapshots, measured=measured, checks=view.checks)
+    verified = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
+    return advise(request, view.snapshots, measurements=verified, checks=view.checks)
 
 
 def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommendation:
@@ -326,7 +327,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
 
 def advise_cluster(
     request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot], *,
-    measured: Sequence[Measurement] = (), calibration: Calibration | None = None, checks: Sequence[Finding] = (),
+    measurements: Sequence[Measurement] = (), calibration: Calibration | None = None, checks: Sequence[Finding] = (),
 ) -> Recommendation:  # fmt: skip
     """Ask the planner about these nodes; without a model, only about the NCCL environment.
 
@@ -349,7 +350,7 @@ def advise_cluster(
     if len(snapshots) == 1 and len(findings) == 1:  # one host, used for all nodes of the cluster
         findings = {node.hostname: of_host for node in cluster.nodes for of_host in findings.values()}
     advice = recommend(
-        cluster, snapshots, model, request.train, measurements=measured, calibration=calibration,
+        cluster, snapshots, model, request.train, measurements=measurements, calibration=calibration,
         nccl_version=version, ranks_per_node=request.ranks(cluster),
         multi_node=multi_node, findings=findings, measured_step=request.measured_layout(),
     )  # fmt: skip

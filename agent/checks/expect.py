@@ -132,9 +132,9 @@ def check_expectations(
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Add one check per expectation of a node, and decide checks that a scan alone cannot decide.
 
-    If nothing was `seen` of the node, every expectation is unknown. If a node has exactly the expected number of GPUs
-    or ACTIVE ports, none is missing: other devices on the bus are not assigned to it or not cabled. A larger number can
-    include ports of another network, so an expected port may be down.
+    If `host` is None, every expectation is unknown. If a node has exactly the expected number of GPUs or ACTIVE ports,
+    none is missing: other devices on the bus are not assigned to it or not cabled. A larger number can include ports of
+    another network, so an expected port may be down.
     """
     results, mild = [], set()
     for expectation in expected:

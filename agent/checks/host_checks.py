@@ -258,9 +258,10 @@ def _add_gpu_name(check: Finding, names: Mapping[str, str]) -> Finding:
     return check if name is None or sentence == check.message else replace(check, message=f"{name} {sentence}")
 
 
-def add_rising_counters(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
+def add_rising_counters(checks: Sequence[Finding], earlier: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """Add checks of counters that rose since earlier scans; without an earlier scan these checks are unknown."""
-    past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
+    of_host = (old for old in earlier if old.hostname == now.hostname)
+    past = [old for old in of_host if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
     if not past:
         reason = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(

@@ -62,7 +62,7 @@ def launch(
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     request = job_settings.build_request(options | {"nodes": options["nodes"] or max(1, len(options["hosts"]))})
-    advice, options["trainer"], reason = job_settings.choose_trainer(
+    advice, reason = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], snapshots
     )
     advice = with_fsdp(advice)
@@ -76,8 +76,7 @@ def launch(
         for word, line in list_layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # the output folder of the job's settings
-        settings = job_settings.read_settings(options["config"], options["overrides"], options["trainer"]).explicit
-        folder = Path(settings.get("output_dir", "finetune-output"))
+        folder = Path(job_settings.read_explicit_settings(advice, options).get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
         _launch_on_slurm(advice, snapshots, folder, dry_form, options)
     elif options["api"] != "local":

@@ -78,7 +78,7 @@ def _of_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> R
     from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
-    advice, _, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
+    advice, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
     if reason:
         print_text(reason, err=True)
     return advice

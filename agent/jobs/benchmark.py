@@ -308,7 +308,7 @@ HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 
 
 def select_ports(snapshot: Snapshot, names: Sequence[str]) -> list[Port]:
-    """Return the ACTIVE ports of this host in order, or those in `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
+    """Return the ACTIVE ports of this host in order, or those in `names` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
     every = [(device, port) for device, port in _list_ports(snapshot) if port.state == "ACTIVE"]
     ports = [Port(device=d.name, port=p.port, gid_index=find_nccl_gid_index(p)) for d, p in every]
     for name in names:

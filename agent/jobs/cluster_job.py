@@ -160,7 +160,7 @@ def build_claim(options: Mapping[str, Any]) -> tuple[Document, ...]:
 
 def build_plan(advice: Recommendation, options: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> JobPlan:
     """Return the job's plan, which writes to the claim unless the settings name a folder. Raises RequestError."""
-    output = str(_read_explicit_settings(options).get("output_dir", ""))
+    output = str(job_settings.read_explicit_settings(advice, options).get("output_dir", ""))
     folder = _place_on_claim(output or options["name"])
     more = (f"output_dir={folder}",) if name_claim(options) else ()
     plan = job_settings.build_job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), snapshots)
@@ -176,7 +176,7 @@ def _place_on_claim(folder: str) -> str:
 
 def refuse_untrainable(advice: Recommendation, options: Mapping[str, Any]) -> None:
     """Raise JobError if the pods would train nothing, or could not store the result; the message says what to add."""
-    explicit, nodes = _read_explicit_settings(options), options["nodes"] or 1
+    explicit, nodes = job_settings.read_explicit_settings(advice, options), options["nodes"] or 1
     if refusal := job_settings.why_untrainable(advice, explicit):
         raise JobError(refusal)
     if nodes > 1 and not name_claim(options):
@@ -184,12 +184,6 @@ def refuse_untrainable(advice: Recommendation, options: Mapping[str, Any]) -> No
     output = explicit.get("output_dir")
     if nodes > 1 and output is not None and not _place_on_claim(str(output)).startswith(f"{MOUNT}/"):
         raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, the claim")
-
-
-def _read_explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of --config, overridden by --set."""
-    trainer = options.get("trainer", job_settings.OURS)
-    return job_settings.read_settings(options.get("config"), options.get("overrides", ()), trainer).explicit
 
 
 # Create the job in its cluster, and read its state.

@@ -228,7 +228,7 @@ class _LocalComparison:
         cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
                         for n in range(HOSTS)])  # fmt: skip
         model = self.request.required_model()
-        advice = with_fsdp(advise_cluster(self.request, cluster, (), measured=measured, calibration=timed))
+        advice = with_fsdp(advise_cluster(self.request, cluster, (), measurements=measured, calibration=timed))
         self.layout = self.layout or require_layout(advice).layout
         planned = plan(
             cluster, (), model, self.request.train, measurements=measured, calibration=timed, ranks_per_node=1

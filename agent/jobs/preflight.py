@@ -122,7 +122,7 @@ class _Stages:
             extra += make_unmeasured(BENCH_CODES, reason)
         self.progress.step("recommend: environment and layout")
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        advice = with_fsdp(advise(request, snapshots, measured=verified, calibrated=calibration))
+        advice = with_fsdp(advise(request, snapshots, measurements=verified, calibration=calibration))
         record, of_run = self._run(view, advice, result)
         stopped = "" if record is not None else self._stopped_by(result)
         if stopped:

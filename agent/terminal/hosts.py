@@ -153,7 +153,7 @@ def _where(group: FindingGroup, host: str) -> str:
 
 
 def print_healthy_nodes(out: Console, hosts: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
-    """Print the nodes without problems by hardware; `found` are pairs of name and hardware.
+    """Print the nodes without problems by hardware; `hosts` are pairs of name and hardware.
 
     A node with a failure, a warning or a required check that could not run is not among them.
     """
@@ -175,7 +175,7 @@ def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
     several = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if is_problem(group):
-            print_group(out, group, nodes_named=several, brief=True, names=list_names)
+            print_group(out, group, nodes_named=several, brief=True)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
     if unknown := list_codes(groups, "unknown"):

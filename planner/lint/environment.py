@@ -132,7 +132,7 @@ def _uses_plugin(environment: Mapping[str, str], machine: ProbedMachine | None, 
 
 
 def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) -> Iterator[Finding]:
-    """Check a name and, if `known`, its value; otherwise `value` is the source text of an unknown value."""
+    """Check a name and, if `resolved`, its value; otherwise `value` is the source text of an unknown value."""
     entry, version = names().get(name), case.version
     if name in RESERVED and ("TrainJob" in case.named.source or "TrainingRuntime" in case.named.source):
         yield finding("env.name.reserved", name, value)

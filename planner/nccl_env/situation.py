@@ -452,13 +452,13 @@ class Note:
 
 
 def note(key: str, evidence: str = "", /, *extra_keys: str, **fields: object) -> Note:
-    """Create a note with its text filled in; `more` are keys of texts to append."""
+    """Create a note with its text filled in; `extra_keys` are keys of texts to append."""
     row, text = _read_advice(key, *extra_keys, **fields)
     return Note(topic=row["name"], text=text, evidence=evidence)
 
 
 def setting(key: str, value: str, evidence: str, /, *extra_keys: str, **fields: object) -> Setting:
-    """Create a setting or a need with its reason filled in; `more` are keys of texts to append to its rule."""
+    """Create a setting or a need with its reason filled in; `extra_keys` are keys of texts to append to its rule."""
     row, text = _read_advice(key, *extra_keys, **fields)
     return Setting(name=row["name"], value=value, reason=Reason(rule=text, evidence=evidence, source=row["source"]))
 

@@ -185,6 +185,19 @@ def test_what_ranks_hold_as_the_model_comes_in_bounds_the_layout() -> None:
     assert not [job for job, at in ((small, three), (unknown, two)) if rule in dict(list_broken(job, at))]
 
 
+@each_row(("engine", "whole"), [("trl", True), ("deepspeed", True), ("topoflight", False)])
+def test_transformers_loads_all_4_bit_weights_to_each_gpu_before_they_are_sharded(engine: str, whole: bool) -> None:
+    """70B of NF4 with its embeddings is 38 GiB, of which 8 ranks keep an eighth; the files do not stay in the host."""
+    large, layout = model_named("Llama-3.1-70B"), Layout(world_size=8, dp_shard=8, checkpointing="full")
+    qlora = TrainSpec(method="qlora", sequence_length=1024)
+    needs = memory_parts(large, qlora, layout, engine_named(engine)).total / GIB
+    assert 36.0 < needs < 40.0 if whole else needs < 20.0
+    assert memory_parts(large, replace(qlora, method="lora"), layout, engine_named(engine)).total / GIB < 33.0
+    small = Job(model=large, train=qlora, links=LINKS, engine=engine_named(engine), rates=cpu_rates(8.0, None),
+                host_memory_bytes=32.0 * GIB)  # fmt: skip
+    assert "host-memory-holds" not in dict(list_broken(small, layout))
+
+
 SMALL = model_named("Llama-3.2-1B")
 SHORT = TrainSpec(method="full", sequence_length=1024, fused_cross_entropy=False)
 OURS = engine_named("topoflight")

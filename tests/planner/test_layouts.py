@@ -328,13 +328,14 @@ def test_accelerate_reads_its_file(tmp_path: Path) -> None:
 def test_trl_names_are_those_of_training_arguments() -> None:
     """Every key that is not TRL's or the model's is a field of transformers' TrainingArguments."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    data = yaml.safe_load(export("trl", request(FSDP, method="lora")))
+    data = yaml.safe_load(export("trl", request(FSDP, method="qlora")))
+    assert (data["bnb_4bit_quant_storage"], data["use_bnb_nested_quant"]) == ("bfloat16", True), "FSDP shards no bytes"
     assert data["use_liger_kernel"] is FSDP.fused_cross_entropy
     fused = yaml.safe_load(export("trl", request(replace(FSDP, fused_cross_entropy=True), method="lora")))
     assert fused["use_liger_kernel"], "the forecast has no logits of all tokens"
     known = {field.name for field in fields(transformers.TrainingArguments)}
     of_trl = {"model_name_or_path", "dtype", "attn_implementation", "max_length", "packing", "use_peft", "lora_r",
-              "lora_target_modules", "load_in_4bit"}  # fmt: skip
+              "lora_target_modules", "load_in_4bit", "bnb_4bit_quant_storage", "use_bnb_nested_quant"}  # fmt: skip
     assert set(data) - known <= of_trl
     assert data["fsdp_config"]["activation_checkpointing"] is True
     assert data["gradient_checkpointing"] is False
