@@ -221,6 +221,7 @@ SECONDS = {"eth0": 9.0, "net1": 4.0, "rdma": 3.0}  # of a step
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
+    monkeypatch.setattr(networks, "POLL_SECONDS", 0.1)
     forecast = RunForecast(step_seconds=Interval(low=1.0, mid=2.0, high=5.0))
     with Networks(tmp_path, "sft", SECONDS, forecast) as server:
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", server.url)))

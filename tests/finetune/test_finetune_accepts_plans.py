@@ -27,6 +27,8 @@ from planner.stacks import TOPOFLIGHT
 from topology.build import build
 from topology.graph import ClusterTopology
 
+pytestmark = pytest.mark.long  # the job imports torch
+
 rows = rows_of(__file__)
 NVIDIA = [row.name for row in catalogue() if (gpu := find_gpu(row.gpu)) and gpu.maker == "NVIDIA"]
 MACHINES = [("p5.48xlarge", 1), ("p5.48xlarge", 2), ("p5.48xlarge", 4), ("2xa40-roce", 2), ("4xl40s", 1)]
@@ -60,7 +62,6 @@ def questions(count):
     ]  # fmt: skip
 
 
-@pytest.mark.long
 def test_whatever_is_recommended_for_the_job_it_accepts():
     """A model that it does not train has no layout; every family ranked for one that it trains, it would run."""
     ranked = 0

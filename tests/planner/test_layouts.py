@@ -19,7 +19,6 @@ from rigs.tables import each_row, rows_of
 from contracts.job_config import JobPlan, parse_config
 from contracts.layout import EIGHT_BITS, Layout, LayoutError
 from contracts.tables import read_table
-from finetune.parallel import settle_layout
 from planner.advice import ExportError, ExportRequest, request_of
 from planner.forecast import machines
 from planner.forecast.calibration import widths
@@ -292,8 +291,11 @@ def test_deepspeed_gives_the_published_configuration_back() -> None:
     assert list(json.loads(text)["zero_optimization"]) == list(PUBLISHED["zero_optimization"])
 
 
+@pytest.mark.long
 def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
     """The job's own reader settles on exactly the recommended layout."""
+    from finetune.parallel import settle_layout
+
     for machine, nodes, train in (
         ("dgx-h100", 2, TrainSpec(method="full", global_batch=64, sequence_length=4096)),
         ("2xa40-roce", 2, TrainSpec(method="lora", global_batch=128, sequence_length=1024)),
