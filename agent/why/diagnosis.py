@@ -58,9 +58,9 @@ def answer(sources: WhySources) -> Verdict:
     saved = tuple(filter(_is_saved_ras, sources.logs))
     logs = tuple(log for log in sources.logs if log not in saved)
     sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
-    facts, found, ends, wrong = _facts(sources)
+    facts, found, ends, wrong = _read_facts(sources)
     verdict = why.judge(facts)
-    reports = [_ras(source) for source in sources.ras]
+    reports = [_read_ras(source) for source in sources.ras]
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if found is not None:
@@ -80,14 +80,14 @@ def answer(sources: WhySources) -> Verdict:
     if again is None and (requeued := next(filter(None, map(_REQUEUED.search, ends.values())), None)):
         again = f"it {requeued[1]}"
     verdict = with_end_of_job(verdict, facts.ages)
-    verdict = with_gate(with_restart(verdict, record, again), _last_log(sources, ends))
+    verdict = with_gate(with_restart(verdict, record, again), _read_last_log(sources, ends))
     run = f"--run {sources.run or 'DIR'}"
     questions = (replace(one, command=one.command.replace("--run DIR", run)) for one in verdict.unknown)
     clean: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
     return clean
 
 
-def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[str, str], list[str]]:
+def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[str, str], list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, their ends, and what is unreadable."""
     facts, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
@@ -125,7 +125,7 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[str, st
 # Other sources --------------------------------------------------------------------------------------------------------
 
 
-def _lines_of(path: Any) -> Iterator[str]:
+def _read_lines(path: Any) -> Iterator[str]:
     """Read the logical lines of a log, compressed or not, as `_split` does. Raises OSError and LogFileError."""
     with bounded.open_regular(path) as stream:
         tail = b""
@@ -164,7 +164,7 @@ class _Logs:
         name = Path(log).name
         named, end = _OF_RANK.search(name), deque[str](maxlen=_MOST_END_LINES)
         stacks = watchdog.StackReader(int(named[1]) if named else None)
-        for line in _lines_of(log):
+        for line in _read_lines(log):
             stacks.line(line)
             end.append(line)
             yield line
@@ -175,7 +175,7 @@ class _Logs:
         self.ends[log] = "\n".join(end)[-_MOST_END:]
 
 
-def _last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
+def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
     """Return the end of the newest log; without logs, of the batch scripts' logs in the run's folder."""
     logs = [*map(Path, ends)]
     if not logs and sources.run is not None:
@@ -202,7 +202,7 @@ def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
     return by_file
 
 
-def _ras(source: str) -> ras.RasReport:
+def _read_ras(source: str) -> ras.RasReport:
     """Read a RAS report from a file or a socket."""
     host, colon, port = source.rpartition(":")
     try:
@@ -238,11 +238,11 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
                 f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
                 "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
         return replace(verdict, disagree=(*verdict.disagree, text))
-    is_moving = earlier is not None and _counts(earlier) != _counts(report)
+    is_moving = earlier is not None and _list_counts(earlier) != _list_counts(report)
     if not (gone or dead or verdict.causes) and (is_moving or not counts or earlier is None or not laggards):
-        return _by_counts(verdict, report, counts, is_first=earlier is None, is_moving=is_moving)
+        return _judge_counts(verdict, report, counts, is_first=earlier is None, is_moving=is_moving)
     rows = [laggards[rank] for rank in sorted(laggards)] or dead
-    causes = tuple(_cause_of_rank(*row) for row in rows)
+    causes = tuple(_make_rank_cause(*row) for row in rows)
     ranks = tuple(rank for cause in causes for rank in cause.ranks)
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
     return replace(
@@ -252,7 +252,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     )  # fmt: skip
 
 
-def _cause_of_rank(rank: ras.RasRank, state: str, source: str) -> Cause:
+def _make_rank_cause(rank: ras.RasRank, state: str, source: str) -> Cause:
     """Return RAS's statement about a rank, or about a process whose rank it does not give."""
     kind = {"dead": "gone", "": "unknown"}.get(rank.missing, "silent")
     place = f" (GPU {rank.gpu} of process {rank.pid} on {rank.host})" if rank.host else ""
@@ -262,7 +262,7 @@ def _cause_of_rank(rank: ras.RasRank, state: str, source: str) -> Cause:
                  action=why.ACTIONS[kind])  # fmt: skip
 
 
-def _by_counts(verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool) -> Verdict:
+def _judge_counts(verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool) -> Verdict:
     """Counts that name nobody: they move, or are equal (which may be one call for ever), or most ranks are behind."""
     if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
@@ -294,7 +294,7 @@ def _split_silent_ranks(report: ras.RasReport, earlier: ras.RasReport | None) ->
     return replace(report, comms=tuple(answered)), sorted({rank for _, rank in quiet})
 
 
-def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
+def _list_counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
     return [(comm.id, comm.spread, {rank: row.counts for rank, row in comm.ranks.items()}) for comm in report.comms]
 
 
@@ -306,7 +306,7 @@ _MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "col
                "rank.gone": "job_failed"}  # fmt: skip
 
 
-def _cause_of(problem: LogProblem) -> Cause:
+def _make_cause(problem: LogProblem) -> Cause:
     """Return the cause for a log problem."""
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
     place = f"{problem.place}: " if problem.place else ""
@@ -319,7 +319,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
     after a signal have not failed. The codes of `_ENDS` say that the job ended, not why, or that no channel is shown.
     """
-    lines = {p.code: _cause_of(p).evidence for p in log.problems if p.code != "job_failed"}
+    lines = {p.code: _make_cause(p).evidence for p in log.problems if p.code != "job_failed"}
     verdict = replace(verdict, causes=tuple(
         replace(cause, evidence=cause.evidence or lines.get(_MORE_EXACT.get(cause.code, cause.code), ()))
         for cause in verdict.causes))  # fmt: skip
@@ -328,7 +328,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
         codes = (*codes, "job_stopped")
     rows = [p for p in log.problems if p.severity in ("fail", "warn") and p.code not in codes]
-    causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
+    causes = tuple(_make_cause(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     diagnosed = any(p.code.startswith("diag_") for p in rows)  # these do not need a channel
     if evidence.exit_code(log) == 5 and log.outcome == "unknown" and not diagnosed:  # no channel, and no end
         return replace(verdict, causes=(*verdict.causes, *causes))
@@ -336,7 +336,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     source = f"NCCL log: {log.lines_read} line{'s' * (log.lines_read != 1)}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
     if verdict.state in ("fine", "unknown") and log.outcome == "failed" and (causes or not facts.is_over):
-        ended = tuple(_cause_of(p) for p in log.problems if p.severity == "fail")[:1]
+        ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
         if not causes or any(cause.code in _ENDS for cause in ended):  # what remains are slow paths
             causes = (*ended, *causes)
         first = causes[0].message if causes else "the log says so"
