@@ -60,14 +60,14 @@ NODE = "node"  # value of layout.dp_shard: the number of ranks per node
 _TRUTHS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 
 
-def parse_truth(value: Any) -> Any:
+def truth(value: Any) -> Any:
     """Convert a quoted "true" or "no" to a bool as transformers does; return any other value unchanged."""
     return _TRUTHS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def flag(name: str, value: Any) -> bool | None:
     """Convert a value to True, False or None (not set). Raises ConfigError, which names the option."""
-    switch = parse_truth(value)
+    switch = truth(value)
     if not isinstance(switch, bool | None):
         raise ConfigError(f"{name}={value!r}: must be true or false")
     return switch
@@ -87,7 +87,7 @@ def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
     """Raise ConfigError if a value is not allowed (null always is), or OnlyTrlError if TRL's trainer accepts it."""
     allowed, reason = row["allowed"], row["why"]
     if any(isinstance(choice, bool) for choice in allowed):
-        value = parse_truth(value)
+        value = truth(value)
     if isinstance(value, dict):
         unset = (None, AUTO) if name.startswith("deepspeed.") else (None,)
         value = {key: item for key, item in value.items() if item not in unset}
@@ -140,7 +140,7 @@ def translate(name: str, value: Any, note: Note) -> tuple[str, Any] | None:
     if name in names["only"]:
         require(name, value, names["only"][name])
     today, means = names["renamed"].get(name, name), names["values"].get(name, {})
-    key = parse_truth(value) if "True" in means else value
+    key = truth(value) if "True" in means else value
     if not isinstance(key, bool):
         key = f"{value:g}" if isinstance(value, float) else str(value).lower()
     is_deepspeed, value = name.startswith("deepspeed."), means.get(str(key), value)
@@ -181,7 +181,7 @@ def set_sharding(flat: Mapping[str, Any], options: Mapping[str, Any], layout: di
     all ranks are data parallel, weights are gathered again in the backward pass, and nothing is offloaded.
     """
     table, reshard = option_names()["fsdp"], "fsdp_config.reshard_after_forward"
-    is_off, words = parse_truth(flat.get("fsdp")) is False, dict[str, str]()
+    is_off, words = truth(flat.get("fsdp")) is False, dict[str, str]()
     for name in option_names()["of_fsdp"]:
         if not (is_off and name.startswith("fsdp_config.")):
             words |= dict.fromkeys(_split_fsdp_words(name, options.get(name)), name)
@@ -199,7 +199,7 @@ def set_sharding(flat: Mapping[str, Any], options: Mapping[str, Any], layout: di
             if value != NODE or not {"dp_replicate", "dp_shard"} & set(layout):
                 put(layout, member, value, name)
     for name in ("fsdp_config.cpu_offload", "fsdp_config.offload_params"):
-        if parse_truth(flat.get(name)) is False and layout.get("offload") != "all":
+        if truth(flat.get(name)) is False and layout.get("offload") != "all":
             put(layout, "offload", "none", name)
     if reshard not in words.values() and (value := flag(reshard, options.get(reshard))) is not None:
         put(layout, "reshard_after_forward", value, reshard)
@@ -230,7 +230,7 @@ def _split_fsdp_words(name: str, value: Any) -> list[str]:
     """Return the words of an option in lower case. transformers writes "" or [] for "not set"."""
     allowed = [word for word, sets in option_names()["fsdp"].items() if "sharding" in sets]
     if name.endswith("reshard_after_forward"):  # true and false are no words, but a switch
-        value, choices = None if isinstance(parse_truth(value), bool) else value, ["true", "false", *allowed]
+        value, choices = None if isinstance(truth(value), bool) else value, ["true", "false", *allowed]
     elif name == "fsdp_config.sharding_strategy":
         choices = allowed
     else:
@@ -252,7 +252,7 @@ def make_trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict
     settings = {table["renamed"].get(name, name): raw[name] for name in sort_options(raw) if name not in left_out}
     if (ratio := settings.pop("warmup_ratio", None)) and not settings.get("warmup_steps"):
         settings["warmup_steps"] = ratio
-    if parse_truth(settings.pop("group_by_length", None)):
+    if truth(settings.pop("group_by_length", None)):
         settings.setdefault("train_sampling_strategy", "group_by_length")
     of_deepspeed = {name: values[name] for name in ("max_grad_norm", "lr_scheduler_type") if name in values}
     return {**settings, **of_deepspeed} if raw.get("deepspeed") else settings

@@ -368,7 +368,7 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
         bins[index].append(example)
         insort(room, (left - size, index))
     names = [field.name for field in fields(Example)]
-    return [Example(**{name: np.concatenate([getattr(e, name) for e in field]) for name in names}) for field in bins]
+    return [Example(**{name: np.concatenate([getattr(e, name) for e in one]) for name in names}) for one in bins]
 
 
 def collate(examples: Sequence[Example], count: int, length: int, pad: int) -> Batch:

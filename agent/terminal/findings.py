@@ -54,11 +54,11 @@ def print_group(out: Console, group: FindingGroup, *, nodes_named: bool = False,
     `nodes_named` prints the node even if there is only one. If `brief`, many names are joined in Slurm's notation.
     """
     nodes = group.nodes if nodes_named or len(group.nodes) > 1 else ()
-    is_single = len(group.subjects) == 1 and group.alike  # the heading names it
-    place = group.place if is_single and len(group.nodes) <= 1 else group.places
+    one = len(group.subjects) == 1 and group.alike  # the heading names it
+    place = group.place if one and len(group.nodes) <= 1 else group.places
     out.print(f"{mark(group.status)} [bold]{escape(group.title)}[/bold] {escape(place)}".rstrip())
     if nodes or len(group.checks) > 1:
-        _print_places(out, group, nodes_named=bool(nodes), is_single=is_single, brief=brief)
+        _print_places(out, group, named=bool(nodes), one=one, brief=brief)
     else:
         print_indented(out, escape(group.message))
     wrong = group.status in ("fail", "warn")
@@ -68,7 +68,7 @@ def print_group(out: Console, group: FindingGroup, *, nodes_named: bool = False,
         print_indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
 
 
-def _print_places(out: Console, group: FindingGroup, *, nodes_named: bool, is_single: bool, brief: bool) -> None:
+def _print_places(out: Console, group: FindingGroup, *, named: bool, one: bool, brief: bool) -> None:
     """Print every place that no message names; equal messages share a line, and so do nodes with the same devices."""
     limit, names = (SHOWN, list_names) if brief else (len(group.checks), units.some)
     by_message: dict[str, dict[str, dict[str, None]]] = {}
@@ -81,8 +81,8 @@ def _print_places(out: Console, group: FindingGroup, *, nodes_named: bool, is_si
         for node, subjects in by_node.items():
             shared.setdefault(tuple(filter(None, subjects)), []).append(node)
         for what, nodes in shared.items():
-            is_named = (is_single and not nodes_named) or all(subject in text for subject in what)
-            places = (names(nodes) if nodes_named else "", "" if is_named else names(what))
+            is_named = (one and not named) or all(subject in text for subject in what)
+            places = (names(nodes) if named else "", "" if is_named else names(what))
             print_indented(out, f"[dim]{escape(': '.join(filter(None, places)))}[/dim]", 9)
     if len(group.checks) > limit and not group.alike:
         print_indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")

@@ -235,7 +235,7 @@ class _Findings:
         rows = [row for fact, rows in self.ledger.proof.items() if fact.startswith(starts) for row in rows]
         return tuple(sorted(rows, key=lambda row: row.line))
 
-    def _prove_channels(self) -> tuple[ProofLine, ...]:
+    def _channel_proof(self) -> tuple[ProofLine, ...]:
         """Return the lines of channels without GPUDirect RDMA, those of different kinds first."""
         proof = [rows for fact, rows in self.ledger.proof.items() if fact.endswith("without GDRDMA")]
         lines = (*(rows[0] for rows in proof), *(row for rows in proof for row in rows[1:]))
@@ -380,7 +380,7 @@ class _Findings:
         within = not self.inter and evidence.send.total + evidence.receive.total > 0
         lacks = state in ("off", "partial") and not within
         if lacks and gpus_are("without GPUDirect RDMA", evidence.gpus):
-            lines = self.proof("GPU ") + self._prove_channels()
+            lines = self.proof("GPU ") + self._channel_proof()
             self.add("gdr_not_supported_by_gpu", ", ".join(evidence.gpus), lines)
             return
         if lacks and "Socket" not in carried and self.prove_variables(*CODES["gdr_disabled_by_env"].variables):
@@ -421,7 +421,7 @@ class _Findings:
             detail += "; before 2.19 NCCL did so for every GPU without NVLink"
         if hosts:
             detail = f"none on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}; in total {detail}"
-        lines = self._prove_channels() + self.proof("GPUDirect RDMA too far")
+        lines = self._channel_proof() + self.proof("GPUDirect RDMA too far")
         self.add(code, detail, lines, severity=severity, hosts=hosts)
         states = self.facts.gdr_words.keys()
         refused = [host for host in hosts if (host, "refused") in states and (host, "usable") not in states]
@@ -432,7 +432,7 @@ class _Findings:
         is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or self.inter.startswith("IB")
         if self.evidence.gdrdma_fraction is not None:  # without a channel, what refused it is reported below
             code = "ib_without_gdrdma" if is_ib else _choose_off_code(self.inter, carried, self.facts.provider)
-            self.add(code, _describe_part(self.evidence, []), self._prove_channels(), hosts=self._list_hosts_off())
+            self.add(code, _describe_part(self.evidence, []), self._channel_proof(), hosts=self._list_hosts_off())
             self.problems.pop("gdr_refused_by_plugin", None)
         refused = {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}
         if is_ib and refused and "gdr_disabled_by_env" not in self.problems:
