@@ -146,7 +146,8 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     decided = [near for near in node.nearest_nic if near.decidable]
     direct = {nic for near in decided if by_gdr(near, farthest) for nic in near.nics}
     # Unnamed GPUs in the shape of a GB200 or GB300 tray may reach their NICs over C2C, with GPUDirect RDMA.
-    tray = len(node.gpus) == 4 and not any(gpu.model for gpu in node.gpus) and _count_switch_links(node) == most_links()
+    shape = len(node.gpus) == 4 and {near.label for near in decided} == {"NODE"}
+    tray = shape and not any(gpu.model for gpu in node.gpus) and _count_switch_links(node) == most_links()
     lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if tray or without_gdr(gpu.model or "")}
     hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in decided:

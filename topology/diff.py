@@ -402,7 +402,8 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
     # Among groups of equal size, the one with the fewest differences is the common configuration.
     made.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
     common, *odd = made
-    odd.sort(key=lambda group: (_rank_severity(group), -len(group.differences), len(group.nodes)))
+    odd.sort(key=lambda group: (-len(group.differences), len(group.nodes)))
+    odd.sort(key=lambda group: WORST_FIRST.index(next((one.status for one in group.differences), INFO)))
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
         warnings.append(_text("no_common", nodes=len(common.nodes), total=total))
@@ -410,10 +411,6 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
         listed = "; ".join(f"{some(list(names), most=3)} in {domain}" for domain, names in domains.items())
         warnings.append(_text("domains", count=len(domains), listed=listed))
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
-
-
-def _rank_severity(group: FleetGroup) -> int:
-    return min((WORST_FIRST.index(difference.status) for difference in group.differences), default=len(WORST_FIRST))
 
 
 def _number_duplicates(names: Sequence[str]) -> list[str]:

@@ -199,6 +199,11 @@ class NodeTopology:
     product: str | None = None  # DMI product name: "p4d.24xlarge"
     schema_version: int = 1
 
+    @property
+    def devices(self) -> tuple[GpuNode | NicNode, ...]:
+        """GPUs, then NICs, in matrix order."""
+        return (*self.gpus, *self.nics)
+
     def gpu_pairs(self, *, usable: bool = False) -> list[Pair]:
         """Return the pairs of two GPUs; with `usable`, only GPUs that respond."""
         names = {gpu.name for gpu in self.gpus if gpu.usable or not usable}

@@ -37,7 +37,7 @@ def render_matrix(node: NodeTopology) -> str:
     labels, known = columns(node), Pairs(node.pairs)
     affinity = _list_affinity_columns(node)
     lines = ["\t" + "\t".join((*labels.values(), *(title for title, _ in affinity)))]
-    for device in (*node.gpus, *node.nics):
+    for device in node.devices:
         cells = [f" {SELF} " if other == device.name else known.label(device.name, other) for other in labels]
         lines.append("\t".join((labels[device.name], *cells)) + _format_affinity(device, affinity))
     lines += ["", "Legend:", ""]

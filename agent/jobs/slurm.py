@@ -124,13 +124,13 @@ def add_to_script(text: str, found: Sequence[Snapshot], options: Mapping[str, An
     select((), require=options["require"], known=ALL_CODES)
     check_options(text)
     nodes, gpus = size_of(text)
-    request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
-                      ranks_per_node=gpus)  # fmt: skip
-    advice = advise(request, found)
+    advice = advise(Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
+                            ranks_per_node=gpus), found)  # fmt: skip
     made, notes = wrap_script(
         text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",
         require=options["require"],
     )  # fmt: skip
+    notes += [note.text.split(". ")[0] for note in advice.notes if note.topic in ("platform", "RCCL")]
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:

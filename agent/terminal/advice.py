@@ -37,7 +37,7 @@ def _print_environment(out: Console, advice: Recommendation) -> None:
         print_indented(out, escape(setting.reason.rule), 4)
         print_indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
     if not advice.settings:
-        out.print("no variable is recommended")
+        out.print("No variable is recommended.")
     for note in advice.notes:
         print_bullet(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
